@@ -28,8 +28,8 @@ from reference_impl.activations.budget import BudgetPlan
 from reference_impl.activations.budget_policy import Budget, BudgetPolicy
 from reference_impl.activations.offloaded_weights import OffloadedWeights
 from reference_impl.activations.offloader import EngineOptions, Offloader
-from reference_impl.activations.policy import Nothing, Policy, Share
-from reference_impl.activations.run import Run
+from reference_impl.activations.policy import EvenFraction, Nothing, Policy
+from reference_impl.activations.run import ForwardPass
 from reference_impl.activations.tape import Tape
 from reference_impl.memory.closing import closed_on_error
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -102,7 +102,7 @@ class ActivationOffloader(Offloader):
                 f"fraction={fraction} and keep_last_bytes={keep_last_bytes} choose what moves, and so does a plan; "
                 "expected one of them; try a smaller or larger budget_bytes alone"
             )
-        self._share = Share(fraction=fraction, keep_last_bytes=keep_last_bytes)
+        self._share = EvenFraction(fraction=fraction, keep_last_bytes=keep_last_bytes)
         around: Around
         if modules is not None:
             chosen, around = modules_called(model, modules), self._around_module
@@ -163,7 +163,7 @@ class ActivationOffloader(Offloader):
             )
         super()._pass_over(transform)
 
-    def _start_run(self, run: Run) -> None:
+    def _start_run(self, run: ForwardPass) -> None:
         if self._budget is None:
             return
         plan = self._budget.plan

@@ -18,7 +18,7 @@ from reference_impl.activations.geometry import Extent
 from reference_impl.activations.headroom import Headroom, SegmentPeaks
 from reference_impl.activations.policy import Decision
 from reference_impl.activations.profile import StepProfiler
-from reference_impl.activations.run import Run
+from reference_impl.activations.run import ForwardPass
 from reference_impl.device import Device
 from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
 from reference_impl.memory.rates import LinkSpeed
@@ -59,14 +59,14 @@ class BudgetPolicy:
         """Whether anything is, or may turn out to be, computed again."""
         return self._profiler is not None if self.plan is None else Decision.RECOMPUTE in self.plan.decisions
 
-    def decide(self, run: Run, extent: Extent) -> Decision:
+    def decide(self, run: ForwardPass, extent: Extent) -> Decision:
         """Return the plan's decision for the next storage of `run`; without one, or for another size, offload."""
         if self.plan is None or run.length >= len(self.plan.decisions):
             return Decision.OFFLOAD
         is_as_planned = self.plan.size_bytes[run.length] == extent.size_bytes
         return self.plan.decisions[run.length] if is_as_planned else Decision.OFFLOAD
 
-    def start_run(self, run: Run) -> None:
+    def start_run(self, run: ForwardPass) -> None:
         """Look at what the last step has shown, and profile this one while there is no plan.
 
         Raises BudgetError when the budget is below what must stay, ValueError where nobody counts device bytes.
@@ -95,11 +95,11 @@ class BudgetPolicy:
         if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
             raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
 
-    def _begin_profile(self, run: Run) -> None:
+    def _begin_profile(self, run: ForwardPass) -> None:
         self._profiler = run.observer = StepProfiler(run, self._device, self._headroom)
         self._headroom.measure_again(run, ceiling_bytes=None)
 
-    def _finish_profile(self, profiler: StepProfiler, peaks: SegmentPeaks, run: Run) -> None:
+    def _finish_profile(self, profiler: StepProfiler, peaks: SegmentPeaks, run: ForwardPass) -> None:
         assert self._budget_bytes is not None
         self._profile = profiler.result(peaks, self._measure_link(profiler.largest_bytes))
         self._profiler = None
@@ -107,7 +107,7 @@ class BudgetPolicy:
             self._budget_bytes = int(self._profile.peak_bytes * (1 + 2 * _MARGIN))
         self._make_plan(run)
 
-    def _check_peak(self, run: Run) -> None:
+    def _check_peak(self, run: ForwardPass) -> None:
         """Do something about a step above the budget: allow less to come early first, then plan anew."""
         assert isinstance(self._budget_bytes, int)
         peaks = self._headroom.learnt_peaks()
@@ -127,7 +127,7 @@ class BudgetPolicy:
         if over_bytes > 0 or was_new:
             mark_peak(self._device)
 
-    def _make_plan(self, run: Run) -> None:
+    def _make_plan(self, run: ForwardPass) -> None:
         assert self._profile is not None
         assert isinstance(self._budget_bytes, int)
         aim_bytes = int(self._budget_bytes * (1 - _MARGIN))

@@ -29,9 +29,9 @@ from reference_impl.activations.attach import (
     refuse_checkpointing,
 )
 from reference_impl.activations.offloader import EngineOptions, Offloader
-from reference_impl.activations.policy import AtMost, Share
+from reference_impl.activations.policy import AtMost, EvenFraction
 from reference_impl.activations.recompute import recomputed, repeatable
-from reference_impl.activations.run import MovedTensor, Run
+from reference_impl.activations.run import ForwardPass, MovedTensor
 from reference_impl.activations.tokens import KeptTensor
 from reference_impl.memory.closing import closed_on_error
 
@@ -89,7 +89,7 @@ class CheckpointOffloader(Offloader):
         options = {"in_flight_bytes": 0, **options}
         with closed_on_error(self.close):
             super().__init__(model, **options)
-            self._share = Share(keep_last_bytes=keep_last_bytes)
+            self._share = EvenFraction(keep_last_bytes=keep_last_bytes)
             self._results: list[ExpensiveResults] = []
             self._outside = AtMost(self._share)
             self._largest_input_bytes = 0
@@ -103,7 +103,7 @@ class CheckpointOffloader(Offloader):
         return self._largest_input_bytes if self._largest_input_bytes < self.min_bytes else 0
 
     @contextmanager
-    def _outside_layers(self, model: nn.Module, run: Run) -> Iterator[None]:
+    def _outside_layers(self, model: nn.Module, run: ForwardPass) -> Iterator[None]:
         with self.engine.saving(model, self._outside):
             yield
         # Backward would use what waits longer without its copy, and hold it until the host sees the copy's end: with

@@ -23,7 +23,7 @@ from torch import nn
 from reference_impl.activations.geometry import Extent, Geometry, Weights, extent_of, flat_bytes, is_plain
 from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.policy import Decision, Policy
-from reference_impl.activations.run import BackwardOrders, Copied, MovedTensor, Run, SavedStorage
+from reference_impl.activations.run import BackwardOrders, Copied, ForwardPass, MovedTensor, SavedStorage
 from reference_impl.activations.tape import Tape, recipe_for
 from reference_impl.activations.tokens import AwaitedTensor, Hooks, KeptTensor, OthersToken, VersionProbe
 from reference_impl.device import Device
@@ -59,7 +59,7 @@ class SavedTensorEngine:
         self.tape: Tape | None = None
 
     @contextmanager
-    def running(self, model: nn.Module) -> Iterator[Run]:
+    def running(self, model: nn.Module) -> Iterator[ForwardPass]:
         """Make what is saved inside one run: a forward of `model`."""
         self.device.refuse_capture("activation offload")
         self.weights.refresh(model)
@@ -125,13 +125,13 @@ class SavedTensorEngine:
         """Return a token for `tensor`, as `saving` would give autograd."""
         return self._pack(tensor, policy)
 
-    def end_block(self) -> Run:
+    def end_block(self) -> ForwardPass:
         """Note that a block's forward has ended; return the run that it was part of."""
         if torch.is_grad_enabled() and self._run.has_saved:
             self.headroom.end_forward_segment(self._run)
         return self._run
 
-    def start_loss(self, run: Run) -> None:
+    def start_loss(self, run: ForwardPass) -> None:
         """Note that `run`'s forward has ended; what follows is the loss."""
         if torch.is_grad_enabled() and run.has_saved:
             if run.observer is not None:
@@ -139,8 +139,8 @@ class SavedTensorEngine:
             with run.observer.saving() if run.observer is not None else nullcontext():
                 self.headroom.start_loss(run)
 
-    def _new_run(self) -> Run:
-        return Run(self.device, self._orders, self.headroom.in_flight, self.headroom)
+    def _new_run(self) -> ForwardPass:
+        return ForwardPass(self.device, self._orders, self.headroom.in_flight, self.headroom)
 
     def _pack(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
         extent = self._movable_extent(tensor)

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
-from reference_impl.activations.run import Run
+from reference_impl.activations.run import ForwardPass
 from reference_impl.device import Device, Event
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.memory.ledger import device_bytes, mark_peak, marked_peak_bytes
@@ -34,7 +34,7 @@ SegmentPeaks = dict[Phase, list[int]]
 class MeasuredStep:
     """What one run needs on the device, segment by segment, beyond what it found there."""
 
-    def __init__(self, device: Device, run: Run, start_bytes: int) -> None:
+    def __init__(self, device: Device, run: ForwardPass, start_bytes: int) -> None:
         self._device = device
         self._run = weakref.ref(run)
         self.start_bytes = start_bytes
@@ -46,7 +46,7 @@ class MeasuredStep:
         self.needs: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
         mark_peak(device)
 
-    def is_about(self, run: Run) -> bool:
+    def is_about(self, run: ForwardPass) -> bool:
         """Whether `run` is the one that is measured."""
         return self._run() is run
 
@@ -114,7 +114,7 @@ class Headroom:
         self._measured: MeasuredStep | None = None
         self.in_flight = InFlight(device, limit_bytes=2**63 - 1)
 
-    def start_run(self, run: Run) -> None:
+    def start_run(self, run: ForwardPass) -> None:
         """Note that a forward begins."""
         self._segment = 0
         live_bytes = device_bytes(self._device)
@@ -140,7 +140,7 @@ class Headroom:
         """
         return None if self._measured is None else self._measured.seen_peak_bytes
 
-    def measure_again(self, run: Run, *, ceiling_bytes: int | None) -> None:
+    def measure_again(self, run: ForwardPass, *, ceiling_bytes: int | None) -> None:
         """Forget what was learnt; measure `run`, which begins, and then allow up to `ceiling_bytes` in all.
 
         Without a ceiling, allow as much as the measured step takes.
@@ -150,7 +150,7 @@ class Headroom:
         self._free = {"forward": [], "loss": [], "backward": []}
         self.start_run(run)
 
-    def hold(self, run: Run, copied: Event, original: torch.Tensor) -> None:
+    def hold(self, run: ForwardPass, copied: Event, original: torch.Tensor) -> None:
         """Keep the `original` of a storage of `run` on the device until it is `copied`."""
         with self._letting_go(run):
             self.in_flight.hold(copied, original, original.numel())
@@ -165,30 +165,30 @@ class Headroom:
         finally:
             self._in_flight_bytes = before
 
-    def end_forward_segment(self, run: Run) -> None:
+    def end_forward_segment(self, run: ForwardPass) -> None:
         """Go on to the next segment of the forward, with only as many copies waiting as it has headroom for."""
         self._segment += 1
         free = self._free["forward"]
         with self._letting_go(run, "forward"):
             self._trim(free[self._segment] if self._segment < len(free) else 0)
 
-    def start_loss(self, run: Run) -> None:
+    def start_loss(self, run: ForwardPass) -> None:
         """Let originals go before what comes after the model's last block."""
         free = self._free["loss"]
         with self._letting_go(run, "loss"):
             self._trim(free[0] if free else 0)
 
-    def let_all_go(self, run: Run) -> None:
+    def let_all_go(self, run: ForwardPass) -> None:
         """Let every original go: the live current stream waits for the copies that are not over."""
         with self._letting_go(run):
             self.in_flight.clear()
 
-    def start_backward(self, run: Run) -> None:
+    def start_backward(self, run: ForwardPass) -> None:
         """Note that the loss's own backward is over."""
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
 
-    def asked(self, run: Run) -> None:
+    def asked(self, run: ForwardPass) -> None:
         """Note that backward asks for the next storage, which ends a segment."""
         if self._measuring is not None and self._measuring.phase != "backward":
             # Nobody said when backward began: the segment before the first storage is empty.
@@ -196,12 +196,12 @@ class Headroom:
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
 
-    def prefetched(self, run: Run) -> None:
+    def prefetched(self, run: ForwardPass) -> None:
         """Note that what comes early in the running segment is there."""
         if self._measuring is not None and self._measuring.is_about(run):
             self._measuring.assume(self._movable_bytes(run))
 
-    def restart_segment(self, run: Run) -> None:
+    def restart_segment(self, run: ForwardPass) -> None:
         """Forget what the running segment has needed so far."""
         if self._measuring is not None and self._measuring.is_about(run):
             self._measuring.restart_segment(self._movable_bytes(run))
@@ -217,14 +217,14 @@ class Headroom:
             return None
         return min(free[first : last + 1]) - self.in_flight.held_bytes
 
-    def _movable_bytes(self, run: Run) -> int:
+    def _movable_bytes(self, run: ForwardPass) -> int:
         return self.in_flight.held_bytes + run.ahead_bytes
 
     def _trim(self, free_bytes: int) -> None:
         self.in_flight.trim(max(free_bytes, self._in_flight_bytes))
 
     @contextmanager
-    def _letting_go(self, run: Run, phase: Phase | None = None) -> Iterator[None]:
+    def _letting_go(self, run: ForwardPass, phase: Phase | None = None) -> Iterator[None]:
         """Around what lets originals go whose copies are over; with a `phase` a segment of it begins.
 
         Until then they were there, and afterwards not: the peak of either side is judged by what it held.

@@ -20,7 +20,7 @@ from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
 from reference_impl.activations.attach import Around, Forward, wrap_forward
 from reference_impl.activations.engine import SavedTensorEngine
 from reference_impl.activations.headroom import Headroom
-from reference_impl.activations.run import Run
+from reference_impl.activations.run import ForwardPass
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import ClosedAtExit, closed_on_error, past_a_lost_device, undo_all
@@ -68,7 +68,7 @@ class Forecast:
         self._coming = {block for block in blocks if not wanted.isdisjoint(block.modules())}
         self._seen = 0
 
-    def end_block(self, block: nn.Module, run: Run) -> None:
+    def end_block(self, block: nn.Module, run: ForwardPass) -> None:
         """Note that `block` has saved what it will."""
         if block not in self._coming or not run.has_saved:
             return
@@ -240,14 +240,14 @@ class Offloader(ClosedAtExit):
         """Return the bytes of the largest tensor that was too small to leave; 0 where a larger one has stayed."""
         return 0 if self.engine.kept_bytes else self.engine.largest_small_bytes
 
-    def _outside_layers(self, model: nn.Module, run: Run) -> AbstractContextManager[object]:
+    def _outside_layers(self, model: nn.Module, run: ForwardPass) -> AbstractContextManager[object]:
         """Return a context for what `model` saves outside its layers in `run`, by default one that leaves it alone."""
         return nullcontext()
 
-    def _start_run(self, run: Run) -> None:
+    def _start_run(self, run: ForwardPass) -> None:
         """Do what a mechanism does before each forward of the model."""
 
-    def _announce_backward(self, result: Any, run: Run) -> None:
+    def _announce_backward(self, result: Any, run: ForwardPass) -> None:
         """Start `run`'s copies back when the gradient of an output arrives, which is after the loss's own peak."""
 
         def start(_: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import weakref
 from typing import Protocol
 
 from reference_impl.activations.geometry import Extent
-from reference_impl.activations.run import Run
+from reference_impl.activations.run import ForwardPass
 
 
 class Decision(enum.Enum):
@@ -26,11 +26,11 @@ class Decision(enum.Enum):
 class Policy(Protocol):
     """Decides about the storages of a run, in the order in which they are saved."""
 
-    def decide(self, run: Run, extent: Extent) -> Decision:
+    def decide(self, run: ForwardPass, extent: Extent) -> Decision:
         """Return what is to become of the storage that `run` saves next."""
 
 
-class Share:
+class EvenFraction:
     """Offload a `fraction` of the bytes, spread evenly, and keep the last `keep_last_bytes` of a run.
 
     Which bytes are the last is known from the run before, so the first run keeps none.
@@ -44,12 +44,12 @@ class Share:
             raise ValueError(f"keep_last_bytes={keep_last_bytes}; expected at least 0; try 0")
         self._fraction = fraction
         self._keep_last_bytes = keep_last_bytes
-        self._run: weakref.ref[Run] | None = None
+        self._run: weakref.ref[ForwardPass] | None = None
         self._seen_bytes = 0
         self._offloaded_bytes = 0
         self._last_run_bytes: int | None = None
 
-    def decide(self, run: Run, extent: Extent) -> Decision:
+    def decide(self, run: ForwardPass, extent: Extent) -> Decision:
         """Answer by bytes alone."""
         if self._run is None or self._run() is not run:
             self._start(run)
@@ -61,7 +61,7 @@ class Share:
         self._offloaded_bytes += extent.size_bytes
         return Decision.OFFLOAD
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: ForwardPass) -> None:
         self._last_run_bytes = self._seen_bytes if self._run is not None else None
         self._run = weakref.ref(run)
         self._seen_bytes = self._offloaded_bytes = 0
@@ -70,7 +70,7 @@ class Share:
 class Nothing:
     """Keep everything."""
 
-    def decide(self, run: Run, extent: Extent) -> Decision:
+    def decide(self, run: ForwardPass, extent: Extent) -> Decision:
         """Return KEEP."""
         return Decision.KEEP
 
@@ -82,6 +82,6 @@ class AtMost:
         self._policy = policy
         self.limit_bytes = 0
 
-    def decide(self, run: Run, extent: Extent) -> Decision:
+    def decide(self, run: ForwardPass, extent: Extent) -> Decision:
         """Ask the other policy about small storages alone."""
         return self._policy.decide(run, extent) if extent.size_bytes <= self.limit_bytes else Decision.KEEP

@@ -20,7 +20,7 @@ import torch
 from reference_impl.activations.budget import ProfiledStorage, StepProfile
 from reference_impl.activations.geometry import flat_bytes
 from reference_impl.activations.headroom import Headroom, SegmentPeaks
-from reference_impl.activations.run import Replay, Run
+from reference_impl.activations.run import ForwardPass, Replay
 from reference_impl.device import Device, Mark
 from reference_impl.memory.rates import LinkSpeed
 
@@ -65,7 +65,7 @@ class ComputeClock:
 class StepProfiler:
     """Watches one run."""
 
-    def __init__(self, run: Run, device: Device, headroom: Headroom) -> None:
+    def __init__(self, run: ForwardPass, device: Device, headroom: Headroom) -> None:
         self._run = weakref.ref(run)
         self._headroom = headroom
         self._forward = ComputeClock(device)
@@ -170,7 +170,7 @@ class StepProfiler:
             h2d_bytes_per_s=link.h2d_bytes_per_s,
         )
 
-    def _prove(self, observed: _Observation, flat: torch.Tensor, run: Run) -> None:
+    def _prove(self, observed: _Observation, flat: torch.Tensor, run: ForwardPass) -> None:
         if observed.recipe is None:
             return
         run.is_proving = True

@@ -108,10 +108,10 @@ class BackwardOrders:
 class PrefetchHeadroom(Protocol):
     """How much may come early; `headroom` knows."""
 
-    def asked(self, run: Run) -> None:
+    def asked(self, run: ForwardPass) -> None:
         """Note that backward of `run` asks for one more storage."""
 
-    def prefetched(self, run: Run) -> None:
+    def prefetched(self, run: ForwardPass) -> None:
         """Note that what comes early is on its way."""
 
     def free_bytes(self, first: int, last: int) -> int | None:
@@ -206,7 +206,13 @@ class SavedStorage:
     )
 
     def __init__(
-        self, run: Run, extent: Extent, source: Source, *, version: int, in_flight: torch.Tensor | None
+        self,
+        run: ForwardPass,
+        extent: Extent,
+        source: Source,
+        *,
+        version: int,
+        in_flight: torch.Tensor | None,
     ) -> None:
         """Stand for `extent` at in-place `version`; `in_flight` is what a copy out may still be reading."""
         self._device = run.device
@@ -331,7 +337,7 @@ class SavedStorage:
             self.source.release()
 
 
-class Run:
+class ForwardPass:
     """The storages of one forward, in the order in which they were saved."""
 
     def __init__(

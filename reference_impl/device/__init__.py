@@ -22,9 +22,9 @@ from reference_impl.device.base import (
     Allocator,
     Device,
     Event,
+    EventGroup,
     Mark,
     StagedCopies,
-    Together,
     device_is_lost,
     together,
 )
@@ -38,9 +38,9 @@ __all__ = [
     "CudaDevice",
     "Device",
     "Event",
+    "EventGroup",
     "Mark",
     "StagedCopies",
-    "Together",
     "device_is_lost",
     "together",
 ]

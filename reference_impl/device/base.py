@@ -47,7 +47,7 @@ class Reached:
 REACHED = Reached()
 
 
-class Together:
+class EventGroup:
     """Several events as one: a device waits for those of its own work, a thread for all."""
 
     __slots__ = ("events",)
@@ -71,7 +71,7 @@ def together(*events: Event) -> Event:
         # Of every copy to pinned memory.
         return events[0]
     pending = tuple(event for event in events if event is not REACHED)
-    return Together(pending) if len(pending) > 1 else (pending or (REACHED,))[0]
+    return EventGroup(pending) if len(pending) > 1 else (pending or (REACHED,))[0]
 
 
 class StagedCopies(Protocol):

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 import torch
 
-from reference_impl.device.base import REACHED, Device, Event, Mark, Together, together
+from reference_impl.device.base import REACHED, Device, Event, EventGroup, Mark, together
 
 # Where a user says how torch's allocator is to work.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -109,7 +109,7 @@ def _await(stream: torch.cuda.Stream, event: Event) -> None:
     """Let `stream` wait for `event`, as far as it is one of the device's."""
     if isinstance(event, torch.Event | torch.cuda.Event):
         event.wait(stream)
-    elif isinstance(event, Together):
+    elif isinstance(event, EventGroup):
         for each in event.events:
             _await(stream, each)
 

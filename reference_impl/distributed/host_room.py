@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from reference_impl.distributed.ranks import Together
+from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.host import HostMemoryError, available_by_pool
 from reference_impl.memory.slab import RESERVE_BYTES
 
@@ -50,7 +50,7 @@ class _Answer:
     pools: dict[str, int]
 
 
-def require_room(need: HostNeed, ranks: Together | None, *, remedy: Callable[[float], str]) -> None:
+def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[float], str]) -> None:
     """Raise HostMemoryError unless the memory of a host, or of a container, suffices for all `ranks` that share it.
 
     All ranks have to call it, and all raise the same error. It names the rank that has found least, what that one

@@ -36,7 +36,7 @@ def own_cores() -> int:
     return max(len(ours) // sharing, 1)
 
 
-class Together:
+class RankGroup:
     """More than one rank, which do the same things in the same order.
 
     They are those of `groups`, one after the other; `device` is where collectives take tensors.
@@ -46,19 +46,21 @@ class Together:
         self._groups, self._device = groups, device
 
     @staticmethod
-    def of(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> Together | None:
+    def of(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> RankGroup | None:
         """Return the ranks of `group`, or else those that hold the shards of `params`.
 
         None where it is one rank, or not one mesh.
         """
         listed = list(params)
         if group is not None:
-            return None if group.size() == 1 else Together([group], listed[0].device)
+            return None if group.size() == 1 else RankGroup([group], listed[0].device)
         meshes = {param.device_mesh if isinstance(param, DTensor) else None for param in listed}
         if len(meshes) != 1:
             return None
         (mesh,) = meshes
-        return None if mesh is None or mesh.size() == 1 else Together(mesh.get_all_groups(), mesh.device_type)
+        return (
+            None if mesh is None or mesh.size() == 1 else RankGroup(mesh.get_all_groups(), mesh.device_type)
+        )
 
     def least(self, numbers: Sequence[float]) -> list[float]:
         """Return the least that any rank has of each number. Every rank has to call it, and the host waits."""
@@ -98,7 +100,7 @@ class Together:
 
 
 @contextmanager
-def alike(ranks: Together | None) -> Iterator[None]:
+def alike(ranks: RankGroup | None) -> Iterator[None]:
     """Let a block end on all of `ranks` as it ends on any: with an error where one has met an error, see `agree`."""
     error: Exception | None = None
     try:

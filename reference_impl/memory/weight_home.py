@@ -16,10 +16,10 @@ import torch
 from reference_impl.device import Event
 
 
-def refuse_update(visitors: int) -> RuntimeError:
+def refuse_update(block_index: int) -> RuntimeError:
     """Return what is raised where an update reaches weights that are lent."""
     return RuntimeError(
-        f"an update reached block {visitors} while its weights are lent; expected them back; try leaving gathered() "
+        f"an update reached block {block_index} while its weights are lent; expected them back; try leaving gathered() "
         "before step() or the next forward"
     )
 
@@ -48,7 +48,7 @@ class WeightHome(Protocol):
         """Copy the weight to the device once more if its block is there or on its way; return the event of its end."""
 
     @property
-    def visitors(self) -> int:
+    def block_index(self) -> int:
         """A number that the parameters of one block have in common."""
 
     def visit(self) -> Event:

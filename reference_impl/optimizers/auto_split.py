@@ -23,7 +23,7 @@ from offload_arithmetic.sizes import LEAST_GAIN
 from offload_arithmetic.states import StateBytes, state_bytes
 from offload_arithmetic.update_time import MachineRates, Split, host_bytes_per_s, whole_update_seconds
 from reference_impl.device import Device
-from reference_impl.distributed.ranks import Together, local_ranks
+from reference_impl.distributed.ranks import RankGroup, local_ranks
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
@@ -46,7 +46,7 @@ def fastest_split_here(
     *,
     ring_bytes: int,
     hidden_bytes: int,
-    ranks: Together | None = None,
+    ranks: RankGroup | None = None,
 ) -> Split:
     """Return the split with which one update of `elements` takes least time on this machine, and log it.
 
@@ -83,7 +83,7 @@ def fastest_split_here(
 
 
 def machine_rates(
-    device: Device, profile: Profile | None = None, ranks: Together | None = None
+    device: Device, profile: Profile | None = None, ranks: RankGroup | None = None
 ) -> MachineRates:
     """Return the rates of `profile` if it is of this machine, else those of a short probe; of `ranks` the lowest."""
     if ranks is None:

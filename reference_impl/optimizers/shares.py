@@ -21,7 +21,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.distributed.fsdp2 import reductions
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.mesh import any_is_sharded
-from reference_impl.distributed.ranks import Together
+from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
@@ -89,7 +89,7 @@ class Shares:
                     # How much does come in, the length of a backward says, which nobody knows yet. Of sharded
                     # parameters as much stays on the device.
                     hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(params) else 2),
-                    ranks=Together.of(params, self._ranks),
+                    ranks=RankGroup.of(params, self._ranks),
                 )
         self.split = Split(*split)
         self._cpu = CpuShare(
@@ -153,7 +153,7 @@ class Shares:
         share = leaving / max(resident + leaving, 1)
         require_room(
             HostNeed(items=items),
-            Together.of([member.param for member in members], self._ranks) if members else None,
+            RankGroup.of([member.param for member in members], self._ranks) if members else None,
             remedy=lambda fits: f"try offload_fraction={0.9 * fits * share:.2f} or less",
         )
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from reference_impl.distributed.ddp import data_parallels
-from reference_impl.distributed.ranks import Together, alike
+from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -467,12 +467,12 @@ def _free_gathered(model: nn.Module) -> None:
             module.reshard()
 
 
-def _ranks_of(models: Sequence[nn.Module]) -> Together | None:
+def _ranks_of(models: Sequence[nn.Module]) -> RankGroup | None:
     """Return the ranks that train `models` together; None for one."""
     for model in models:
         for parallel in data_parallels(model):
-            return Together.of(parallel.parameters(), parallel.process_group)
-    return Together.of(param for model in models for param in model.parameters())
+            return RankGroup.of(parallel.parameters(), parallel.process_group)
+    return RankGroup.of(param for model in models for param in model.parameters())
 
 
 def _bytes_by_kind(storages: Iterable[ParkedStorage]) -> dict[Kind, int]:

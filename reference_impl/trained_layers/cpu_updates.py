@@ -96,7 +96,7 @@ class CpuUpdates:
         ours = {member: arrival for member, arrival in arrivals.items() if member in self._members}
         for member in ours:
             if member.home is not None and member.home.is_lent:
-                raise refuse_update(member.home.visitors)
+                raise refuse_update(member.home.block_index)
         if ours:
             factors, indices = factors_of(ours)
             self._share.send(decision, factors)

@@ -276,7 +276,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             [member for member in members if member not in self.streamed],
             streamed_bytes=self.streamed.host_bytes(self._parts(members)),
         )
-        self._in_block.update(member.home.visitors for member in members if member.home is not None)
+        self._in_block.update(member.home.block_index for member in members if member.home is not None)
         self._hook_gradients(members, self._on_final)
 
     @in_turn
@@ -288,9 +288,9 @@ class TrainedLayersOptimizer(LayersOptimizer):
             self._used.forget()
             self._leaving.send(member)
             return
-        block = member.home.visitors
+        block = member.home.block_index
         before = next(iter(self._final), member)
-        if before.home is not None and before.home.visitors != block:
+        if before.home is not None and before.home.block_index != block:
             self._send_final()
         task = torch._C._current_graph_task_id()
         if self._graph_task != task != -1:

@@ -12,7 +12,7 @@ import torch
 
 from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
-from reference_impl.distributed.ranks import Together
+from reference_impl.distributed.ranks import RankGroup
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import STATES, Streaming
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -67,7 +67,7 @@ def check_room(
     needed: HostBytes,
     storages: Sequence[Sequence[BlockStorage]],
     streaming: Streaming,
-    ranks: Together | None = None,
+    ranks: RankGroup | None = None,
 ) -> None:
     """Raise HostMemoryError, which names each item, unless hosts have what is `needed` by each of `ranks`.
 

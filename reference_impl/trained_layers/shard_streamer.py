@@ -25,7 +25,7 @@ from offload_arithmetic.sizes import PREFETCHED_GATHERS, SHARD_CHUNK_BYTES
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_shard_name, shards_by_gather
 from reference_impl.distributed.mesh import local_of
-from reference_impl.distributed.ranks import Together, alike
+from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.closing import ClosedAtExit, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
@@ -82,7 +82,7 @@ class ShardStreamer(ClosedAtExit):
         _check_sharded(model)
         # What has been gathered is dropped: modules show their shards then.
         gathered_groups(model)
-        ranks = Together.of(model.parameters())
+        ranks = RankGroup.of(model.parameters())
         self._model = model
         try:
             with alike(ranks):

@@ -109,7 +109,7 @@ class Home:
         return event
 
     @property
-    def visitors(self) -> int:
+    def block_index(self) -> int:
         """The block's number."""
         return self._block.index
 

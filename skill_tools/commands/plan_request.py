@@ -13,7 +13,7 @@ from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import MECHANISMS
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
@@ -310,21 +310,21 @@ def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
 
 def _run(
     args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape, *, gpus: int | None
-) -> Run:
+) -> TrainingRun:
     if args.gpus is not None and not 1 <= args.gpus <= _MOST_GPUS:
         raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
     dialect = registry.named(_stated(args, files) or config.framework)
     return dialect.run(config, shape, gpus=gpus)
 
 
-def _traced(args: argparse.Namespace, built: Run, *, names_the_model: bool) -> Run:
+def _traced(args: argparse.Namespace, built: TrainingRun, *, names_the_model: bool) -> TrainingRun:
     """Return the run with the profile of its model: the user's, or one that ships where a trace describes the run."""
     if args.trace:
         return traces.run_of(args.trace, built, names_the_model=names_the_model)
     return traces.with_what_ships(built)
 
 
-def _machine(args: argparse.Namespace, built: Run) -> Machine:
+def _machine(args: argparse.Namespace, built: TrainingRun) -> Machine:
     ranks = built.layout.ranks_on_node
     if args.profile:
         return machine.read_profile(args.profile, ranks=ranks)
@@ -353,7 +353,7 @@ def _is_card_of(kept: Machine, capacity_bytes: int) -> bool:
     return not kept.gpu_memory_bytes or label_gb(kept.gpu_memory_bytes) == label_gb(capacity_bytes)
 
 
-def _present(built: Run) -> Machine:
+def _present(built: TrainingRun) -> Machine:
     """Return the known machine with the card that torch finds here, less what other processes hold of it."""
     from skill_tools.commands.verify import chosen_device
     from skill_tools.planning.cost import kept_profile

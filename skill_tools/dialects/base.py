@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by 
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 
@@ -95,11 +95,11 @@ class Dialect(ABC):
         """How a column of a table is called that is about this framework."""
         return self.label
 
-    def carried_out_by(self, mode: "Mode", run: "Run") -> str:
+    def carried_out_by(self, mode: "Mode", run: "TrainingRun") -> str:
         """Return how to carry out a plan of `mode` for `run` that changes no setting."""
         return self.carry_out
 
-    def launched_by(self, run: "Run") -> str:
+    def launched_by(self, run: "TrainingRun") -> str:
         """Return what launches `run` where no file of the framework says it."""
         return ""
 
@@ -170,17 +170,17 @@ class Dialect(ABC):
         known = load_keys().get(key)
         return known.spelling.get(self.name, key) if known else key
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that `config` describes; raises `UnusableInput` for sizes that cannot be."""
         raise self._not_planned()
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the configuration asks for as it stands."""
         from skill_tools.dialects.run import Mode
 
         return Mode()
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
         raise self._not_planned()
 
@@ -188,7 +188,7 @@ class Dialect(ABC):
         """Return what the input leaves open, so that a plan gives both answers."""
         return None
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what the run may change beside offloading, of each kind the smallest change first."""
         return iter(())
 
@@ -247,7 +247,7 @@ class Dialect(ABC):
         """Return what a reader is shown of a patch: exports, then the form that is shorter to carry out."""
         return "\n".join(part for part in (patch.environment, patch.overrides or patch.text) if part).rstrip()
 
-    def execute(self, mode: "Mode", run: "Run", peak_bytes: int) -> dict[str, object] | None:
+    def execute(self, mode: "Mode", run: "TrainingRun", peak_bytes: int) -> dict[str, object] | None:
         """Return what `reference_impl.apply_plan` is to do, where it is what carries plans out.
 
         `peak_bytes` is what the allocator may reach in a step.

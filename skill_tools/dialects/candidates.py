@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from skill_tools.configs.config import Config
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 
 OPTIMIZER = "optimizer-offload"
 OPTIMIZER_LABEL = "optimizer offload"
@@ -100,7 +100,7 @@ def with_states(candidate: Candidate, *, resident: float, on_cpu: float) -> Cand
     )
 
 
-def without_recomputation(run: Run) -> str:
+def without_recomputation(run: TrainingRun) -> str:
     """Return what a candidate that recomputes nothing says of it: something only where the run does so now."""
     return "" if run.recompute.granularity == "none" else "no recomputation"
 
@@ -116,7 +116,7 @@ def changed(config: Config, wanted: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def layer_counts(run: Run) -> Iterator[int]:
+def layer_counts(run: TrainingRun) -> Iterator[int]:
     """Return the layer counts that a plan looks at: eighths of the layers, the last two always stay."""
     most = run.shape.num_layers - 2
     return iter(sorted({max(1, round(most * part / 8)) for part in range(1, 9)}) if most > 0 else ())

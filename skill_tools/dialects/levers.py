@@ -9,7 +9,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 _SHORTEST = 256  # tokens; a shorter sequence trains nothing that anybody means
 _MOST_TIMES_THE_GPUS = 16
@@ -41,7 +41,9 @@ class Lever(NamedTuple):
     by_hand: str = ""
 
 
-def micro_batches(run: Run, key: str, accumulation: str = "", *, by_hand: str = "") -> Iterator[Lever]:
+def micro_batches(
+    run: TrainingRun, key: str, accumulation: str = "", *, by_hand: str = ""
+) -> Iterator[Lever]:
     """Yield half the micro-batch, a quarter and so on, with as much more accumulation where the framework has it."""
     size = run.micro_batch // 2
     while size:
@@ -54,7 +56,7 @@ def micro_batches(run: Run, key: str, accumulation: str = "", *, by_hand: str = 
         size //= 2
 
 
-def sequences(run: Run, key: str, *, by_hand: str = "") -> Iterator[Lever]:
+def sequences(run: TrainingRun, key: str, *, by_hand: str = "") -> Iterator[Lever]:
     """Yield half the sequence length, a quarter and so on."""
     length = run.seq_length // 2
     while length >= _SHORTEST:
@@ -63,7 +65,7 @@ def sequences(run: Run, key: str, *, by_hand: str = "") -> Iterator[Lever]:
         length //= 2
 
 
-def more_gpus(run: Run, settings: Mapping[str, object] = MappingProxyType({})) -> Iterator[Lever]:
+def more_gpus(run: TrainingRun, settings: Mapping[str, object] = MappingProxyType({})) -> Iterator[Lever]:
     """Yield twice the GPUs, four times and so on; `settings` are what makes them share the model."""
     gpus = 2 * run.layout.gpus
     while gpus <= _MOST_TIMES_THE_GPUS * run.layout.gpus:

@@ -73,7 +73,7 @@ class StreamedStates(StrEnum):
     COMPACT_8 = "compact-8"
 
 
-class Run(NamedTuple):
+class TrainingRun(NamedTuple):
     """One training run. `micro_batches` are those one data-parallel rank does in a step.
 
     Of a model without adapters `trained_share` of the weights is trained, and the rest frozen; before the first that is

@@ -6,7 +6,7 @@ from typing import Any
 
 from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 from skill_tools.dialects import parameters, registry
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.errors import printable_json
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.search import decisive
@@ -124,19 +124,19 @@ def _pinned(budget: Budget) -> dict[str, int]:
     return {} if budget.pinned_bytes is None else {"pinned_bytes_per_node": budget.pinned_bytes}
 
 
-def _sharding(run: Run) -> dict[str, str]:
+def _sharding(run: TrainingRun) -> dict[str, str]:
     if run.spread is None:
         return {}
     return {"sharding": "fsdp2" if run.spread.shards else "replicas"}
 
 
-def _adapter(run: Run) -> dict[str, Any]:
+def _adapter(run: TrainingRun) -> dict[str, Any]:
     if run.adapter is None:
         return {}
     return {"adapter": {"rank": run.adapter.rank, "parameters": run.adapter.parameters}}
 
 
-def _traced(run: Run) -> dict[str, Any]:
+def _traced(run: TrainingRun) -> dict[str, Any]:
     if run.traced is None:
         return {}
     config = {} if run.traced.config is None else {"config": run.traced.config}

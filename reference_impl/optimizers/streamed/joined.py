@@ -21,7 +21,7 @@ from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm, Formula, group_defaults
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed import packing
-from reference_impl.optimizers.streamed.chunks import Chunk, Run
+from reference_impl.optimizers.streamed.chunks import Chunk, PieceSpan
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 # The compiler would build other kernels for tables of one entry.
@@ -152,7 +152,7 @@ class JoinedUpdate:
         kernel = packing.compiled(function, *kind)
         kernel(self._algorithm.formula, operands.each(packing.apart), places, members)
 
-    def _places_of(self, run: Run, columns: Mapping[Member, int]) -> Places:
+    def _places_of(self, run: PieceSpan, columns: Mapping[Member, int]) -> Places:
         pieces = list(run.pieces)
         pieces += [pieces[-1]] * (_LEAST_PIECES - len(pieces))
         begins = [piece.offset - run.span.offset for piece in run.pieces]

@@ -33,7 +33,7 @@ from itertools import takewhile
 import torch
 
 from offload_arithmetic.sizes import LEAST_SLOTS
-from reference_impl.device import REACHED, Device, Event, Together, together
+from reference_impl.device import REACHED, Device, Event, EventGroup, together
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ring import Slot
 from reference_impl.optimizers.algorithms import Algorithm
@@ -348,7 +348,7 @@ class StreamedPipeline:
                     home.host_part(*part), home.device_part(*part), after=(updated,)
                 )
                 # A stream's copies come one after the other.
-                stored = [each for each in stored if isinstance(each, Together)] + [copied]
+                stored = [each for each in stored if isinstance(each, EventGroup)] + [copied]
         return together(*stored)
 
     def _update_head(

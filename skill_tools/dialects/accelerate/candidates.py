@@ -16,7 +16,7 @@ from skill_tools.dialects.candidates import (
     Candidate,
     without_recomputation,
 )
-from skill_tools.dialects.run import ActivationEngine, OptimizerEngine, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, OptimizerEngine, Recompute, TrainingRun
 from skill_tools.dialects.sharding import Part, combined
 
 _FULL, _NONE = Recompute(granularity="full"), Recompute()
@@ -25,7 +25,7 @@ _PARAMETERS = f"{FSDP}offload_params"
 _DEVICE = "accelerate.deepspeed_config.{}_device"
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights or the optimizer."""
     kind = config.value("accelerate.distributed_type")
     if kind == "FSDP":
@@ -41,7 +41,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
     return combined(config, [Part({})], [Part(held)])
 
 
-def _activations(config: Config, run: Run) -> Iterator[Part]:
+def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
     off: dict[str, object] = {_CHECKPOINTING: False, _OFFLOAD: False}
     yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
     on: dict[str, object] = {_CHECKPOINTING: True, _OFFLOAD: False}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _OWN = frozenset(
@@ -103,19 +103,19 @@ class Accelerate(Dialect):
         """Return the override as `compose` takes it."""
         return f"--overrides {key}=N"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run of the script under this file."""
         from skill_tools.dialects.accelerate.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the file asks for as it stands."""
         from skill_tools.dialects.accelerate.run import current
 
         return current(config, run)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations and weights that the file can choose."""
         from skill_tools.dialects.accelerate.candidates import candidates
 
@@ -131,7 +131,7 @@ class Accelerate(Dialect):
 
         return as_flags({name.rpartition(".")[2]: value for name, value in spelled.items()})
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what its file, or the script, may change beside offloading."""
         from skill_tools.dialects.accelerate.levers import found
 

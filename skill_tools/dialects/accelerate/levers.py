@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from skill_tools.dialects import levers
 from skill_tools.dialects.levers import Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 
-def found(run: Run) -> Iterator[Lever]:
+def found(run: TrainingRun) -> Iterator[Lever]:
     """Yield the levers of the script, said in words, and more processes where they share the weights."""
     yield from levers.micro_batches(run, "micro_batch_size", by_hand="in the script: micro-batch {0}")
     yield from levers.sequences(run, "seq_length", by_hand="in the script: sequences of {0} tokens")

@@ -10,7 +10,7 @@ from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Precision, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 from skill_tools.errors import UnusableInput
@@ -22,7 +22,7 @@ _RANK = 16
 _NAMED = {About.SEQUENCE_LENGTH: "sequence length", About.MICRO_BATCH: "micro-batch"}
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run of a script under this file."""
     if config.value("accelerate.distributed_type") == "MEGATRON_LM":
         raise UnusableInput(
@@ -43,7 +43,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
                 About.RECOMPUTE,
             )
         )
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, gpus_per_node=max(1, world // nodes) if nodes > 1 else 8)),
@@ -64,7 +64,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def current(config: Config, run: Run) -> Mode:
+def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the file asks for as it stands."""
     if config.value("accelerate.distributed_type") == "DEEPSPEED":
         return zero.mode(config, run)

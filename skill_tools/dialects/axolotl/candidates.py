@@ -13,18 +13,18 @@ from skill_tools.dialects.candidates import (
     without_recomputation,
 )
 from skill_tools.dialects.deepspeed import candidates as deepspeed
-from skill_tools.dialects.run import ActivationEngine, Recompute, Run, WeightEngine
+from skill_tools.dialects.run import ActivationEngine, Recompute, TrainingRun, WeightEngine
 from skill_tools.dialects.sharding import Part, combined
 
 _FULL, _NONE = Recompute(granularity="full"), Recompute()
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights."""
     return combined(config, _activations(run), _weights(config, run))
 
 
-def _activations(run: Run) -> Iterator[Part]:
+def _activations(run: TrainingRun) -> Iterator[Part]:
     off: dict[str, object] = {"gradient_checkpointing": False, "activation_offloading": False}
     on: dict[str, object] = {"gradient_checkpointing": True}
     yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
@@ -46,7 +46,7 @@ def _activations(run: Run) -> Iterator[Part]:
         )
 
 
-def _weights(config: Config, run: Run) -> Iterator[Part]:
+def _weights(config: Config, run: TrainingRun) -> Iterator[Part]:
     """Yield the ways to keep weights; under DeepSpeed, those of its own JSON.
 
     Layers are streamed where the configuration does so already: two measured runs saved next to nothing by it, so that

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _OWN = (
@@ -88,25 +88,25 @@ class Axolotl(Dialect):
         """Any key that it does not know is dropped."""
         return "ax-typo-silent"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the YAML describes."""
         from skill_tools.dialects.axolotl.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the YAML asks for as it stands."""
         from skill_tools.dialects.axolotl.run import current
 
         return current(config, run)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations, with and without offloading weights."""
         from skill_tools.dialects.axolotl.candidates import candidates
 
         return candidates(config, run)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what its YAML may change beside offloading."""
         from skill_tools.dialects.axolotl.levers import found
 

@@ -9,13 +9,13 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.axolotl.run import fuses_loss, shard_stage
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _PRESET = "deepspeed_configs/zero3_bf16.json"
 
 
-def found(config: Config, run: Run) -> Iterator[Lever]:
+def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     """Yield Axolotl's levers; QLoRA in place of full training as its own examples set it up."""
     yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
     if not fuses_loss(config):

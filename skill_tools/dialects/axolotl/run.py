@@ -20,7 +20,7 @@ from skill_tools.dialects.run import (
     Adapter,
     Mode,
     Recompute,
-    Run,
+    TrainingRun,
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
@@ -29,7 +29,7 @@ from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run that the YAML describes."""
     assumptions: list[Assumption] = []
     stage = shard_stage(config)
@@ -46,7 +46,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         )
     adapter = _adapter(config, shape, assumptions)
     part = trained(config, shape, assumptions)
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1)),
@@ -107,7 +107,7 @@ def checkpoints(config: Config) -> bool:
     return is_on or fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk", "unsloth"}
 
 
-def current(config: Config, run: Run) -> Mode:
+def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the YAML asks for as it stands."""
     offload = config.value("activation_offloading")
     if fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk"}:
@@ -131,7 +131,7 @@ def current(config: Config, run: Run) -> Mode:
     )
 
 
-def _of_sharding(config: Config, run: Run) -> Mode:
+def _of_sharding(config: Config, run: TrainingRun) -> Mode:
     """Return what FSDP or DeepSpeed offloads."""
     if (
         config.value("fsdp")

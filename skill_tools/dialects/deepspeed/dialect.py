@@ -15,7 +15,7 @@ from skill_tools.errors import UnusableInput
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
-    from skill_tools.dialects.run import Run
+    from skill_tools.dialects.run import TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _OFFLOAD = frozenset(
@@ -108,11 +108,11 @@ class DeepSpeed(Dialect):
             if loser.written != winner.written and loser.place.file == winner.place.file:
                 yield "ds-alias-both", loser, winner
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Refuse: a DeepSpeed file says neither what is trained nor on how long a sequence."""
         raise _no_run()
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Refuse, as `run` does."""
         raise _no_run()
 

@@ -9,7 +9,7 @@ import math
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, parameters
 from skill_tools.dialects.deepspeed import DEEPSPEED
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 
 _ZERO = f"{DEEPSPEED}.zero_optimization"
 _HOST = ("cpu", "nvme")
@@ -39,7 +39,7 @@ def offloads_parameters(config: Config) -> bool:
     return _device(config, "offload_param") in _HOST and stage(config) == 3
 
 
-def mode(config: Config, run: Run) -> Mode:
+def mode(config: Config, run: TrainingRun) -> Mode:
     """Return what the section moves off the GPU in `run`."""
     pins = bool(fields.flag(config, f"{_ZERO}.offload_optimizer.pin_memory"))
     if offloads_parameters(config):
@@ -48,7 +48,7 @@ def mode(config: Config, run: Run) -> Mode:
     return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, optimizer_fraction=share, pins=pins)
 
 
-def offloaded_share(config: Config, run: Run) -> float:
+def offloaded_share(config: Config, run: TrainingRun) -> float:
     """Return the share of the optimizer states that `ratio` really offloads.
 
     Stage 3 gives whole sub-groups of a rank's parameters to the CPU (`stage3.py`, `_create_fp32_partitions`).

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _STAGES = frozenset({"pt", "sft", "rm", "ppo", "dpo", "kto"})
@@ -67,19 +67,19 @@ class LlamaFactory(Dialect):
         """An argument that no class owns is refused; the Trainer drops a field of fsdp_config that it does not know."""
         return "hf-fsdp-unknown-key" if unknown.written.startswith("fsdp_config.") else "lf-unknown-key"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the YAML describes."""
         from skill_tools.dialects.llama_factory.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the YAML asks for as it stands."""
         from skill_tools.dialects.llama_factory.run import current
 
         return current(config)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations; weights and states stay as the DeepSpeed file has them."""
         from skill_tools.dialects.llama_factory.run import candidates
 
@@ -91,7 +91,7 @@ class LlamaFactory(Dialect):
 
         return as_flags(arguments_of(spelled, config))
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what its YAML may change beside offloading."""
         from skill_tools.dialects.llama_factory.levers import found
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 _OWN = "llamafactory."
 _PRESET = "examples/deepspeed/ds_z3_config.json"
 
 
-def found(config: Config, run: Run) -> Iterator[Lever]:
+def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     """Yield LLaMA-Factory's levers."""
     yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
     if not fields.flag(config, f"{_OWN}enable_liger_kernel"):

@@ -19,7 +19,7 @@ from skill_tools.dialects.run import (
     OptimizerEngine,
     Precision,
     Recompute,
-    Run,
+    TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
 
@@ -30,7 +30,7 @@ _FULL = Recompute(granularity="full")
 _WITH_ANOTHER_MODEL = frozenset({"ppo", "dpo", "kto", "rm"})
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run that the YAML describes."""
     assumptions: list[Assumption] = []
     stage = _shard_stage(config)
@@ -53,7 +53,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         assumptions.append(
             Assumption(f"stage {purpose}: the policy alone, without a reference or reward model")
         )
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world)),

@@ -21,7 +21,7 @@ from skill_tools.dialects.candidates import (
     without_recomputation,
 )
 from skill_tools.dialects.megatron import BRIDGE, LM
-from skill_tools.dialects.run import RESTORED_CHUNK_BYTES, ActivationEngine, Mode, Recompute, Run
+from skill_tools.dialects.run import RESTORED_CHUNK_BYTES, ActivationEngine, Mode, Recompute, TrainingRun
 
 _ATTENTION_NORM = (
     "attn_norm"  # a module of its own with multi-latent attention alone, else fused (`fg-identity-norm`)
@@ -87,7 +87,7 @@ def remarks(config: Config, mode: Mode) -> tuple[str, ...]:
     return ()
 
 
-def candidates(config: Config, run: Run, advice: Advice) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
     optimizers = tuple(_optimizers(config, run, advice))
     for parts in product(tuple(_recomputes(run)), tuple(_activations(run)), optimizers):
@@ -135,12 +135,12 @@ def _keeps_checkpoints(config: Config) -> bool:
     return bool(named) and config.value("ckpt_format") != "fsdp_dtensor"
 
 
-def _recomputes_all(arguments: dict[str, object], run: Run) -> bool:
+def _recomputes_all(arguments: dict[str, object], run: TrainingRun) -> bool:
     chosen = arguments.get("recompute", run.recompute)
     return isinstance(chosen, Recompute) and chosen.granularity == "full"
 
 
-def _recomputes(run: Run) -> Iterator[_Part]:
+def _recomputes(run: TrainingRun) -> Iterator[_Part]:
     yield {}, "", {}
     if label := without_recomputation(run):
         yield {"recompute": Recompute()}, label, {"recompute_granularity": None}
@@ -164,7 +164,7 @@ def _recomputes(run: Run) -> Iterator[_Part]:
         )
 
 
-def _activations(run: Run) -> Iterator[_Part]:
+def _activations(run: TrainingRun) -> Iterator[_Part]:
     off: dict[str, object] = {
         "cpu_offloading": False,
         "cpu_offloading_num_layers": 0,
@@ -191,7 +191,7 @@ def _activations(run: Run) -> Iterator[_Part]:
         )
 
 
-def _module_sets(run: Run) -> Iterator[tuple[str, ...]]:
+def _module_sets(run: TrainingRun) -> Iterator[tuple[str, ...]]:
     """Yield the sets of modules whose offload does something in this model's layers."""
     sets = _EXPERT_MODULES if run.shape.experts else _DENSE_MODULES
     yield from sets
@@ -205,7 +205,7 @@ def _named(modules: tuple[str, ...]) -> str:
     )
 
 
-def _threads(config: Config, run: Run) -> dict[str, object]:
+def _threads(config: Config, run: TrainingRun) -> dict[str, object]:
     """Return the threads of a rank's CPU update, where the run has torchrun's one; the shell counts the cores."""
     if _THREADS in config.unresolved:
         return {}
@@ -216,7 +216,7 @@ def _threads(config: Config, run: Run) -> dict[str, object]:
     return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}
 
 
-def _optimizers(config: Config, run: Run, advice: Advice) -> Iterator[_Part]:
+def _optimizers(config: Config, run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     off: dict[str, object] = {
         "optimizer_cpu_offload": False,
         _FRACTION: 0.0,

@@ -12,7 +12,7 @@ from skill_tools.dialects.base import Dialect
 if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 # Parts of the names that only Megatron Core has. `num_layers`, `lr` or `micro_batch_size` are fields of many others.
@@ -33,25 +33,25 @@ class MegatronCore(Dialect):
     language = "text"
     assigns = "="
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run; raises `UnusableInput` for sizes that cannot be."""
         from skill_tools.dialects.megatron.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the configuration asks for as it stands."""
         from skill_tools.dialects.megatron.candidates import current
 
         return current(config)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every combination of recompute, activation offload and optimizer offload worth a look."""
         from skill_tools.dialects.megatron.candidates import candidates
 
         return candidates(config, run, advice)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what a configuration may change beside offloading."""
         from skill_tools.dialects.megatron.levers import found
 

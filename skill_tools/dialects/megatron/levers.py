@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 _SMALL = {
     "use_precision_aware_optimizer": True,
@@ -21,7 +21,7 @@ _SMALL = {
 _MOST_TENSOR_RANKS = 8  # of one node, whose GPUs are linked
 
 
-def found(config: Config, run: Run) -> Iterator[Lever]:
+def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     """Yield Megatron's levers; the global batch stays, and twice the GPUs are twice the data or pipeline ranks."""
     yield from levers.micro_batches(run, "micro_batch_size")
     if not fields.flag(config, "cross_entropy_loss_fusion"):
@@ -41,7 +41,7 @@ def found(config: Config, run: Run) -> Iterator[Lever]:
             )
 
 
-def _spread(run: Run) -> Iterator[Lever]:
+def _spread(run: TrainingRun) -> Iterator[Lever]:
     """Yield more tensor parallelism, then more pipeline stages, on the same GPUs: fewer replicas of a smaller part."""
     tensor, replicas = 2 * run.layout.tensor, run.layout.data // 2
     while tensor <= _MOST_TENSOR_RANKS and replicas:

@@ -13,7 +13,7 @@ from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.run import Adapter, Precision, Recompute, Run
+from skill_tools.dialects.run import Adapter, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -30,7 +30,7 @@ _DTYPE_BYTES: Mapping[str, float] = {
 _FUSED_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4.0, 6.0
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run; raise `UnusableInput` for sizes that cannot be."""
     found = megatron_layout.of_megatron(config, gpus=gpus, num_layers=shape.num_layers, moe=shape.experts > 0)
     assumptions = [*found.assumptions, *megatron_layout.check(shape, found.layout, config)]
@@ -45,7 +45,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         )
     micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=found.layout,

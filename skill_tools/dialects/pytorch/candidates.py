@@ -23,8 +23,8 @@ from skill_tools.dialects.run import (
     Mode,
     OptimizerEngine,
     Recompute,
-    Run,
     StreamedStates,
+    TrainingRun,
 )
 
 _RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
@@ -37,7 +37,7 @@ _Part = tuple[dict[str, object], str, tuple[str, ...]]
 _NOTHING: _Part = ({}, "", ())
 
 
-def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
+def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
     # The states of adapters are few, and stay.
     states = tuple(_optimizers(run, advice)) if run.adapter is None else (_NOTHING,)
@@ -58,7 +58,7 @@ def candidates(run: Run, advice: Advice) -> Iterator[Candidate]:
         yield from _streamed_shards(run, advice)
 
 
-def _trained_layers(run: Run) -> Iterator[Candidate]:
+def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
     """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards.
 
     Where states are, the search decides.
@@ -93,13 +93,13 @@ def _trained_layers(run: Run) -> Iterator[Candidate]:
         )
 
 
-def _slice_counts(run: Run) -> list[int]:
+def _slice_counts(run: TrainingRun) -> list[int]:
     """Return into how many slices each layer may cut a micro-batch: 1, 4 and so on, and one for each sequence."""
     powers = (4**exponent for exponent in range((run.micro_batch.bit_length() + 1) // 2))
     return sorted({*powers, run.micro_batch})
 
 
-def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
+def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield the sharded model of which each GPU holds what two gathers read; all else is on the host."""
     forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
     for states, activations in product(forms, islice(_activations(run, advice), 3)):
@@ -114,7 +114,7 @@ def _streamed_shards(run: Run, advice: Advice) -> Iterator[Candidate]:
         )
 
 
-def objects(mode: Mode, run: Run) -> Iterator[str]:
+def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
     """Yield the one line that makes what carries out `mode`; none where that takes more than one mechanism."""
     activations = mode.activation_engine is not ActivationEngine.NONE
     if mode.trained_layers:
@@ -172,13 +172,13 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
     return options
 
 
-def _rounds(run: Run, arguments: dict[str, object]) -> int:
+def _rounds(run: TrainingRun, arguments: dict[str, object]) -> int:
     """Return how much more the states are rounded than the user has asked for."""
     states = arguments.get("streamed_states", StreamedStates.EXACT)
     return max(_RANKS.index(StreamedStates(str(states))) - _RANKS.index(run.streamed_states), 0)
 
 
-def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
+def _activations(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     yield {"recompute": Recompute()}, without_recomputation(run), ()
     yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
     yield (
@@ -195,7 +195,7 @@ def _activations(run: Run, advice: Advice) -> Iterator[_Part]:
     yield from _budgets(run, advice)
 
 
-def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
+def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     """Yield what the budget engine may be told to remove.
 
     It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights or
@@ -218,7 +218,7 @@ def _budgets(run: Run, advice: Advice) -> Iterator[_Part]:
         )
 
 
-def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
+def _optimizers(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
 
     The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides. Where any
@@ -233,7 +233,7 @@ def _optimizers(run: Run, advice: Advice) -> Iterator[_Part]:
         )
 
 
-def _optimizer(run: Run, share: float, states: StreamedStates) -> _Part:
+def _optimizer(run: TrainingRun, share: float, states: StreamedStates) -> _Part:
     """Return the offload of all states, of which `share` streams as `states`."""
     arguments: dict[str, object] = {
         "optimizer_fraction": 1.0,
@@ -248,13 +248,13 @@ def _optimizer(run: Run, share: float, states: StreamedStates) -> _Part:
     return arguments, f"{OPTIMIZER_LABEL} 100%{how}", (OPTIMIZER,)
 
 
-def _weights(run: Run) -> Iterator[_Part]:
+def _weights(run: TrainingRun) -> Iterator[_Part]:
     yield _NOTHING
     for layers in (*layer_counts(run), run.shape.num_layers):
         yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
 
 
-def execute(mode: Mode, run: Run, peak_bytes: int) -> dict[str, object]:
+def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
     """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters.
 
     `peak_bytes` is what the allocator may reach in a step.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 SETTINGS = (
@@ -54,7 +54,7 @@ class PyTorch(Dialect):
             "docs/pytorch-loop.md has the lines to add"
         )
 
-    def launched_by(self, run: "Run") -> str:
+    def launched_by(self, run: "TrainingRun") -> str:
         """Return the lines that launch the loop on several GPUs and share its model between them."""
         if run.spread is None:
             return ""
@@ -62,7 +62,7 @@ class PyTorch(Dialect):
 
         return launch(run)
 
-    def carried_out_by(self, mode: "Mode", run: "Run") -> str:
+    def carried_out_by(self, mode: "Mode", run: "TrainingRun") -> str:
         """Return the call, and the objects that it makes; a loop that checkpoints by itself has to stop first."""
         from skill_tools.dialects.pytorch.candidates import objects
         from skill_tools.dialects.run import Mode
@@ -103,19 +103,19 @@ class PyTorch(Dialect):
         """Return the override as `compose` takes it."""
         return f"--overrides {key}=N"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run: bf16 weights and fp32 master weights on one GPU, on several what FSDP2 shards."""
         from skill_tools.dialects.pytorch.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every combination of the reference implementation's mechanisms."""
         from skill_tools.dialects.pytorch.candidates import candidates
 
         return candidates(run, advice)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what a loop may change beside offloading."""
         from skill_tools.dialects.pytorch.levers import found
 
@@ -129,7 +129,7 @@ class PyTorch(Dialect):
 
         return Patch(self.name, settings, "", "")
 
-    def execute(self, mode: "Mode", run: "Run", peak_bytes: int) -> dict[str, object]:
+    def execute(self, mode: "Mode", run: "TrainingRun", peak_bytes: int) -> dict[str, object]:
         """Return what `reference_impl.apply_plan` is to do."""
         from skill_tools.dialects.pytorch.candidates import execute
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from skill_tools.dialects import levers
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.pytorch.spread import BF16_SHARDS
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 _LORA_RANK = 16
 HOW_TO_FUSE = (
@@ -18,7 +18,7 @@ HOW_TO_FUSE = (
 )
 
 
-def found(run: Run) -> Iterator[Lever]:
+def found(run: TrainingRun) -> Iterator[Lever]:
     """Yield the levers of a loop."""
     yield from levers.micro_batches(
         run,

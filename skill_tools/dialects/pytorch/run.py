@@ -11,7 +11,7 @@ from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.pytorch import PYTORCH, spread
-from skill_tools.dialects.run import Adapter, Precision, Recompute, Run, StreamedStates
+from skill_tools.dialects.run import Adapter, Precision, Recompute, StreamedStates, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -19,7 +19,7 @@ HUGGING_FACE_NORM_BYTES = 4.0  # an eager norm computes in fp32 and keeps its co
 LOSS_BYTES = 12.0  # fp32 logits' log-softmax, its gradient and theirs at the start of backward
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run of a plain PyTorch loop; `config` holds only overrides."""
     assumptions = []
     seq_length = fields.count(config, "seq_length")
@@ -68,7 +68,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
                 f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
             )
         )
-    run = Run(
+    run = TrainingRun(
         dialect=PYTORCH,
         shape=shape,
         layout=Layout(gpus=gpus or 1),

@@ -5,7 +5,7 @@ from enum import StrEnum
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.dialects.run import Precision, Run, Spread
+from skill_tools.dialects.run import Precision, Spread, TrainingRun
 from skill_tools.errors import UnusableInput
 
 
@@ -28,7 +28,7 @@ BF16_EAGER = Assumption(
 BF16_SHARDS = {"shard_dtype": "bfloat16"}
 
 
-def spread(run: Run, config: Config) -> Run:
+def spread(run: TrainingRun, config: Config) -> TrainingRun:
     """Return `run`, of several GPUs, with its model sharded or replicated as `config` says."""
     if _one_of(config, "sharding", tuple(Sharding)) == Sharding.REPLICAS:
         if config.value("shard_dtype"):
@@ -96,7 +96,7 @@ def _one_of(config: Config, key: str, choices: tuple[str, ...]) -> str:
     return written or choices[0]
 
 
-def launch(run: Run) -> str:
+def launch(run: TrainingRun) -> str:
     """Return the lines that launch a sharded loop and shard its `model`, or launch one whose model is replicated."""
     here = run.layout.ranks_on_node
     nodes = -(-run.layout.gpus // here)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _LAUNCH = (
@@ -70,25 +70,25 @@ class TorchTitan(Dialect):
         """A name that the job configuration has not is refused."""
         return "titan-key-place"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the TOML describes."""
         from skill_tools.dialects.torchtitan.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the TOML asks for as it stands."""
         from skill_tools.dialects.torchtitan.run import current
 
         return current(config, run)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield checkpointing or none, with and without FSDP's CPU offload."""
         from skill_tools.dialects.torchtitan.run import candidates
 
         return candidates(config, run)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what its TOML may change beside offloading."""
         from skill_tools.dialects.torchtitan.levers import found
 

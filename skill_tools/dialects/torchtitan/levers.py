@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from skill_tools.dialects import levers
 from skill_tools.dialects.levers import Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 
 
-def found(run: Run) -> Iterator[Lever]:
+def found(run: TrainingRun) -> Iterator[Lever]:
     """Yield torchtitan's levers; the global batch size keeps the batch as it is."""
     yield from levers.micro_batches(run, "torchtitan.training.local_batch_size")
     yield from levers.sequences(run, "torchtitan.training.seq_len")

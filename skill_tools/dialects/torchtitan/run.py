@@ -19,7 +19,7 @@ from skill_tools.dialects.candidates import (
     without_recomputation,
 )
 from skill_tools.dialects.layout import Layout, checked
-from skill_tools.dialects.run import Mode, Precision, Recompute, Run
+from skill_tools.dialects.run import Mode, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 
 _OFFLOAD, _CHECKPOINTS = "torchtitan.training.enable_cpu_offload", "torchtitan.activation_checkpoint.mode"
@@ -27,7 +27,7 @@ _GPUS_OF_A_NODE = 8
 _FULL = Recompute(granularity="full")
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run that the TOML describes."""
     assumptions: list[Assumption] = []
     degrees = [
@@ -48,7 +48,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
         assumptions.append(
             Assumption("selective checkpointing keeps most of what a layer saves: counted as none")
         )
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=layout,
@@ -67,12 +67,12 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def current(config: Config, run: Run) -> Mode:
+def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the TOML asks for as it stands; without shards there is nothing that offloads."""
     return Mode(offload_parameters=run.weight_shards > 1 and bool(fields.flag(config, _OFFLOAD)))
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     """Yield checkpointing or none, with and without FSDP's CPU offload."""
     for recompute, label, mechanisms, mode in (
         (Recompute(), without_recomputation(run), (), "none"),

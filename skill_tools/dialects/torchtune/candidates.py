@@ -14,13 +14,13 @@ from skill_tools.dialects.candidates import (
     changed,
     without_recomputation,
 )
-from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Recompute, TrainingRun
 from skill_tools.dialects.torchtune.run import CPU_OPTIMIZER, is_sharded
 
 _Part = tuple[dict[str, object], str, tuple[str, ...], dict[str, object]]
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights or states."""
     for activations in _activations(run):
         for states in _states(config, run):
@@ -33,7 +33,7 @@ def candidates(config: Config, run: Run) -> Iterator[Candidate]:
             )
 
 
-def _activations(run: Run) -> Iterator[_Part]:
+def _activations(run: TrainingRun) -> Iterator[_Part]:
     checkpointing, offloading = (
         "torchtune.enable_activation_checkpointing",
         "torchtune.enable_activation_offloading",
@@ -55,7 +55,7 @@ def _activations(run: Run) -> Iterator[_Part]:
     )
 
 
-def _states(config: Config, run: Run) -> Iterator[_Part]:
+def _states(config: Config, run: TrainingRun) -> Iterator[_Part]:
     """Yield the ways to keep weights and states that the recipe has; one that is for one device shards nothing."""
     component = fields.text(config, "torchtune.optimizer._component_") or ""
     if component.endswith(f".{CPU_OPTIMIZER}"):

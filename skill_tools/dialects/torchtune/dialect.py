@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _COMPONENT = "_component_"
@@ -61,19 +61,19 @@ class TorchTune(Dialect):
         """A name that no recipe reads changes nothing."""
         return "tt-key-typo"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the YAML describes."""
         from skill_tools.dialects.torchtune.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the YAML asks for as it stands."""
         from skill_tools.dialects.torchtune.run import current
 
         return current(config)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations, with and without offloading weights or states."""
         from skill_tools.dialects.torchtune.candidates import candidates
 
@@ -85,7 +85,7 @@ class TorchTune(Dialect):
 
         return as_assignments(spelled)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what its YAML may change beside offloading."""
         from skill_tools.dialects.torchtune.levers import found
 

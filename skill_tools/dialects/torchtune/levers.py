@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.torchtune.run import is_sharded
 
 _OWN = "torchtune."
 _LOSS = "torchtune.modules.loss.LinearCrossEntropyLoss"
 
 
-def found(config: Config, run: Run) -> Iterator[Lever]:
+def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     """Yield torchtune's levers; another recipe is another program, so none is proposed."""
     yield from levers.micro_batches(run, f"{_OWN}batch_size", f"{_OWN}gradient_accumulation_steps")
     if "LinearCrossEntropy" not in (fields.text(config, f"{_OWN}loss._component_") or ""):

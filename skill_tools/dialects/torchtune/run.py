@@ -16,7 +16,7 @@ from skill_tools.dialects.run import (
     OptimizerEngine,
     Precision,
     Recompute,
-    Run,
+    TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
 
@@ -29,7 +29,7 @@ _LOSS_BYTES = (
 _GPUS_OF_A_NODE = 8
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run that the YAML describes."""
     assumptions: list[Assumption] = []
     sharded = is_sharded(config)
@@ -58,7 +58,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     replicas = fields.count(config, "torchtune.data_parallel_replicate_dim") or 1
     shards = max(1, layout.dense_shards // replicas) if sharded else 1
     loss = fields.text(config, "torchtune.loss._component_") or ""
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=layout,

@@ -9,7 +9,7 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects import python_adapters
 from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate, without_recomputation
 from skill_tools.dialects.deepspeed import candidates as deepspeed
-from skill_tools.dialects.run import ActivationEngine, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Recompute, TrainingRun
 from skill_tools.dialects.sharding import Part, combined
 from skill_tools.dialects.transformers.run import current
 
@@ -18,12 +18,12 @@ _OWN = "fsdp_config.activation_checkpointing"
 _PARAMETERS = "fsdp_config.cpu_offload"
 
 
-def candidates(config: Config, run: Run) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights."""
     return combined(config, _activations(config, run), _weights(config, run))
 
 
-def _activations(config: Config, run: Run) -> Iterator[Part]:
+def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
     """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once.
 
     What Unsloth's call decides, no argument changes.
@@ -50,7 +50,7 @@ def _activations(config: Config, run: Run) -> Iterator[Part]:
     )
 
 
-def _weights(config: Config, run: Run) -> Iterator[Part]:
+def _weights(config: Config, run: TrainingRun) -> Iterator[Part]:
     if config.value("fsdp"):
         words = config.value("fsdp")
         kept = [word for word in words if word != "offload"] if isinstance(words, list) else words

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.run import Mode, Run
+    from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
 _TRAINS = frozenset(
@@ -139,19 +139,19 @@ class Transformers(Dialect):
         """The parsers refuse a text that is not the type; so do the checks of fsdp_config."""
         return "hf-argument-type"
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "Run":
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the arguments describe."""
         from skill_tools.dialects.transformers.run import build
 
         return build(config, shape, gpus=gpus)
 
-    def current(self, config: Config, run: "Run") -> "Mode":
+    def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the arguments ask for as they stand."""
         from skill_tools.dialects.transformers.run import current
 
         return current(config, run)
 
-    def candidates(self, config: Config, run: "Run", advice: "Advice") -> "Iterator[Candidate]":
+    def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations, with and without offloading weights."""
         from skill_tools.dialects.transformers.candidates import candidates
 
@@ -173,7 +173,7 @@ class Transformers(Dialect):
         }
         return as_keywords(words) if script is Kind.PYTHON else as_flags(words)
 
-    def levers(self, config: Config, run: "Run") -> "Iterator[Lever]":
+    def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
         """Yield what a Trainer may change beside offloading."""
         from skill_tools.dialects.transformers.levers import found
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.transformers.run import sharding_of
 
 _OWN_SCRIPT = "(arguments of TRL; a script of one's own calls peft.get_peft_model)"
 
 
-def found(config: Config, run: Run) -> Iterator[Lever]:
+def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     """Yield the Trainer's levers; adapters are TRL's."""
     yield from levers.micro_batches(run, "micro_batch_size", "gradient_accumulation_steps")
     if not fields.flag(config, "use_liger_kernel"):

@@ -13,7 +13,7 @@ from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, precision_of, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
@@ -25,7 +25,7 @@ _STAGE_IN_A_NAME = r"(?:zero|z|stage)[_-]?([123])"
 KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
 
 
-def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
+def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
     """Return the run that the arguments describe."""
     assumptions: list[Assumption] = []
     sharding = sharding_of(config)
@@ -40,7 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
             )
         )
     recomputes = checkpoints(config)
-    return Run(
+    return TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world)),
@@ -66,7 +66,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
     )
 
 
-def current(config: Config, run: Run) -> Mode:
+def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the arguments ask for as they stand."""
     engine, recompute = ActivationEngine.NONE, None
     offloads = bool(fields.flag(config, "activation_offloading"))

@@ -7,7 +7,7 @@ the first block of a pass, or the last one's reduction, has nothing to hide behi
 
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Run, Spread
+from skill_tools.dialects.run import Spread, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -20,7 +20,7 @@ class Collectives(NamedTuple):
     backward_s: float
 
 
-def of_micro_batch(run: Run, held: int, machine: Machine) -> Collectives | None:
+def of_micro_batch(run: TrainingRun, held: int, machine: Machine) -> Collectives | None:
     """Return how long the ranks of `run`, a model of `held` parameters, communicate; None where nothing is known."""
     if run.spread is None:
         return None
@@ -32,7 +32,7 @@ def of_micro_batch(run: Run, held: int, machine: Machine) -> Collectives | None:
     return Collectives(gathered, gathered + reduced)
 
 
-def _seconds(run: Run, moved_bytes: float, machine: Machine) -> float:
+def _seconds(run: TrainingRun, moved_bytes: float, machine: Machine) -> float:
     """Return the seconds of one collective of `moved_bytes`, over the slower of both networks."""
     ranks, here = run.layout.gpus, run.layout.ranks_on_node
     nodes = -(-ranks // here)
@@ -41,7 +41,7 @@ def _seconds(run: Run, moved_bytes: float, machine: Machine) -> float:
     return max(inside, between)
 
 
-def costs(run: Run, found: Collectives | None, speed: Pace, again_s: float) -> list[Cost]:
+def costs(run: TrainingRun, found: Collectives | None, speed: Pace, again_s: float) -> list[Cost]:
     """Return what they cost one micro-batch, whose backward computes for `again_s` what forward did not keep."""
     if found is None or run.spread is None:
         return []

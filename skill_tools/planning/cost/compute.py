@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from skill_tools.dialects import parameters
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.cost.machine import Machine, model_constants
@@ -58,7 +58,7 @@ class PassFlops(NamedTuple):
     mlp_forward: float
 
 
-def micro_batch_flops(run: Run) -> PassFlops:
+def micro_batch_flops(run: TrainingRun) -> PassFlops:
     """Count one micro-batch over the whole model, before it is divided over GPUs.
 
     A frozen base needs no weight gradients, so its linears' backward costs as much as their forward.
@@ -97,7 +97,7 @@ class Pace(NamedTuple):
     gpu_update_s: float
 
 
-def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | None = None) -> Pace:
+def pace(run: TrainingRun, machine: Machine, shard: int, *, measured_step_s: float | None = None) -> Pace:
     """Return the pace of `run`; `shard` parameters are updated on the GPU when nothing is offloaded."""
     constants = model_constants()
     stages = run.layout.pipeline
@@ -123,7 +123,7 @@ def pace(run: Run, machine: Machine, shard: int, *, measured_step_s: float | Non
     )
 
 
-def _gpu_update_s(run: Run, machine: Machine, shard: int) -> float:
+def _gpu_update_s(run: TrainingRun, machine: Machine, shard: int) -> float:
     """Seconds of the GPU's own update, whose bytes were measured with 12 of master and moments."""
     constants = model_constants()
     updated = 0 if run.adapter else shard
@@ -132,7 +132,7 @@ def _gpu_update_s(run: Run, machine: Machine, shard: int) -> float:
 
 
 def _traced_pace(
-    run: Run, model: TracedModel, machine: Machine, shard: int, measured_step_s: float | None
+    run: TrainingRun, model: TracedModel, machine: Machine, shard: int, measured_step_s: float | None
 ) -> Pace:
     """Return the pace of a traced step: its matrix products and the bytes of its other kernels.
 
@@ -156,7 +156,7 @@ def _traced_pace(
     )
 
 
-def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
+def traced_seconds(run: TrainingRun, step: TracedStep, machine: Machine) -> float:
     """Return the seconds of one micro-batch's forward and backward; what a launch costs bounds it from below."""
     constants = model_constants()
     products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
@@ -165,7 +165,7 @@ def traced_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     return max(constants["eager_factor"] * (products + others), launch_seconds(run, step, machine))
 
 
-def launch_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
+def launch_seconds(run: TrainingRun, step: TracedStep, machine: Machine) -> float:
     """Return what the host takes to launch one micro-batch's forward and backward."""
     constants = model_constants()
     groups = len(step.layers) + 1 if run.is_fully_sharded else 0
@@ -176,7 +176,7 @@ def launch_seconds(run: Run, step: TracedStep, machine: Machine) -> float:
     return launched * (machine.launch_s or constants["launch_s"])
 
 
-def _share(run: Run, constants: Mapping[str, float]) -> float:
+def _share(run: TrainingRun, constants: Mapping[str, float]) -> float:
     if run.is_eager:
         return constants["eager_share"]
     return constants["moe_share"] if run.shape.experts else constants["dense_share"]

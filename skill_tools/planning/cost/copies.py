@@ -7,7 +7,7 @@ offloading) hide less. Explained in docs/activation-offloading.md and docs/layer
 
 from collections.abc import Sequence
 
-from skill_tools.dialects.run import ActivationEngine, Mode, Run, WeightEngine
+from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun, WeightEngine
 from skill_tools.planning.accounts import Cost, Kind
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -17,7 +17,7 @@ from skill_tools.planning.model.memory import Memory
 DOWN, BACK = "activations to the host", "activations back"
 
 
-def activations(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
+def activations(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
     """Return the costs of one micro-batch's activations on their way to the host and back."""
     if not memory.moved_bytes:
         return []
@@ -41,7 +41,7 @@ def activations(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: P
     return _windowed(run, memory, machine, speed)
 
 
-def _windowed(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
+def _windowed(run: TrainingRun, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
     """Return the costs of bulk copies beside compute; all layers but the last hide them."""
     down, up = memory.moved_bytes / machine.d2h_copy, memory.moved_bytes / machine.h2d_copy
     forward, backward = without_one_layer_s(run, speed.forward_s), without_one_layer_s(run, speed.backward_s)
@@ -51,13 +51,13 @@ def _windowed(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[C
     ]
 
 
-def without_one_layer_s(run: Run, pass_s: float) -> float:
+def without_one_layer_s(run: TrainingRun, pass_s: float) -> float:
     """Return the part of a pass that hides copies which it waits for layer by layer: all layers but one."""
     layers = run.shape.num_layers / run.layout.pipeline
     return pass_s * max(layers - 1, 0) / layers
 
 
-def _blocking(run: Run, mode: Mode, memory: Memory, machine: Machine) -> list[Cost]:
+def _blocking(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine) -> list[Cost]:
     """Return the costs of save_on_cpu, which copies every saved tensor, also views of the weights, and waits."""
     share = mode.layers / run.shape.num_layers if mode.layers else 1.0
     moved = memory.copied_bytes + 2 * share * memory.parameters.total
@@ -70,7 +70,7 @@ def _blocking(run: Run, mode: Mode, memory: Memory, machine: Machine) -> list[Co
     ]
 
 
-def _on_demand(run: Run, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
+def _on_demand(run: TrainingRun, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
     """Return the costs of TRL, which hides copies behind forward and fetches each tensor when backward asks for it."""
     moved = memory.moved_bytes + 4 * run.tokens * run.shape.vocab
     down, up = moved / machine.d2h_copy, moved / machine.h2d_copy
@@ -86,7 +86,7 @@ def hidden_s(costs: Sequence[Cost], *names: str) -> float:
 
 
 def weights(
-    run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]
 ) -> list[Cost]:
     """Return the costs of streaming frozen layers through one micro-batch, beside the activations' `copies`."""
     moved = sum(line.bytes for line in memory.host if line.kind is Kind.FROZEN_WEIGHTS)
@@ -119,7 +119,7 @@ def weights(
     ]
 
 
-def _read_in_backward(run: Run) -> float:
+def _read_in_backward(run: TrainingRun) -> float:
     """Return which share of the frozen layers' bytes stands in layers that have a backward.
 
     Which layers of several lists have none, nobody has said.

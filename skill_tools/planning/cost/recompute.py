@@ -10,7 +10,7 @@ saves, in Python, which lengthens a step that its launches bound. Explained in d
 from collections.abc import Iterator
 from functools import lru_cache
 
-from skill_tools.dialects.run import ActivationEngine, Mode, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace, launch_seconds, micro_batch_flops
 from skill_tools.planning.cost.machine import Machine, model_constants
@@ -23,7 +23,9 @@ _STEPS = 16
 _PASSES = 3
 
 
-def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Iterator[Cost]:
+def recompute_costs(
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace
+) -> Iterator[Cost]:
     """Yield the costs of what one micro-batch computes again under `mode`."""
     if cost := _of_framework(run, mode, memory, machine, speed):
         yield cost
@@ -47,7 +49,7 @@ def recompute_costs(run: Run, mode: Mode, memory: Memory, machine: Machine, spee
         )
 
 
-def _launches_of_hooks(run: Run, mode: Mode) -> float:
+def _launches_of_hooks(run: TrainingRun, mode: Mode) -> float:
     """Return what `reference_impl`'s hooks take the host, as a share of launching a step; without a trace 0."""
     if run.traced is None:
         return 0.0
@@ -62,7 +64,7 @@ def _launches_of_hooks(run: Run, mode: Mode) -> float:
     return 0.0
 
 
-def _of_framework(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Cost | None:
+def _of_framework(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> Cost | None:
     recompute = mode.recompute or run.recompute
     if recompute.granularity == "full":
         layers = run.shape.num_layers / run.layout.pipeline
@@ -80,14 +82,14 @@ def _of_framework(run: Run, mode: Mode, memory: Memory, machine: Machine, speed:
 
 
 @lru_cache(maxsize=64)
-def recomputed_share(run: Run, machine: Machine, speed: Pace, removed: float) -> float:
+def recomputed_share(run: TrainingRun, machine: Machine, speed: Pace, removed: float) -> float:
     """Return which share of all saved bytes to compute again when the share `removed` must not stay on the GPU."""
     tried = [removed * step / _STEPS for step in range(_STEPS + 1)]
     possible = [share for share in tried if recompute_seconds(run, machine, speed, share) is not None]
     return min(possible, key=lambda share: _exposed(run, machine, speed, removed, share))
 
 
-def _exposed(run: Run, machine: Machine, speed: Pace, removed: float, recomputed: float) -> float:
+def _exposed(run: TrainingRun, machine: Machine, speed: Pace, removed: float, recomputed: float) -> float:
     """Seconds that one micro-batch takes longer."""
     again = recompute_seconds(run, machine, speed, recomputed) or 0.0
     moved = (removed - recomputed) * _saved(run)
@@ -95,7 +97,7 @@ def _exposed(run: Run, machine: Machine, speed: Pace, removed: float, recomputed
     return again + down + max(0.0, moved / machine.h2d_copy - speed.backward_s - again)
 
 
-def recompute_seconds(run: Run, machine: Machine, speed: Pace, share: float) -> float | None:
+def recompute_seconds(run: TrainingRun, machine: Machine, speed: Pace, share: float) -> float | None:
     """Return the seconds of computing `share` of the saved bytes again, cheapest first; None where it cannot be."""
     rest, seconds = share * _saved(run), 0.0
     for cost, size in _kinds(run, machine, speed):
@@ -106,7 +108,7 @@ def recompute_seconds(run: Run, machine: Machine, speed: Pace, share: float) -> 
 
 
 @lru_cache(maxsize=64)
-def _kinds(run: Run, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
+def _kinds(run: TrainingRun, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
     """Return (seconds a byte, bytes) of what can be computed again in one micro-batch, cheapest first."""
     per_flop = speed.layers_forward_s / micro_batch_flops(run).layers_forward
     found: dict[float, float] = {}
@@ -117,7 +119,7 @@ def _kinds(run: Run, machine: Machine, speed: Pace) -> tuple[tuple[float, float]
     return tuple(sorted(found.items()))
 
 
-def _seconds_a_byte(part: Part, run: Run, machine: Machine, per_flop: float) -> float | None:
+def _seconds_a_byte(part: Part, run: TrainingRun, machine: Machine, per_flop: float) -> float | None:
     """Two bytes of a linear's result cost two FLOPs for each input; of attention's, two for each earlier token."""
     if part.name.endswith(("norm output", "activation output")):
         return _PASSES / machine.hbm
@@ -129,12 +131,12 @@ def _seconds_a_byte(part: Part, run: Run, machine: Machine, per_flop: float) -> 
 
 
 @lru_cache(maxsize=64)
-def _saved(run: Run) -> float:
+def _saved(run: TrainingRun) -> float:
     """Bytes that all layers save in one micro-batch."""
     return sum(part.token_bytes for part in _parts(run)) * run.tokens
 
 
-def _parts(run: Run) -> list[Part]:
+def _parts(run: TrainingRun) -> list[Part]:
     """List what all layers save; layers of one kind save the same."""
     kinds = {
         moe: activations.layer_parts(run, moe=moe) for moe in (False, True) if not moe or run.shape.experts

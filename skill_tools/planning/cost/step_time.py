@@ -6,7 +6,7 @@ false where a rate was neither measured on the machine nor published for it.
 
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 from skill_tools.planning.accounts import Cost, Kind
 from skill_tools.planning.cost import collectives, copies, pageable, streamed_shards, trained_layers
 from skill_tools.planning.cost.compute import Pace
@@ -29,7 +29,7 @@ class StepTime(NamedTuple):
         return self.compute_s + sum(cost.exposed_s for cost in self.costs)
 
 
-def estimate(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> StepTime:
+def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> StepTime:
     """Return the step time of `run` under `mode`."""
     machine = pageable.slowed(machine, memory)
     if mode.trained_layers and not run.is_fully_sharded:

@@ -8,7 +8,7 @@ forward updates. Explained in docs/distributed.md, "Everything off".
 Apart because no other mode has this timeline.
 """
 
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.copies import without_one_layer_s
@@ -17,7 +17,9 @@ from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.streamed_states import element_bytes
 
 
-def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, left: Pace, again_s: float) -> list[Cost]:
+def costs(
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, left: Pace, again_s: float
+) -> list[Cost]:
     """Return what moving the shards costs a step of `run`, beside passes that `left` leaves the link to.
 
     `again_s` is what backward computes again.

@@ -7,7 +7,7 @@ known as closely as a step repeats from run to run. How far each rate may be off
 
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.cost import compute, step_time
 from skill_tools.planning.cost.machine import Machine, known, model_constants
 from skill_tools.planning.model.memory import Memory
@@ -21,7 +21,7 @@ class TimeRange(NamedTuple):
 
 
 def step_range(
-    run: Run, mode: Mode, memory: Memory, machine: Machine, *, measured_step_s: float | None = None
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, *, measured_step_s: float | None = None
 ) -> TimeRange:
     """Return what a step of `run` under `mode` may take on `machine`; forward and backward may have been measured."""
     ranks = run.layout.ranks_on_node
@@ -34,12 +34,14 @@ def step_range(
     return TimeRange(min(times), max(times))
 
 
-def _total_s(run: Run, mode: Mode, memory: Memory, machine: Machine, measured_step_s: float | None) -> float:
+def _total_s(
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, measured_step_s: float | None
+) -> float:
     speed = compute.pace(run, machine, memory.parameters.shard, measured_step_s=measured_step_s)
     return step_time.estimate(run, mode, memory, machine, speed).total_s
 
 
-def slowest(run: Run, machine: Machine) -> Machine:
+def slowest(run: TrainingRun, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the low end."""
     constants = model_constants()
     of_host = {"launch_s": constants["launch_slow_s"], "budget_extra": constants["budget_extra_slow"]}
@@ -54,7 +56,7 @@ def slowest(run: Run, machine: Machine) -> Machine:
     return _scaled(machine, compute=1 / compute_s, link=1 / link, host=host, **of_host)
 
 
-def fastest(run: Run, machine: Machine) -> Machine:
+def fastest(run: TrainingRun, machine: Machine) -> Machine:
     """Return the machine if all its rates are at the high end."""
     constants = model_constants()
     of_host = {"launch_s": constants["launch_fast_s"], "budget_extra": constants["budget_extra_fast"]}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from offload_arithmetic.sizes import LEAST_GAIN
 from offload_arithmetic.states import FORMS, adam_bytes
 from offload_arithmetic.update_time import Resource, slowest_s, turning_points
-from skill_tools.dialects.run import Mode, Run, StreamedStates
+from skill_tools.dialects.run import Mode, StreamedStates, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -46,7 +46,7 @@ class _Traffic(NamedTuple):
         )
 
 
-def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
+def _of_element(run: TrainingRun, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
     """Return what an element moves beside its weight's first copy: one that the CPU updates, and one that streams."""
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = element_bytes(run, states)
@@ -57,7 +57,7 @@ def _of_element(run: Run, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
     )
 
 
-def best_cpu_share(run: Run, states: StreamedStates, machine: Machine) -> float:
+def best_cpu_share(run: TrainingRun, states: StreamedStates, machine: Machine) -> float:
     """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little."""
     weight_bytes = run.precision.weight_bytes
     on_cpu, streamed = (
@@ -72,7 +72,7 @@ def best_cpu_share(run: Run, states: StreamedStates, machine: Machine) -> float:
     return best if is_worth_it else 0.0
 
 
-def costs(run: Run, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
+def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
     """Return what one step of `run` takes beyond its compute."""
     size = trained_layers.sizes(run, memory.parameters.total)
     held, times = memory.parameters.total, run.micro_batches

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from offload_arithmetic.sizes import ACTIVATIONS_IN_FLIGHT_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Stage, stages
-from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.units import GIB
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     moved_by: str = ""
 
 
-def layer_parts(run: Run, *, moe: bool) -> tuple[Part, ...]:
+def layer_parts(run: TrainingRun, *, moe: bool) -> tuple[Part, ...]:
     """List what one layer keeps for backward, per token of the micro-batch, on one GPU.
 
     Where the model was traced, the parts add up to the layers' mean in the trace.
@@ -54,7 +54,7 @@ def layer_parts(run: Run, *, moe: bool) -> tuple[Part, ...]:
     return tuple(part._replace(token_bytes=part.token_bytes * scale) for part in parts)
 
 
-def _parts_by_formula(run: Run, *, moe: bool) -> tuple[Part, ...]:
+def _parts_by_formula(run: TrainingRun, *, moe: bool) -> tuple[Part, ...]:
     """Return a layer's parts. Megatron's layers fuse a norm into the linear layer after it, so that it is no module of
     its own: all but the attention norm of multi-latent attention and the MLP norm before experts.
     """
@@ -94,7 +94,7 @@ def _attention_parts(shape: ModelShape, tensor: int) -> Iterable[Part]:
     yield Part("attention log-sum-exp and norm scales", 4 * shape.heads / tensor + 8)
 
 
-def _query_key_norm(run: Run) -> Iterable[Part]:
+def _query_key_norm(run: TrainingRun) -> Iterable[Part]:
     """Eager norms of query and key: an fp32 copy, the normalised result in bf16, and a scale a head."""
     if run.shape.qk_norm and run.norm_bytes:
         heads = run.shape.heads + run.shape.kv_heads
@@ -102,20 +102,22 @@ def _query_key_norm(run: Run) -> Iterable[Part]:
         yield Part("query and key norm output", heads * bytes_each / run.layout.tensor, ("layernorm",))
 
 
-def _scores(run: Run) -> Iterable[Part]:
+def _scores(run: TrainingRun) -> Iterable[Part]:
     """Probabilities in bf16, where a model with attention sinks has no fused kernel in Hugging Face's code."""
     if run.shape.attention_sinks and run.norm_bytes:
         yield Part("attention probabilities", 2 * run.shape.heads * run.seq_length)
 
 
-def _mlp_parts(run: Run, inner: int, dropped_by: tuple[str, ...], name: str = "MLP") -> Iterable[Part]:
+def _mlp_parts(
+    run: TrainingRun, inner: int, dropped_by: tuple[str, ...], name: str = "MLP"
+) -> Iterable[Part]:
     columns = (2 if run.shape.gated_mlp else 1) * inner
     extra = 0 if run.fused_activation or not run.shape.gated_mlp else inner
     yield Part(f"{name} first linear output", 2 * columns / run.layout.tensor, dropped_by)
     yield Part(f"{name} activation output", 2 * (inner + extra) / run.layout.tensor, dropped_by)
 
 
-def _expert_parts(run: Run) -> Iterable[Part]:
+def _expert_parts(run: TrainingRun) -> Iterable[Part]:
     shape = run.shape
     routed = shape.experts_per_token * IMBALANCE / run.layout.tensor
     columns = (2 if shape.gated_mlp else 1) * shape.moe_ffn
@@ -161,7 +163,7 @@ def by_component(
     return found
 
 
-def in_flight(run: Run, stage_rank: int) -> float:
+def in_flight(run: TrainingRun, stage_rank: int) -> float:
     """Return the micro-batches whose activations one pipeline rank holds at its worst moment.
 
     1F1B keeps `PP - rank`; the interleaved schedule `((V - 1) PP + 2 (PP - rank - 1) + 1) / V` of its chunks.
@@ -197,7 +199,7 @@ class Kept(NamedTuple):
     early_input: float = 0.0
 
 
-def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
+def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
     """Return what the stage's layers keep under `mode`.
 
     Layers through which no gradient goes keep nothing. Checkpointing has their inputs require gradients, so that they
@@ -243,7 +245,7 @@ def kept_by_stage(run: Run, mode: Mode, stage: Stage) -> Kept:
     )
 
 
-def in_slices(run: Run, mode: Mode, work: float) -> float:
+def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
     """Return what a layer's backward needs at once, `work` for a whole micro-batch, where it takes this in slices.
 
     The gradients of the whole input and output are there beside a slice's work.
@@ -252,16 +254,16 @@ def in_slices(run: Run, mode: Mode, work: float) -> float:
     return share * work + 2 * (1 - share) * input_bytes(run) * run.tokens
 
 
-def _share_of_slice(run: Run, mode: Mode) -> float:
+def _share_of_slice(run: TrainingRun, mode: Mode) -> float:
     return math.ceil(run.micro_batch / mode.slices) / run.micro_batch
 
 
-def _needed_at_once(run: Run, parts: tuple[Part, ...]) -> float:
+def _needed_at_once(run: TrainingRun, parts: tuple[Part, ...]) -> float:
     """Bytes a token that backward needs of one layer at once."""
     return sum(part.token_bytes for part in parts if not (run.tiled_mlp and "MLP" in part.name))
 
 
-def _inner_gradients(run: Run, mode: Mode, parts: tuple[Part, ...], *, moe: bool) -> float:
+def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, moe: bool) -> float:
     """Bytes of the gradients that the backward of an eager MLP has beside all that its layer has saved.
 
     At the activation function these are as many as its results, whose own gradient has taken the place of one. The
@@ -274,7 +276,9 @@ def _inner_gradients(run: Run, mode: Mode, parts: tuple[Part, ...], *, moe: bool
     return max(_share_of_slice(run, mode) * inner * run.tokens - made, 0.0)
 
 
-def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]) -> str:
+def _components(
+    run: TrainingRun, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]
+) -> str:
     """Say what one layer keeps: of several kinds, the one that keeps most."""
     if recompute.granularity == "full" or not kinds:
         return f"layer inputs {input_bytes(run) * run.tokens / GIB:.2f}"
@@ -285,7 +289,7 @@ def _components(run: Run, mode: Mode, recompute: Recompute, kinds: tuple[tuple[P
 
 
 def _layer(
-    run: Run, mode: Mode, recompute: Recompute, parts: tuple[Part, ...], position: int
+    run: TrainingRun, mode: Mode, recompute: Recompute, parts: tuple[Part, ...], position: int
 ) -> tuple[float, float, float]:
     """Return the bytes a token that stay, that are offloaded, and that are copied once more than they are held."""
     dropped = recompute.modules if recompute.granularity == "selective" else ()
@@ -308,7 +312,7 @@ def _layer(
     return stay, moved, 0.0
 
 
-def dropped_bytes(run: Run, recompute: Recompute, stage_rank: int) -> float:
+def dropped_bytes(run: TrainingRun, recompute: Recompute, stage_rank: int) -> float:
     """Return the bytes that selective recompute writes again in one micro-batch on one GPU."""
     stage = stages(run.shape, run.layout)[stage_rank]
     total = 0.0
@@ -337,7 +341,7 @@ def _one_module(parts: tuple[Part, ...]) -> float:
     )
 
 
-def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
+def _waiting(run: TrainingRun, mode: Mode, largest: float, offloaded: float) -> float:
     """Bytes a token that wait on the GPU for their copy."""
     match mode.activation_engine:
         case ActivationEngine.LAYERS:
@@ -349,19 +353,19 @@ def _waiting(run: Run, mode: Mode, largest: float, offloaded: float) -> float:
     return 0.0
 
 
-def _early_input(run: Run, mode: Mode, offloaded: float) -> float:
+def _early_input(run: TrainingRun, mode: Mode, offloaded: float) -> float:
     """Bytes a token of the offloaded layer input that comes back before its use, however large it is."""
     if mode.activation_engine is not ActivationEngine.OWN_INPUTS:
         return 0.0
     return min(input_bytes(run), offloaded)
 
 
-def input_bytes(run: Run) -> float:
+def input_bytes(run: TrainingRun) -> float:
     """Bytes a token of one layer's input."""
     return 2 * run.shape.hidden / (run.layout.tensor if run.layout.sequence_parallel else 1)
 
 
-def loss_bytes(run: Run, whole: float) -> float:
+def loss_bytes(run: TrainingRun, whole: float) -> float:
     """Return what head and loss take at the start of backward, where they take `whole` bytes with all logits at once.
 
     A fused loss adds the head's gradient up in one fp32 tensor, and has the logits of one chunk at a time.

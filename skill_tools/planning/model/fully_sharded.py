@@ -13,7 +13,7 @@ from functools import lru_cache
 from offload_arithmetic import sizes as buffers
 from offload_arithmetic.division import first_unit_streams, most_of_a_cut_unit
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import streamed_states
 from skill_tools.planning.model.activations import loss_bytes
@@ -24,7 +24,7 @@ _UNCOUNTED = (
 )
 
 
-def lines(run: Run, held: int) -> list[Line]:
+def lines(run: TrainingRun, held: int) -> list[Line]:
     """Return the lines of one rank of `run`, whose model has `held` parameters."""
     assert run.spread is not None
     size, wide, reduced_bytes = _sizes(run, held), run.spread.gathered_bytes, run.spread.reduced_bytes
@@ -50,7 +50,7 @@ def lines(run: Run, held: int) -> list[Line]:
     return [*found, *ends]
 
 
-def _table_and_head(run: Run, size: Sizes) -> list[Line]:
+def _table_and_head(run: TrainingRun, size: Sizes) -> list[Line]:
     """Return what an embedding and a head of their own take: gathered as blocks are, with gradients as blocks have."""
     assert run.spread is not None
     wide, reduced_bytes = run.spread.gathered_bytes, run.spread.reduced_bytes
@@ -105,7 +105,7 @@ def _table_and_head(run: Run, size: Sizes) -> list[Line]:
     )
 
 
-def _tied_table(run: Run, size: Sizes) -> list[Line]:
+def _tied_table(run: TrainingRun, size: Sizes) -> list[Line]:
     """Return what a tied table takes, which is gathered for the whole step; its gradient waits for the embedding's.
 
     A trace has seen that gradient wait.
@@ -151,7 +151,7 @@ def _tied_table(run: Run, size: Sizes) -> list[Line]:
     )
 
 
-def _computes_its_loss(run: Run) -> bool:
+def _computes_its_loss(run: TrainingRun) -> bool:
     """Return whether the model's forward ends in the loss, as that of a traced Hugging Face model does.
 
     FSDP2 gathers ahead from where backward enters the root, which there is before the loss's backward.
@@ -159,7 +159,7 @@ def _computes_its_loss(run: Run) -> bool:
     return run.traced is not None
 
 
-def _logits_bytes(run: Run) -> float:
+def _logits_bytes(run: TrainingRun) -> float:
     """Return the bytes of the logits as the head makes them, all at once or a chunk of them."""
     assert run.spread is not None
     return loss_bytes(run, run.spread.gathered_bytes * run.tokens * run.shape.vocab)
@@ -169,7 +169,7 @@ def _some(*found: Line) -> list[Line]:
     return [line for line in found if line.bytes]
 
 
-def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
+def around_groups(run: TrainingRun, layer: int, ends: int) -> list[Line]:
     """Return what FSDP2 needs beside a rank's shards where a trainer wraps layers of so many elements, and the root.
 
     `ends` are the root's: embedding and head; a vision tower is gathered with them. Frozen weights are gathered as they
@@ -222,12 +222,12 @@ def around_groups(run: Run, layer: int, ends: int) -> list[Line]:
     )
 
 
-def gradients_leave(run: Run, mode: Mode) -> bool:
+def gradients_leave(run: TrainingRun, mode: Mode) -> bool:
     """Whether gradients of the CPU's share free memory in backward; where backwards add up, all stay until the last."""
     return mode.optimizer_engine is OptimizerEngine.REFERENCE and run.micro_batches == 1
 
 
-def cut_block(run: Run, mode: Mode, shard: int) -> int:
+def cut_block(run: TrainingRun, mode: Mode, shard: int) -> int:
     """Return the elements of the CPU's share of `shard` whose gradients stay beside what streams.
 
     Those of one block are parts of one buffer, which stays as long as any of them does.
@@ -237,7 +237,7 @@ def cut_block(run: Run, mode: Mode, shard: int) -> int:
     return most_of_a_cut_unit(_block_shard(run, shard), _on_cpu(mode, shard))
 
 
-def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
+def leaving(run: TrainingRun, mode: Mode, shard: int) -> list[Line]:
     """Return the gradients of the CPU's share of `shard` that have been reduced and not yet copied."""
     on_cpu = _on_cpu(mode, shard) - cut_block(run, mode, shard)
     if not (on_cpu and gradients_leave(run, mode)):
@@ -259,7 +259,7 @@ def leaving(run: Run, mode: Mode, shard: int) -> list[Line]:
     ]
 
 
-def table_shard(run: Run) -> int:
+def table_shard(run: TrainingRun) -> int:
     """Return a rank's elements of the embedding, or of the head."""
     return run.shape.vocab * run.shape.hidden // run.weight_shards
 
@@ -269,7 +269,7 @@ def first_ones_stream(mode: Mode) -> bool:
     return first_unit_streams(mode.streamed_fraction, mode.optimizer_fraction)
 
 
-def table_on_the_cpu(run: Run, mode: Mode, shard: int) -> list[Line]:
+def table_on_the_cpu(run: TrainingRun, mode: Mode, shard: int) -> list[Line]:
     """Return what a table takes of which the CPU updates all, or what the GPU does not.
 
     The first elements of the forward stay, and the table has them. If it is cut by that, its gradient stays as a whole,
@@ -303,11 +303,11 @@ def _on_cpu(mode: Mode, shard: int) -> int:
     return round((mode.optimizer_fraction - mode.streamed_fraction) * shard)
 
 
-def _block_shard(run: Run, shard: int) -> int:
+def _block_shard(run: TrainingRun, shard: int) -> int:
     return _sizes(run, shard * run.weight_shards).block // run.weight_shards
 
 
-def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+def on_the_host(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     """Return the GPU lines and the host lines of a rank whose shards, gradients and states live on the host.
 
     In backward `ShardStreamer` has the shards of the next gather on the GPU. In forward it has those of one gather more
@@ -398,6 +398,6 @@ def on_the_host(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line
 
 
 @lru_cache(maxsize=64)
-def _sizes(run: Run, held: int) -> Sizes:
+def _sizes(run: TrainingRun, held: int) -> Sizes:
     """Return how the parameters are divided, which counts every block."""
     return sizes(run, held)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from skill_tools.dialects import layout, parameters
 from skill_tools.dialects.layout import Layout, LocalParameters, Stage
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.accounts import Kind, Line
 from skill_tools.planning.model import activations, states, traced_moments
@@ -85,7 +85,7 @@ class Memory(NamedTuple):
         return self.pinned_bytes * self.ranks_on_node
 
 
-def estimate(run: Run, mode: Mode | None = None) -> Memory:
+def estimate(run: TrainingRun, mode: Mode | None = None) -> Memory:
     """Return the memory of the most loaded pipeline stage of `run` under `mode`."""
     chosen = mode or Mode()
     answers = [_of_stage(run, chosen, stage) for stage in _differing(run.shape, run.layout)]
@@ -104,7 +104,7 @@ def _differing(shape: ModelShape, spread: Layout) -> tuple[Stage, ...]:
     return tuple(found.values())
 
 
-def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
+def _of_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Memory:
     local = _counted(run) or layout.local_parameters(
         run.shape, run.layout, stage, sharded=run.shards_optimizer or mode.shards_optimizer
     )
@@ -130,7 +130,7 @@ def _of_stage(run: Run, mode: Mode, stage: Stage) -> Memory:
     )
 
 
-def _counted(run: Run) -> LocalParameters | None:
+def _counted(run: TrainingRun) -> LocalParameters | None:
     """Return the parameters that a trace has counted, where it counted them: of a base, without adapters."""
     if run.traced is None or not run.traced.is_counted:
         return None
@@ -138,7 +138,7 @@ def _counted(run: Run) -> LocalParameters | None:
     return LocalParameters(run.parameters, 0, run.parameters // shards, 0)
 
 
-def _alive(run: Run, mode: Mode, lines: Sequence[Line], found: "_Activations") -> list[Line]:
+def _alive(run: TrainingRun, mode: Mode, lines: Sequence[Line], found: "_Activations") -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
     if run.traced is None:
         return _worst_moment((*lines, *found.gpu))
@@ -182,7 +182,7 @@ class _Activations(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
+def _activations(run: TrainingRun, mode: Mode, stage: Stage) -> _Activations:
     """Return what the stage keeps, once for all modes that are the same `of_activations`."""
     found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
     host = Line(
@@ -200,7 +200,7 @@ def _activations(run: Run, mode: Mode, stage: Stage) -> _Activations:
     )
 
 
-def _activation_lines(run: Run, mode: Mode, stage: Stage, found: Kept, flight: float) -> list[Line]:
+def _activation_lines(run: TrainingRun, mode: Mode, stage: Stage, found: Kept, flight: float) -> list[Line]:
     recompute = (mode.recompute or run.recompute).granularity
     count = max(len(stage.layers), 1)
     lines = [
@@ -252,7 +252,7 @@ def _early_input(found: Kept) -> list[Line]:
     ]
 
 
-def _reserve(run: Run) -> list[Line]:
+def _reserve(run: TrainingRun) -> list[Line]:
     if not run.reserves:
         return []
     sizes = (run.layout.tensor, run.layout.pipeline, run.layout.expert, run.layout.data, run.layout.context)

@@ -14,25 +14,25 @@ from functools import lru_cache
 from typing import Any
 
 from skill_tools import knowledge
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 
 _FSDP2 = "fsdp2"
 
 
-def state_bytes(run: Run, mode: Mode) -> float:
+def state_bytes(run: TrainingRun, mode: Mode) -> float:
     """Return the host bytes of an element that a peer updates on the CPU, its weight's and rounding apart."""
     buffers = _buffers(run, mode)
     return sum(_bytes(buffer, run) for buffer in buffers if buffer.get("when") != "parameters")
 
 
-def pinned_bytes(run: Run, mode: Mode, elements: int) -> float:
+def pinned_bytes(run: TrainingRun, mode: Mode, elements: int) -> float:
     """Return what of those of `elements` is pinned."""
     buffers = (each for each in _buffers(run, mode) if each.get("when") != "parameters")
     return elements * sum(_bytes(buffer, run) for buffer in buffers if _is_pinned(buffer, mode))
 
 
-def rounding_bytes(run: Run, mode: Mode, elements: int) -> int:
+def rounding_bytes(run: TrainingRun, mode: Mode, elements: int) -> int:
     """Return what rounding adds to the pinned blocks of `elements` of a rank."""
     return round(
         sum(
@@ -55,7 +55,7 @@ def _engine(mode: Mode) -> Mapping[str, Any]:
     return found
 
 
-def _buffers(run: Run, mode: Mode) -> Iterator[Mapping[str, Any]]:
+def _buffers(run: TrainingRun, mode: Mode) -> Iterator[Mapping[str, Any]]:
     engine = _engine(mode)
     accumulates = run.micro_batches > 1 and run.weight_shards == 1 and not mode.offload_parameters
     happens = {"accumulates": accumulates, "parameters": mode.offload_parameters, None: True}
@@ -65,13 +65,13 @@ def _buffers(run: Run, mode: Mode) -> Iterator[Mapping[str, Any]]:
             yield {"group_elements": engine.get("group_elements"), **buffer}
 
 
-def _bytes(buffer: Mapping[str, Any], run: Run) -> float:
+def _bytes(buffer: Mapping[str, Any], run: TrainingRun) -> float:
     named = {"weight": _weight_bytes(run), "gradient": run.precision.gradient_bytes}
     found: float = named.get(buffer["bytes"], buffer["bytes"])
     return found
 
 
-def _weight_bytes(run: Run) -> float:
+def _weight_bytes(run: TrainingRun) -> float:
     return run.precision.weight_bytes if run.adapter is None else run.adapter.base_weight_bytes
 
 
@@ -79,7 +79,9 @@ def _is_pinned(buffer: Mapping[str, Any], mode: Mode) -> bool:
     return mode.pins if buffer["pinned"] == "option" else bool(buffer["pinned"])
 
 
-def _share_that_is_empty(run: Run, buffer: Mapping[str, Any], elements: int, bytes_each: float) -> float:
+def _share_that_is_empty(
+    run: TrainingRun, buffer: Mapping[str, Any], elements: int, bytes_each: float
+) -> float:
     """Return the empty bytes of a buffer's blocks over the full ones."""
     if not elements:
         return 0.0
@@ -92,7 +94,7 @@ def _share_that_is_empty(run: Run, buffer: Mapping[str, Any], elements: int, byt
 
 
 @lru_cache(maxsize=256)
-def _share_by_tensor(run: Run, bytes_each: float) -> float:
+def _share_by_tensor(run: TrainingRun, bytes_each: float) -> float:
     """Return the same where each tensor, as a rank holds it, is a block of its own."""
     layout, empty, full = run.layout, 0.0, 0.0
     shared = (

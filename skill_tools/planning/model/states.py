@@ -18,7 +18,7 @@ from skill_tools.dialects.run import (
     Adapter,
     Mode,
     OptimizerEngine,
-    Run,
+    TrainingRun,
     WeightEngine,
 )
 from skill_tools.planning.accounts import Kind, Line, each
@@ -31,13 +31,13 @@ _PINNED_OF_SHARDS = frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.PINNED_ROUNDIN
 
 
 @lru_cache(maxsize=1024)
-def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+def lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """Return GPU lines and host lines of one rank, once for all modes that are the same `of_states`."""
     gpu, host = _lines(run, mode, local)
     return tuple(gpu), tuple(host)
 
 
-def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+def _lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     if mode.trained_layers and run.is_fully_sharded:
         gpu, host = fully_sharded.on_the_host(run, mode, local)
         return [*gpu, *_around_weights(run)], host
@@ -72,7 +72,7 @@ def _lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], li
     return [*gpu, *_gathered(run, mode, local)], host
 
 
-def _sharded_host(run: Run, mode: Mode, lines: list[Line], shard: int) -> list[Line]:
+def _sharded_host(run: TrainingRun, mode: Mode, lines: list[Line], shard: int) -> list[Line]:
     """Return what FSDP or ZeRO-3 keeps on the host of a rank: weights, and what updates `shard` elements of them."""
     if mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
         kept = [line for line in lines if line.kind is Kind.WEIGHTS] + [_updated(run, mode, shard)]
@@ -81,7 +81,7 @@ def _sharded_host(run: Run, mode: Mode, lines: list[Line], shard: int) -> list[L
     return [line._replace(when="always") for line in kept] + _rounding(run, mode, shard)
 
 
-def _updated(run: Run, mode: Mode, elements: int) -> Line:
+def _updated(run: TrainingRun, mode: Mode, elements: int) -> Line:
     """Return what a peer keeps on the host of `elements` that it updates there."""
     kept_bytes = pinned_blocks.state_bytes(run, mode)
     return Line(
@@ -92,14 +92,14 @@ def _updated(run: Run, mode: Mode, elements: int) -> Line:
     )
 
 
-def _rounding(run: Run, mode: Mode, elements: int) -> list[Line]:
+def _rounding(run: TrainingRun, mode: Mode, elements: int) -> list[Line]:
     """Return what the rounding of a peer's pinned blocks adds, if anything."""
     empty = pinned_blocks.rounding_bytes(run, mode, elements)
     formula = "torch rounds each up to a power of two"
     return [Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, formula)] if empty else []
 
 
-def _around_weights(run: Run) -> list[Line]:
+def _around_weights(run: TrainingRun) -> list[Line]:
     """What is allocated with the weights: a traced model's rounding, and what cuBLAS takes for good."""
     found = []
     if run.traced is not None:
@@ -119,13 +119,13 @@ def _around_weights(run: Run) -> list[Line]:
     return found
 
 
-def _tower(run: Run, each_bytes: float) -> list[Line]:
+def _tower(run: TrainingRun, each_bytes: float) -> list[Line]:
     held = run.tower // run.weight_shards
     formula = each(each_bytes, held, "parameters that no text reaches")
     return [Line(Kind.IDLE_WEIGHTS, "vision tower", round(each_bytes * held), formula)] if held else []
 
 
-def _tied_sum(run: Run) -> list[Line]:
+def _tied_sum(run: TrainingRun) -> list[Line]:
     """The two gradients of a tied table, which wait for each other beside their sum; a trace has seen them."""
     if not (run.is_eager and run.shape.tied_embeddings) or run.is_fully_sharded or run.traced is not None:
         return []
@@ -135,12 +135,12 @@ def _tied_sum(run: Run) -> list[Line]:
     return [Line(Kind.OTHER_GRADIENTS, "gradients of the tied table", waiting, formula, "embedding")]
 
 
-def _without_gradients(run: Run) -> int:
+def _without_gradients(run: TrainingRun) -> int:
     """Return the trained elements that get no gradient, as a trace has seen: they only have weights and states."""
     return 0 if run.traced is None else run.traced.without_gradients
 
 
-def _gradients(run: Run, mode: Mode, made: int) -> Line:
+def _gradients(run: TrainingRun, mode: Mode, made: int) -> Line:
     precision, held = run.precision, round(made * run.trained_share) // run.gradient_shards
     if mode.optimizer_engine is OptimizerEngine.REFERENCE and not _gradients_stay(run, mode):
         cut = fully_sharded.cut_block(run, mode, held)
@@ -152,7 +152,7 @@ def _gradients(run: Run, mode: Mode, made: int) -> Line:
     return Line(Kind.GRADIENTS, "gradients", amount, formula, "step" if run.micro_batches > 1 else "backward")
 
 
-def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
+def _leaving(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
     """Return the gradients of the CPU's share that wait for their copy: the host, which is ahead, frees no more.
 
     One that is longer waits alone: the embedding's, the last of all, if the CPU updates it.
@@ -174,14 +174,14 @@ def _leaving(run: Run, mode: Mode, held: int) -> list[Line]:
     )
 
 
-def _gradients_stay(run: Run, mode: Mode) -> bool:
+def _gradients_stay(run: TrainingRun, mode: Mode) -> bool:
     """Whether all gradients of a rank stay until the step: in DDP's buckets, or as shards that have to."""
     return run.precision.gradient_is_buffer or (
         run.is_fully_sharded and not fully_sharded.gradients_leave(run, mode)
     )
 
 
-def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
+def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
     precision, fraction = run.precision, mode.optimizer_fraction
     if mode.state_offload:
         plain, _ = _optimizer(run, Mode(), shard)
@@ -245,7 +245,7 @@ def _optimizer(run: Run, mode: Mode, shard: int) -> tuple[list[Line], list[Line]
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
 
 
-def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
+def pinned_bytes(run: TrainingRun, mode: Mode, host: Iterable[Line]) -> int:
     """Return what of the `host` lines is page-locked for copies: of states that are updated on the CPU not all.
 
     Of those the reference implementation pins the staging, which carries a gradient down and a weight up, and peers
@@ -263,24 +263,24 @@ def pinned_bytes(run: Run, mode: Mode, host: Iterable[Line]) -> int:
     return pinned
 
 
-def _pinned_share(run: Run, mode: Mode) -> float:
+def _pinned_share(run: TrainingRun, mode: Mode) -> float:
     """Return the pinned share of the states that are updated on the CPU."""
     if mode.optimizer_engine is OptimizerEngine.REFERENCE:
         return run.precision.weight_bytes / (ADAM_BYTES + run.precision.weight_bytes)
     return pinned_blocks.pinned_bytes(run, mode, 1) / pinned_blocks.state_bytes(run, mode)
 
 
-def _own_master_bytes(run: Run) -> float:
+def _own_master_bytes(run: TrainingRun) -> float:
     """Return the bytes of an fp32 master beside the weight: an fp32 weight is its own."""
     return 0.0 if streamed_states.has_own_masters(run) else 4.0
 
 
-def _copies_gradients(run: Run, mode: Mode, masters_move: bool) -> bool:
+def _copies_gradients(run: TrainingRun, mode: Mode, masters_move: bool) -> bool:
     hybrid = mode.optimizer_engine is OptimizerEngine.HYBRID_DEVICE and mode.optimizer_fraction > 0
     return hybrid and masters_move and run.precision.gradient_bytes < 4
 
 
-def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
+def _hosted(run: TrainingRun, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     lines = []
     if cpu and mode.optimizer_engine is OptimizerEngine.REFERENCE:
         # The staging buffer in the weight's dtype carries the gradient down and the weight up.
@@ -303,7 +303,9 @@ def _hosted(run: Run, mode: Mode, cpu: int, streamed: int) -> list[Line]:
     return lines
 
 
-def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+def _adapter(
+    run: TrainingRun, adapter: Adapter, mode: Mode, local: LocalParameters
+) -> tuple[list[Line], list[Line]]:
     held = local.total // run.weight_shards
     base, formula = _frozen(run, adapter, local)
     trained = adapter.parameters // run.weight_shards
@@ -359,7 +361,7 @@ def _adapter(run: Run, adapter: Adapter, mode: Mode, local: LocalParameters) -> 
     return gpu, [_on_host(run, mode, streamed)]
 
 
-def _on_host(run: Run, mode: Mode, streamed: int) -> Line:
+def _on_host(run: TrainingRun, mode: Mode, streamed: int) -> Line:
     return Line(
         Kind.FROZEN_WEIGHTS,
         "base weights",
@@ -368,7 +370,7 @@ def _on_host(run: Run, mode: Mode, streamed: int) -> Line:
     )
 
 
-def _frozen(run: Run, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
+def _frozen(run: TrainingRun, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
     """Return the bytes of a rank's frozen weights: embedding and head are not quantized with the layers."""
     ends = min(_ends(run), local.total) // run.weight_shards
     packed, held = adapter.base_weight_bytes, local.total // run.weight_shards
@@ -378,11 +380,11 @@ def _frozen(run: Run, adapter: Adapter, local: LocalParameters) -> tuple[int, st
     return round(packed * (held - ends)) + 2 * ends, formula
 
 
-def _ends(run: Run) -> int:
+def _ends(run: TrainingRun) -> int:
     return run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
 
 
-def _streamed_weights(run: Run, mode: Mode, local: LocalParameters) -> int:
+def _streamed_weights(run: TrainingRun, mode: Mode, local: LocalParameters) -> int:
     """Return the bytes of frozen layers that stream: as a trace has counted them, else all of an adapter's base."""
     if not mode.weight_layers:
         return 0
@@ -395,7 +397,7 @@ def _streamed_weights(run: Run, mode: Mode, local: LocalParameters) -> int:
     return round(run.adapter.base_weight_bytes * layers * share)
 
 
-def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
+def window_bytes(run: TrainingRun, mode: Mode, streamed: int) -> int:
     """Return the GPU bytes that `streamed` bytes of frozen layers pass through.
 
     The reference implementation streams the same share of every layer, with two layers ahead of the one in use, and
@@ -409,7 +411,7 @@ def window_bytes(run: Run, mode: Mode, streamed: int) -> int:
     return min(round((1 + sizes.PREFETCHED_LAYERS) * largest * streamed), streamed)
 
 
-def _frees_nothing(run: Run, mode: Mode) -> bool:
+def _frees_nothing(run: TrainingRun, mode: Mode) -> bool:
     """Whether offloading the layers frees no GPU memory.
 
     Axolotl swaps `param.data`, which frees nothing while saved tensors hold views of the weights.
@@ -418,7 +420,7 @@ def _frees_nothing(run: Run, mode: Mode) -> bool:
     return mode.weight_engine is WeightEngine.SWAPPED and recompute.granularity != "full"
 
 
-def _gathered(run: Run, mode: Mode, local: LocalParameters) -> list[Line]:
+def _gathered(run: TrainingRun, mode: Mode, local: LocalParameters) -> list[Line]:
     """Return what FSDP or ZeRO-3 gathers: the layer that runs, the next one, and all the time both ends."""
     if run.is_fully_sharded:
         return fully_sharded.lines(run, local.total)

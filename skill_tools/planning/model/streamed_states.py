@@ -6,7 +6,7 @@ explained in docs/optimizer-state-offloading.md.
 
 from offload_arithmetic import sizes
 from offload_arithmetic.states import FORMS, FP32_BYTES, scratch_bytes
-from skill_tools.dialects.run import Run, StreamedStates
+from skill_tools.dialects.run import StreamedStates, TrainingRun
 
 _MOMENTS = 2
 
@@ -16,7 +16,7 @@ def streamed_bytes(states: StreamedStates, *, own_master: bool = False) -> float
     return FORMS[states].bytes(_MOMENTS, is_own_master=own_master)
 
 
-def element_bytes(run: Run, states: StreamedStates) -> float:
+def element_bytes(run: TrainingRun, states: StreamedStates) -> float:
     """Return the same for the weights of `run`."""
     return streamed_bytes(states, own_master=has_own_masters(run))
 
@@ -26,7 +26,7 @@ def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
     return int(sizes.STATE_CHUNK_BYTES // streamed_bytes(states, own_master=own_master))
 
 
-def ring_bytes(run: Run, states: StreamedStates, streamed: int) -> int:
+def ring_bytes(run: TrainingRun, states: StreamedStates, streamed: int) -> int:
     """Return the GPU bytes that streaming so many elements needs: slots of a chunk, and the scratch of one update."""
     elements = chunk_elements(states, own_master=has_own_masters(run))
     slots = min(sizes.LEAST_SLOTS, -(-streamed // elements))
@@ -34,7 +34,7 @@ def ring_bytes(run: Run, states: StreamedStates, streamed: int) -> int:
     return round(each_bytes * min(streamed, elements))
 
 
-def scratch_of(run: Run, states: StreamedStates) -> float:
+def scratch_of(run: TrainingRun, states: StreamedStates) -> float:
     """Return the GPU bytes of an element of one chunk that its update needs beside the slot.
 
     Packed states of shards have gradients and weights there, so that one kernel updates all short pieces of a chunk.
@@ -49,6 +49,6 @@ def scratch_of(run: Run, states: StreamedStates) -> float:
     )
 
 
-def has_own_masters(run: Run) -> bool:
+def has_own_masters(run: TrainingRun) -> bool:
     """Return whether weights are their own masters, in fp32."""
     return run.precision.weight_bytes >= FP32_BYTES

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.accounts import Kind, Line
 from skill_tools.planning.model.activations import Kept, in_slices, loss_bytes
@@ -67,7 +67,7 @@ _LAST_BLOCK, _FIRST_BLOCK = _BLOCK | {"last block"}, _BLOCK | {"first block"}
 
 
 def worst(
-    run: Run,
+    run: TrainingRun,
     model: TracedModel,
     mode: Mode,
     kept: Kept,
@@ -96,7 +96,7 @@ def worst(
 
 
 @lru_cache(maxsize=256)
-def _levels(run: Run, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level, ...]:
+def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tuple[Level, ...]:
     """Return the moments that can be the worst: no other of their kind has more of both, gradients and all else."""
     recompute = mode.recompute or run.recompute
     found = sizes(model, run.micro_batch, run.seq_length, recomputed=recompute.granularity == "full")

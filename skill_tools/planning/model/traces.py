@@ -14,7 +14,7 @@ from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.dialects.run import Adapter, Run
+from skill_tools.dialects.run import Adapter, TrainingRun
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
 from skill_tools.errors import UnusableInput
@@ -35,7 +35,7 @@ def of_shape(shape: ModelShape) -> TracedModel | None:
     return None if name is None else _shipped(name)
 
 
-def with_what_ships(run: Run) -> Run:
+def with_what_ships(run: TrainingRun) -> TrainingRun:
     """Return `run` with the profile that ships for its model, where each GPU runs the traced code on all of it."""
     dialect = registry.named(run.dialect)
     if run.adapter is not None or not (dialect.runs_hugging_face or not dialect.has_files):
@@ -59,7 +59,7 @@ def _shipped(name: str) -> TracedModel:
     return model_of(json.loads(knowledge_path("traces", f"{name}.json").read_text(encoding="utf-8")))
 
 
-def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
+def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun:
     """Return `run` with the profile in `path`, and with the adapters and the dtype that were traced.
 
     `names_the_model` says that the run's shape is the one `shape_in` the profile.
@@ -97,7 +97,7 @@ def run_of(path: str, run: Run, *, names_the_model: bool) -> Run:
     return run._replace(precision=precision, widens_gradients=wide < 4)
 
 
-def _partly_frozen(run: Run, found: TracedModel) -> Run:
+def _partly_frozen(run: TrainingRun, found: TracedModel) -> TrainingRun:
     frozen = found.parameters - found.trained
     if not frozen:
         return run
@@ -116,7 +116,7 @@ def _has_adapters(found: TracedModel) -> bool:
     return found.adapter_rank > 0 and are_few and found.trained_width <= _ADAPTER_WIDTH
 
 
-def _of_model(run: Run, found: TracedModel) -> Run:
+def _of_model(run: TrainingRun, found: TracedModel) -> TrainingRun:
     # The loss was traced as it is written; a framework may fuse it. A tower that saw images was counted with the model.
     tower = 0 if found.images else run.tower
     return run._replace(traced=found, tower=tower, fused_loss=run.fused_loss or run.loss_bytes < 1)
@@ -272,7 +272,7 @@ def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelSha
         )
 
 
-def _check_run(path: str, run: Run, *, is_adapted: bool) -> None:
+def _check_run(path: str, run: TrainingRun, *, is_adapted: bool) -> None:
     why = _beyond(run)
     if run.adapter is not None and not is_adapted:
         why.append("adapters")
@@ -284,7 +284,7 @@ def _check_run(path: str, run: Run, *, is_adapted: bool) -> None:
         )
 
 
-def _beyond(run: Run) -> list[str]:
+def _beyond(run: TrainingRun) -> list[str]:
     """Return what a run has that a trace of one GPU's eager code does not."""
     layout = run.layout
     sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))

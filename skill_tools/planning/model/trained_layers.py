@@ -12,7 +12,7 @@ from offload_arithmetic import sizes as buffers
 from offload_arithmetic.states import ADAM_BYTES, FP32_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import streamed_states
 
@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     table: int
 
 
-def sizes(run: Run, held: int) -> Sizes:
+def sizes(run: TrainingRun, held: int) -> Sizes:
     """Return how the `held` parameters of the model are divided: those of blocks as the shape says they are."""
     shape = run.shape
     table = shape.vocab * shape.hidden
@@ -38,7 +38,7 @@ def sizes(run: Run, held: int) -> Sizes:
     return Sizes(in_blocks, block, outside, table)
 
 
-def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
+def lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[Line], list[Line]]:
     """Return the GPU lines and the host lines of weights, gradients and states."""
     size, held = sizes(run, local.total), local.total
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
@@ -93,12 +93,12 @@ def lines(run: Run, mode: Mode, local: LocalParameters) -> tuple[list[Line], lis
     return gpu, host
 
 
-def streamed_share(run: Run, mode: Mode) -> float:
+def streamed_share(run: TrainingRun, mode: Mode) -> float:
     """Return the share of the blocks' weights that are on the host: every block keeps the same share of its own."""
     return 1 - mode.resident_layers / run.shape.num_layers
 
 
-def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
+def _resident(run: TrainingRun, mode: Mode, size: Sizes, held: int) -> list[Line]:
     """Return what of the blocks' weights and of the states stays on the GPU."""
     found = []
     if mode.resident_layers:
@@ -116,7 +116,7 @@ def _resident(run: Run, mode: Mode, size: Sizes, held: int) -> list[Line]:
     return found
 
 
-def _states(run: Run, mode: Mode, held: int) -> list[Line]:
+def _states(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
     """Return what of the states is on the host: those that stream, and in fp32 those that the CPU updates."""
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     pass_ = round(mode.states_streamed * held)
@@ -142,7 +142,7 @@ def _states(run: Run, mode: Mode, held: int) -> list[Line]:
     return found
 
 
-def _slots(run: Run, mode: Mode, size: Sizes, streamed: float) -> Line:
+def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
     """Return the slots of chunks that come in with their gradients, those of gradients alone, and one chunk's scratch.
 
     What a block has on the host is cut into chunks of one length, and so is all that stays on the GPU.

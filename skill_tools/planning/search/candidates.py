@@ -18,7 +18,7 @@ from skill_tools.dialects.candidates import (
     at_fraction,
     with_states,
 )
-from skill_tools.dialects.run import Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 from skill_tools.planning.cost import optimizer, pageable, recompute, step_time, trained_layers
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
@@ -43,7 +43,7 @@ class Forbidden(NamedTuple):
 class RunAdvice(NamedTuple):
     """What this run's candidates may ask about the machine and the rules (`dialects.candidates.Advice`)."""
 
-    run: Run
+    run: TrainingRun
     machine: Machine
     speed: Pace
     judged: Judge
@@ -79,7 +79,7 @@ class Search:
         self,
         config: Config,
         dialect: Dialect,
-        run: Run,
+        run: TrainingRun,
         machine: Machine,
         speed: Pace,
         *,

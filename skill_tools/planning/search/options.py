@@ -6,7 +6,7 @@ from offload_arithmetic.sizes import HEADROOM
 from skill_tools.dialects.candidates import Candidate
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.patch import Patch
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.step_time import StepTime
 from skill_tools.planning.model.memory import Memory
@@ -45,7 +45,7 @@ class Budget(NamedTuple):
 class Prepared(NamedTuple):
     """A run as it is planned: on this machine, under this budget."""
 
-    run: Run
+    run: TrainingRun
     machine: Machine
     budget: Budget
 
@@ -72,7 +72,7 @@ class Way(NamedTuple):
     """
 
     levers: tuple[Lever, ...]
-    run: Run
+    run: TrainingRun
     option: Option
     patch: Patch
     needs_host_bytes: int | None = None

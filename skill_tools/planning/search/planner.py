@@ -27,7 +27,7 @@ from skill_tools.dialects.candidates import (
 )
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
-from skill_tools.dialects.run import ActivationEngine, Mode, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun
 from skill_tools.planning.cost import compute
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.time_range import TimeRange, step_range
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     is what the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
 
-    run: Run
+    run: TrainingRun
     shape_source: str
     machine: Machine
     budget: Budget
@@ -96,7 +96,7 @@ def shown(plan: Plan) -> list[Option]:
 
 def make_plan(
     config: Config,
-    run: Run,
+    run: TrainingRun,
     machine: Machine,
     budget: Budget,
     *,
@@ -158,7 +158,7 @@ def _patch(option: Option | None, dialect: Dialect, config: Config, judge: Judge
     return dialect.patch(changed(config, option.candidate.settings), config, dead=judge.dead_keys())
 
 
-def _how_to_fuse(dialect: Dialect, config: Config, run: Run) -> str:
+def _how_to_fuse(dialect: Dialect, config: Config, run: TrainingRun) -> str:
     """Return what fuses head and loss in the run's framework; nothing where it has no such switch."""
     for lever in dialect.levers(config, run):
         if lever.kind is Kind.FUSED_LOSS:
@@ -191,7 +191,7 @@ def _simpler(options: Sequence[Option]) -> Option | None:
     return next(fewer, None)
 
 
-def _memory_from(run: Run) -> tuple[Assumption, ...]:
+def _memory_from(run: TrainingRun) -> tuple[Assumption, ...]:
     """Say what a plan's bytes of forward and backward come from, where there could be a trace."""
     if run.traced is not None:
         return (Assumption(f"memory and work of forward and backward: {run.traced.source}"),)
@@ -204,7 +204,7 @@ def _memory_from(run: Run) -> tuple[Assumption, ...]:
     return ()
 
 
-def _assumed_of_experts(run: Run) -> tuple[Assumption, ...]:
+def _assumed_of_experts(run: TrainingRun) -> tuple[Assumption, ...]:
     if not run.shape.experts:
         return ()
     return (Assumption("tokens spread evenly over the experts; an overloaded rank keeps more"),)

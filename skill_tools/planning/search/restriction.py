@@ -22,7 +22,7 @@ from skill_tools.dialects.candidates import (
     WEIGHTS,
     Candidate,
 )
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.errors import UnusableInput
 
 _OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS)
@@ -48,7 +48,7 @@ class Restriction(NamedTuple):
         """Return whether a plan may use `mechanism`."""
         return mechanism not in self.without and (not self.only or mechanism in self.only)
 
-    def left_out(self, candidate: Candidate, run: Run) -> frozenset[str]:
+    def left_out(self, candidate: Candidate, run: TrainingRun) -> frozenset[str]:
         """Return what `candidate` uses although it may not; empty where it may be searched."""
         used = frozenset(candidate.mechanisms)
         refused = used & self.without

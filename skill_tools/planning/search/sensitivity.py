@@ -6,7 +6,7 @@ evaluated again; for the link, the fitting options are timed again.
 
 from collections.abc import Callable, Sequence
 
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.planning.cost import pageable, step_time
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import memory
@@ -19,7 +19,7 @@ _LITTLE = 0.98
 
 
 def answers(
-    run: Run,
+    run: TrainingRun,
     machine: Machine,
     search: Search,
     budget: Budget,
@@ -44,7 +44,7 @@ def answers(
     return tuple(found)
 
 
-def with_fused_loss(run: Run, option: Option) -> int | None:
+def with_fused_loss(run: TrainingRun, option: Option) -> int | None:
     """Return the GPU bytes of `option` where head and loss are one kernel, or None where that frees little."""
     if not run.is_eager or run.fused_loss:
         return None
@@ -64,7 +64,7 @@ def _other_budget(search: Search, budget: Budget, factor: float, best: Option) -
     return change, f"{fastest.candidate.label}, {ratio:.2f}x of the recommended step time"
 
 
-def _larger(change: str, run: Run, budget: Budget, best: Option) -> tuple[str, str]:
+def _larger(change: str, run: TrainingRun, budget: Budget, best: Option) -> tuple[str, str]:
     mode = best.candidate.mode
     found = pageable.within(memory.estimate(run, mode), mode, budget.pinned_bytes)
     limit = limit_of(found, budget)
@@ -72,7 +72,9 @@ def _larger(change: str, run: Run, budget: Budget, best: Option) -> tuple[str, s
     return change, f"no longer fits the {limit}: {needs}; plan again" if limit else f"still fits: {needs}"
 
 
-def _slower_link(run: Run, machine: Machine, search: Search, fitting: Sequence[Option]) -> tuple[str, str]:
+def _slower_link(
+    run: TrainingRun, machine: Machine, search: Search, fitting: Sequence[Option]
+) -> tuple[str, str]:
     best = fitting[0]
     slower = machine._replace(
         h2d_copy=machine.h2d_copy / 2,

@@ -12,7 +12,7 @@ from itertools import groupby
 from skill_tools.configs.config import Config
 from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind, Lever
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import compute
 from skill_tools.planning.model import memory
@@ -59,7 +59,7 @@ class Finder:
         self._judge, self._restriction = judge, restriction
         self._errors_before = self._errors(config)
 
-    def three_cheapest(self, run: Run) -> tuple[Way, ...]:
+    def three_cheapest(self, run: TrainingRun) -> tuple[Way, ...]:
         """Return the ways that fit, the cheapest first; none where nothing that the framework has is enough."""
         levers = list(registry.named(run.dialect).levers(self._config, run))
         ways = [*self._by_host_memory(run), *self._by(levers, ())]
@@ -87,7 +87,7 @@ class Finder:
                 found.append(way)
         return found
 
-    def _by_host_memory(self, run: Run) -> list[Way]:
+    def _by_host_memory(self, run: TrainingRun) -> list[Way]:
         """Return the run as it is with more host memory, where that is all that lacks."""
         prepared = self._prepare(self._config, None)
         if prepared.budget.host_bytes is None:

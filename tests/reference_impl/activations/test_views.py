@@ -7,7 +7,7 @@ from torch import nn
 from reference_impl.activations.engine import SavedTensorEngine
 from reference_impl.activations.geometry import is_plain
 from reference_impl.activations.headroom import Headroom
-from reference_impl.activations.policy import Share
+from reference_impl.activations.policy import EvenFraction
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.tiers import HostTier
 
@@ -35,7 +35,7 @@ def round_trip(engine, tensor):
             return gradient, None
 
     anchor = torch.zeros((), device=engine.device.torch_device, requires_grad=True)
-    with engine.saving(nn.Module(), Share()):
+    with engine.saving(nn.Module(), EvenFraction()):
         out = Save.apply(anchor, tensor)
     engine.headroom.in_flight.clear()
     out.backward()
@@ -125,14 +125,14 @@ class Projection(nn.Module):
 def test_a_storage_crosses_once_however_many_tensors_view_it(engine, device):
     x = torch.randn(64, 96, device=device.torch_device, requires_grad=True)
     module = Projection()
-    with engine.saving(module, Share()):
+    with engine.saving(module, EvenFraction()):
         y = (x * 2).exp()
         out = (y * y).sum() + (y.t() * 3).square().sum()
     # y, saved by exp and by both factors of the product, and the scaled transpose.
     assert engine.offloaded_bytes == 2 * 64 * 96 * 4
     del y
     out.backward()
-    with engine.saving(module, Share()):
+    with engine.saving(module, EvenFraction()):
         before = engine.offloaded_bytes
         out = module(x)
     saved_storages = 4  # the projection, q * k, exp(q) and sin(k)
@@ -154,7 +154,7 @@ def test_one_buffer_serves_all_views_of_a_storage(engine, device):
             return gradient, None, None, None
 
     x = torch.zeros(1, device=device.torch_device, requires_grad=True)
-    with engine.saving(nn.Module(), Share()):
+    with engine.saving(nn.Module(), EvenFraction()):
         out = Save.apply(x, *torch.randn(64, 96, device=device.torch_device).chunk(3, dim=-1))
     engine.headroom.in_flight.clear()
     out.backward()
@@ -180,7 +180,7 @@ def test_storages_that_reuse_an_address_are_not_merged(engine, device):
     for value in range(8):
         tensor = torch.full((4096,), float(value), device=device.torch_device)
         expected.insert(0, tensor.clone())
-        with engine.saving(nn.Module(), Share()):
+        with engine.saving(nn.Module(), EvenFraction()):
             outs.append(Save.apply(x, tensor))
         del tensor
         engine.headroom.in_flight.clear()

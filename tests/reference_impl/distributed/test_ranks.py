@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from reference_impl.distributed.ranks import Together, local_ranks, own_cores
+from reference_impl.distributed.ranks import RankGroup, local_ranks, own_cores
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_a_launcher_that_may_not_be_asked_is_like_us(monkeypatch):
 def test_without_a_launcher_there_is_one_rank(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert local_ranks() == 1
-    assert Together.of([torch.zeros(3), torch.zeros(2)]) is None
-    assert Together.of([]) is None
+    assert RankGroup.of([torch.zeros(3), torch.zeros(2)]) is None
+    assert RankGroup.of([]) is None

@@ -19,7 +19,7 @@ from skill_tools.dialects import fields, registry
 from skill_tools.dialects.base import Dialect, Evidence
 from skill_tools.dialects.candidates import OPTIMIZER, OPTIMIZER_LABEL, Advice, Candidate, changed
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Mode, Recompute, Run
+from skill_tools.dialects.run import Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.reports.rule_pages import families
 from skill_tools.rules.knowledge import load_rules
@@ -81,13 +81,13 @@ class Toy(Dialect):
             draft.set(key, value, Place("<overrides>", 1, 1))
         return draft.finish()
 
-    def run(self, config: Config, shape: ModelShape, *, gpus: int | None) -> Run:
-        return Run(self.name, shape, Layout(gpus=gpus or 1), seq_length=2048, shards_optimizer=False)
+    def run(self, config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
+        return TrainingRun(self.name, shape, Layout(gpus=gpus or 1), seq_length=2048, shards_optimizer=False)
 
-    def current(self, config: Config, run: Run) -> Mode:
+    def current(self, config: Config, run: TrainingRun) -> Mode:
         return Mode(optimizer_fraction=fields.number(config, "optimizer_offload_fraction") or 0.0)
 
-    def candidates(self, config: Config, run: Run, advice: Advice) -> Iterator[Candidate]:
+    def candidates(self, config: Config, run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
         for recompute in (Recompute(), Recompute(granularity="full")):
             yield Candidate(Mode(recompute=recompute), "as it is", (), {})
             settings = changed(config, {"optimizer_offload_fraction": 1.0})

@@ -7,7 +7,7 @@ these recipes with the distributed optimizer: 6 bytes a parameter and 12 over th
 import pytest
 
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.memory import estimate
 
@@ -24,5 +24,7 @@ from skill_tools.planning.model.memory import estimate
 def test_weights_and_optimizer_state_agree_with_the_report(
     model: str, layout: Layout, reported_mib: float
 ) -> None:
-    run = Run(dialect="megatron-bridge", shape=known_models.shape(model), layout=layout, seq_length=4096)
+    run = TrainingRun(
+        dialect="megatron-bridge", shape=known_models.shape(model), layout=layout, seq_length=4096
+    )
     assert estimate(run).between_steps_bytes / (1 << 20) == pytest.approx(reported_mib, rel=0.03)

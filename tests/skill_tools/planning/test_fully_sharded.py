@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from skill_tools.__main__ import main
 from skill_tools.bundle import knowledge_path, root
 from skill_tools.dialects.pytorch import run as pytorch_run
-from skill_tools.dialects.run import Mode, OptimizerEngine, Recompute, Run, StreamedStates
+from skill_tools.dialects.run import Mode, OptimizerEngine, Recompute, StreamedStates, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import collectives, compute, machine, optimizer, step_time, time_range
 from skill_tools.planning.model import known_models, memory, streamed_states, traces
@@ -39,7 +39,7 @@ ON_THE_CPU, STREAMED = offloaded(0), offloaded(1)
 BF16_MOMENTS = offloaded(1, StreamedStates.PACKED)
 
 
-def of(model: str | ModelShape, gpus: int, **overrides: object) -> Run:
+def of(model: str | ModelShape, gpus: int, **overrides: object) -> TrainingRun:
     shape = known_models.shape(model) if isinstance(model, str) else model
     return pytorch_run.build(config(**overrides), shape, gpus=gpus)
 
@@ -118,7 +118,7 @@ FOUR_H100 = Measured(
 MEASURED = [(each, row) for each in (TWO_H200, TWO_H100, FOUR_H100) for row in each.rows]
 
 
-def as_measured(run: Measured, row: Row) -> Run:
+def as_measured(run: Measured, row: Row) -> TrainingRun:
     sizes = {"hidden_size": run.shape.hidden, "gated_linear_unit": True}
     built = of(run.shape, run.ranks, seq_length=4096, micro_batch_size=row.sequences, **sizes)
     return built._replace(loss_bytes=run.loss_bytes, reserves=False)

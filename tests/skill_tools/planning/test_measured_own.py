@@ -21,7 +21,7 @@ from skill_tools.dialects.run import (
     OptimizerEngine,
     Precision,
     Recompute,
-    Run,
+    TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.cost import compute, machine, recompute, step_time
@@ -47,8 +47,8 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
 MODEL = ModelShape(name="decoder", num_layers=24, hidden=2048, ffn=5632, heads=16, kv_heads=16, vocab=32000)
 
 
-def run(tokens: int) -> Run:
-    return Run(
+def run(tokens: int) -> TrainingRun:
+    return TrainingRun(
         dialect="pytorch",
         is_eager=True,
         widens_gradients=True,

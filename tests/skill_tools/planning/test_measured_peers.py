@@ -14,7 +14,7 @@ from skill_tools.dialects.run import (
     OptimizerEngine,
     Precision,
     Recompute,
-    Run,
+    TrainingRun,
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
@@ -44,8 +44,8 @@ def decoder(*, hidden: int, ffn: int, layers: int, heads: int) -> ModelShape:
     )
 
 
-def run(shape: ModelShape, *, tokens: int, seq_length: int, adapter: Adapter | None = None) -> Run:
-    return Run(
+def run(shape: ModelShape, *, tokens: int, seq_length: int, adapter: Adapter | None = None) -> TrainingRun:
+    return TrainingRun(
         dialect="pytorch",
         is_eager=True,
         widens_gradients=True,
@@ -150,7 +150,7 @@ def test_frozen_layer_rows(tokens: int, mode: Mode, peak_gb: float, step_s: floa
     check(run(STREAMING_MODEL, tokens=tokens, seq_length=tokens, adapter=adapter), mode, peak_gb, step_s)
 
 
-def check(given: Run, mode: Mode, peak_gb: float, step_s: float, *, updates: bool = True) -> None:
+def check(given: TrainingRun, mode: Mode, peak_gb: float, step_s: float, *, updates: bool = True) -> None:
     found = memory.estimate(given, mode)
     assert found.allocated_bytes / 1e9 == pytest.approx(peak_gb, rel=0.07)
     shard = found.parameters.shard if updates else 0

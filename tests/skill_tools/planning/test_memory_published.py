@@ -7,15 +7,15 @@ distributed optimizer, precision-aware optimizer off, so that the moments move a
 import pytest
 
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.memory import estimate
 
 ROWS = [(0.0, 47.2), (0.25, 43.4), (0.5, 39.6), (0.75, 35.6), (1.0, 32.0)]
 
 
-def published_run(*, expert_tensor: int = 1) -> Run:
-    return Run(
+def published_run(*, expert_tensor: int = 1) -> TrainingRun:
+    return TrainingRun(
         dialect="megatron-bridge",
         shape=known_models.shape("qwen3-30b-a3b"),
         layout=Layout(

@@ -4,7 +4,7 @@ import pytest
 
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Adapter, Mode, OptimizerEngine, Precision, Run
+from skill_tools.dialects.run import Adapter, Mode, OptimizerEngine, Precision, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.planning.model import known_models, memory, pinned_blocks
 
@@ -15,7 +15,7 @@ ENDS_EMPTY_MIB = 2 * (1024 - 1002)
 
 
 def run_of(model="llama-3-8b", gpus=1, *, shards=1, precision=None, adapter=None, **options):
-    return Run(
+    return TrainingRun(
         dialect="transformers",
         shape=known_models.shape(model),
         layout=Layout(gpus=gpus),
@@ -142,7 +142,9 @@ def test_torchao_keeps_8_bytes_of_which_4_are_pinned(engine):
 
 def test_megatron_keeps_16_bytes_of_which_8_are_pinned_by_fused_tensors():
     """In fp32: queries, keys and values 96 MiB in 128, the MLP's first 448 in 512, its second 224 in 256."""
-    run = Run(dialect="megatron-lm", shape=known_models.shape("llama-3-8b"), layout=Layout(), seq_length=2048)
+    run = TrainingRun(
+        dialect="megatron-lm", shape=known_models.shape("llama-3-8b"), layout=Layout(), seq_length=2048
+    )
     host, found = host_of(run, Mode(optimizer_fraction=1.0))
     elements = memory.estimate(run).parameters.shard
     empty = 2 * (32 * (32 + 64 + 32) + 2 * (2048 - 2004)) * MIB

@@ -3,19 +3,19 @@
 import pytest
 
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import Mode, Run
+from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.cost import compute, machine, step_time
 from skill_tools.planning.model import known_models, memory
 
 H100 = machine.known("h100")
-BRIDGE = Run(
+BRIDGE = TrainingRun(
     dialect="megatron-bridge",
     shape=known_models.shape("qwen3-30b-a3b"),
     layout=Layout(gpus=16, tensor=2, pipeline=2, expert=4, sequence_parallel=True),
     seq_length=4096,
     micro_batches=8,
 )
-NEMO_RL = Run(
+NEMO_RL = TrainingRun(
     dialect="megatron-bridge", shape=known_models.shape("qwen3-0.6b"), layout=Layout(), seq_length=2048
 )
 
@@ -34,7 +34,7 @@ NEMO_RL = Run(
     ],
 )
 def test_slow_down_is_the_published_one(
-    run: Run, baseline_s: float, fraction: float, overlap: bool, step_s: float
+    run: TrainingRun, baseline_s: float, fraction: float, overlap: bool, step_s: float
 ) -> None:
     mode = Mode(optimizer_fraction=fraction, overlap=overlap)
     found = memory.estimate(run, mode)

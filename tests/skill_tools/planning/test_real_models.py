@@ -9,7 +9,14 @@ from typing import NamedTuple
 import pytest
 
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Precision, Recompute, Run
+from skill_tools.dialects.run import (
+    ActivationEngine,
+    Mode,
+    OptimizerEngine,
+    Precision,
+    Recompute,
+    TrainingRun,
+)
 from skill_tools.planning.cost import compute, machine, step_time, time_range
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, memory, traces
@@ -66,9 +73,9 @@ ROWS = {
 }
 
 
-def run_of(row: Row, *, by_trace: bool = True) -> Run:
+def run_of(row: Row, *, by_trace: bool = True) -> TrainingRun:
     shape = known_models.shape(row.model)
-    return Run(
+    return TrainingRun(
         dialect="pytorch",
         shape=shape,
         layout=Layout(),

@@ -7,7 +7,7 @@ import pytest
 from skill_tools.__main__ import main
 from skill_tools.dialects.pytorch import candidates as pytorch_candidates
 from skill_tools.dialects.pytorch import run as pytorch_run
-from skill_tools.dialects.run import Mode, Recompute, Run, StreamedStates
+from skill_tools.dialects.run import Mode, Recompute, StreamedStates, TrainingRun
 from skill_tools.planning.cost import compute, machine, step_time
 from skill_tools.planning.cost import trained_layers as trained_layers_cost
 from skill_tools.planning.model import known_models, memory, trained_layers
@@ -103,7 +103,7 @@ def test_adapters_and_replicas_are_not_for_it(
     assert not any(label.startswith(LABEL) for label in labels(found))
 
 
-def of_8b(**overrides: object) -> Run:
+def of_8b(**overrides: object) -> TrainingRun:
     return pytorch_run.build(config(**overrides), known_models.shape("llama-3-8b"), gpus=1)
 
 

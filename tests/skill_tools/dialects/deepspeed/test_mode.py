@@ -8,7 +8,7 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.read import read_text
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.planning.model.known_models import require
 
 CPU = {"device": "cpu"}
@@ -18,8 +18,8 @@ def section(**fields: object) -> Config:
     return read_text(json.dumps({"zero_optimization": fields}), "ds.json", framework="deepspeed")
 
 
-def run(gpus: int = 8) -> Run:
-    return Run("deepspeed", require("llama-3-8b"), Layout(gpus=gpus), seq_length=2048)
+def run(gpus: int = 8) -> TrainingRun:
+    return TrainingRun("deepspeed", require("llama-3-8b"), Layout(gpus=gpus), seq_length=2048)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from skill_tools.dialects.read import read_text
 from skill_tools.dialects.registry import named
-from skill_tools.dialects.run import ActivationEngine, Mode, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun
 from skill_tools.planning.model.known_models import shape
 
 YAML = """\
@@ -19,7 +19,7 @@ use_unsloth_gc: true
 ZERO = "deepspeed: {train_micro_batch_size_per_gpu: auto, zero_optimization: {stage: %d, offload_%s: {device: cpu}}}\n"
 
 
-def planned(text: str) -> tuple[Run, Mode]:
+def planned(text: str) -> tuple[TrainingRun, Mode]:
     config, dialect = read_text(text, "config.yaml"), named("llama-factory")
     run = dialect.run(config, shape("qwen3-8b"), gpus=None)
     return run, dialect.current(config, run)

@@ -5,7 +5,7 @@ from skill_tools.dialects import layout
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.megatron import run as megatron_run
-from skill_tools.dialects.run import Run
+from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models
@@ -72,7 +72,7 @@ def test_a_global_batch_that_does_not_divide_is_refused() -> None:
     [(1, 1, 0, 8, 1), (4, 1, 0, 8, 4), (4, 1, 3, 8, 1), (4, 1, 0, 2, 2), (4, 2, 0, 8, 11 / 2)],
 )
 def test_micro_batches_in_flight(stages: int, chunks: int, rank: int, batches: int, expected: float) -> None:
-    run = Run(
+    run = TrainingRun(
         dialect="megatron-lm",
         shape=known_models.shape("llama-3-8b"),
         layout=Layout(gpus=stages, pipeline=stages, virtual_stages=chunks),

@@ -5,7 +5,7 @@ import pytest
 from skill_tools.configs.config import Config
 from skill_tools.dialects.read import read_text
 from skill_tools.dialects.registry import named
-from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, Run
+from skill_tools.dialects.run import ActivationEngine, Mode, OptimizerEngine, TrainingRun
 from skill_tools.planning.model.known_models import shape
 
 DISTRIBUTED = """\
@@ -24,7 +24,7 @@ fsdp_cpu_offload: True
 SINGLE = DISTRIBUTED.replace("--nproc_per_node 8 full_finetune_distributed", "full_finetune_single_device")
 
 
-def planned(text: str, gpus: int | None = None) -> tuple[Config, Run, Mode]:
+def planned(text: str, gpus: int | None = None) -> tuple[Config, TrainingRun, Mode]:
     config = read_text(text, "config.yaml")
     run = named("torchtune").run(config, shape("llama-3-8b"), gpus=gpus)
     return config, run, named("torchtune").current(config, run)
