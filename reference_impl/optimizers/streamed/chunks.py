@@ -81,7 +81,7 @@ def alignment_of(fields: tuple[Field, ...]) -> int:
     return COMPACT_ALIGNMENT if is_compact(fields) else ALIGNMENT_ELEMENTS
 
 
-class Run(NamedTuple):
+class PieceSpan(NamedTuple):
     """Pieces whose weights lie side by side as they do in the chunk, so that one copy or one kernel can serve them all.
 
     `span` has the elements of all, numbered from the first piece's parameter on.
@@ -115,8 +115,8 @@ class Chunk:
     gradients: torch.Tensor | None = None
     stored: Event = REACHED
     at_home: Event = REACHED
-    runs: tuple[Run, ...] = dataclasses.field(init=False)
-    joint_runs: tuple[Run, ...] = dataclasses.field(init=False)
+    runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
+    joint_runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
     _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,12 +179,12 @@ class Chunk:
         kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
         return max((1 if self.compact else 4) * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
-    def _joint_runs(self) -> tuple[Run, ...]:
+    def _joint_runs(self) -> tuple[PieceSpan, ...]:
         # Compact states have a kernel of their own, once a piece.
         if not self.rounded or self.compact:
             return ()
         if self.joins_in_scratch:
-            return (Run(Piece(self.pieces[0].member, 0, self.numel, 0), self.pieces),)
+            return (PieceSpan(Piece(self.pieces[0].member, 0, self.numel, 0), self.pieces),)
         # Where both come in they lie as the states do.
         return self.runs if self.home is not None and self.gradients is not None else ()
 
@@ -335,14 +335,14 @@ def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def _visit(chunk: Chunk) -> int | None:
-    return None if chunk.home is None else chunk.home.visitors
+    return None if chunk.home is None else chunk.home.block_index
 
 
 def _rounded_up(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 
 
-def runs_of(pieces: Iterable[Piece]) -> tuple[Run, ...]:
+def runs_of(pieces: Iterable[Piece]) -> tuple[PieceSpan, ...]:
     """Return the pieces of a chunk, those together whose weights lie side by side in their home as in the chunk."""
     found: list[list[Piece]] = []
     for piece in pieces:
@@ -353,10 +353,10 @@ def runs_of(pieces: Iterable[Piece]) -> tuple[Run, ...]:
     return tuple(_run(run) for run in found)
 
 
-def _run(pieces: Sequence[Piece]) -> Run:
+def _run(pieces: Sequence[Piece]) -> PieceSpan:
     first, last = pieces[0], pieces[-1]
     numel = last.offset + last.numel - first.offset
-    return Run(Piece(first.member, first.start, first.start + numel, first.offset), tuple(pieces))
+    return PieceSpan(Piece(first.member, first.start, first.start + numel, first.offset), tuple(pieces))
 
 
 def _follows(piece: Piece, before: Piece) -> bool:
@@ -368,4 +368,4 @@ def _follows(piece: Piece, before: Piece) -> bool:
 
 
 def _kind(member: Member) -> tuple[int, str, int]:
-    return member.group, str(member.param.dtype), -1 if member.home is None else member.home.visitors
+    return member.group, str(member.param.dtype), -1 if member.home is None else member.home.block_index

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from offload_arithmetic import sizes as buffers
 from reference_impl.device import Device
 from reference_impl.optimizers import Streaming
 from reference_impl.verification import apply
@@ -78,7 +79,7 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     monkeypatch.setattr(candidates, "candidates", chosen)
     if shares:
         # As in a large model, whose blocks are longer than a chunk.
-        monkeypatch.setattr(sizes, "STATE_CHUNK_BYTES", CHUNK_BYTES)
+        monkeypatch.setattr(buffers, "STATE_CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setattr(apply, "Streaming", partial(Streaming, chunk_bytes=CHUNK_BYTES))
     sequences = options.get("slices", 2)
     batch = (f"seq_length={128 // sequences}", f"micro_batch_size={sequences}")
