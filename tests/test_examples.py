@@ -46,10 +46,10 @@ def test_a_trainer_offloads_by_one_line(name, capsys, monkeypatch, tmp_path):
     report = printed(f"train_with_{name}.py", [], capsys, monkeypatch)[-1]
     # Those whose optimizer the handle makes say where it is.
     if name in ("trainer", "trl", "lightning"):
-        assert "optimizer=Split(resident=0.0, streamed=0.0, cpu=1.0)" in report
-    offloaded_bytes = re.search(r"activation_bytes=(\d+)|^(\d+) bytes of activations left", report)
-    streamed_bytes = re.search(r"streamed_bytes=(\d+)", report)
-    assert int(next(filter(None, (streamed_bytes or offloaded_bytes).groups()))) > 0
+        assert "optimizer: Split(resident=0.0, streamed=0.0, cpu=1.0)" in report
+    offloaded = re.search(r"activation: ([\d.]+) MB|^(\d+) bytes of activations left", report)
+    streamed = re.search(r"weights streamed: ([\d.]+) MB", report)
+    assert float(next(filter(None, (streamed or offloaded).groups()))) > 0
     assert not list(tmp_path.iterdir())
     assert len((EXAMPLES / f"train_with_{name}.py").read_text(encoding="utf-8").splitlines()) < 30
 

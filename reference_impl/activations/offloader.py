@@ -26,6 +26,7 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import ClosedAtExit, closed_on_error, past_a_lost_device, undo_all
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.shown import Shown, size
 from reference_impl.memory.tiers import HostTier, Tier
 from reference_impl.memory.transforms import running_transform
 
@@ -78,7 +79,7 @@ class Forecast:
         self._arena.expect(sizes * min(_BLOCKS_AHEAD, len(self._coming)))
 
 
-class Offloader(ClosedAtExit):
+class Offloader(Shown, ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager."""
 
     # A constructor that raises closes what it has made so far: these are there before it begins.
@@ -142,6 +143,13 @@ class Offloader(ClosedAtExit):
             self._has_passed_over = False
             self._has_looked = False
             self._wrap(model, self._around_model)
+
+    def _facts(self) -> Mapping[str, str]:
+        return {
+            "left the device": size(self.offloaded_bytes),
+            "pinned host memory": size(self.arena.reserved_bytes),
+            "status": "closed" if self._is_closed else "attached",
+        }
 
     @property
     def offloaded_bytes(self) -> int:

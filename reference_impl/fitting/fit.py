@@ -30,10 +30,12 @@ from reference_impl.fitting import checks
 from reference_impl.fitting.before import Before, RandomState
 from reference_impl.fitting.checks import Budget, FitError
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError, complete, formula_parameters
+from reference_impl.fitting.progress import Progress, Say
 from reference_impl.fitting.search import Search, fastest
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
+from reference_impl.memory.shown import Shown, size
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.verification.apply import AppliedPlan
 from reference_impl.verification.hugging_face import without_caches
@@ -48,7 +50,7 @@ _HOST_SHARE = 0.9
 _MOST_FORMULA_ERROR = 0.5
 
 
-class Fitted(ClosedAtExit):
+class Fitted(Shown, ClosedAtExit):
     """A model under the plan that was settled on; a context manager.
 
     `optimizer` is the one to step, and `loss(model, batch)` the loss that it was fitted for: of several, the fastest.
@@ -66,6 +68,16 @@ class Fitted(ClosedAtExit):
         self.plan = plan
         self.summary = summary
         self._undo = undo
+
+    def _facts(self) -> Mapping[str, str]:
+        found = self.plan["fitted"]
+        return {
+            "plan": self.plan["recommendation"]["option"]["label"],
+            "peak on the device": f"{size(found['peak_device_bytes'])} of {size(found['gpu_budget_bytes'])}",
+            "host memory": size(found["peak_host_bytes"]),
+            "step": f"{found['step_s']:.3f} s",
+            "tried": f"{found['plans']} plans in {found['steps']} steps",
+        }
 
     def close(self) -> None:
         """Leave the model as it was and where it was, and give the host memory back.
@@ -92,6 +104,7 @@ def fit(
     plan: Plan | str | Path | None = None,
     allow_other_numerics: bool = False,
     device: torch.device | str | None = None,
+    progress: bool | Say = True,
 ) -> Fitted:
     """Find the plan that trains `model` here and apply it; weights and random state stay what they are.
 
@@ -113,6 +126,8 @@ def fit(
         allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
         device: where to run a model whose weights are on the CPU, because they may be larger than it; they are on the
             CPU again after `close()`. The batch is there already.
+        progress: say on standard error what is being done, on a terminal in one line that changes; False says nothing,
+            and a function is called with each line instead.
 
     Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
     is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
@@ -141,10 +156,13 @@ def fit(
         for each in losses
     ]
     model.zero_grad(set_to_none=True)
+    shown = Progress(progress)
+    say = shown.say
     undo: list[Callable[[], None]] = [without_caches(model)]
     try:
         random_state = RandomState(on)
         try:
+            say(f"tracing a step of {type(model).__name__}")
             described = [_described(task) for task in tasks]
         finally:
             # The trace runs the model's own code, which may take random numbers of any generator.
@@ -171,6 +189,7 @@ def fit(
                     other_bytes=other_bytes,
                     error_share=error_share,
                     first=first,
+                    say=say,
                 )
                 for task, (model_described, error_share) in zip(tasks, described, strict=True)
             ]
@@ -201,6 +220,8 @@ def fit(
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
+    finally:
+        shown.end()
     optimizer.state.clear()
     measured, summary = settled.measured(budget_bytes), settled.summary(budget_bytes)
     if len(losses) > 1:

@@ -18,6 +18,7 @@ from offload_arithmetic.sizes import HEADROOM
 from reference_impl.fitting import trial
 from reference_impl.fitting.before import Before
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
+from reference_impl.fitting.progress import Say, silent
 from reference_impl.fitting.trial import Task, Trial
 
 _LOG = logging.getLogger(__name__)
@@ -94,7 +95,9 @@ class Search:
         other_bytes: int,
         error_share: float,
         first: Plan | None = None,
+        say: Say = silent,
     ) -> None:
+        self._say = say
         self._task, self._before, self._planner = task, before, planner
         self._budget_bytes = budget_bytes
         self._aim = round((1 - HEADROOM) * budget_bytes)
@@ -114,6 +117,7 @@ class Search:
         """Return the best plan that was tried. Raises RefusedPlanError where none is left to try."""
         steps = plans = 0
         for _ in range(_MOST_PLANS):
+            self._say("planning")
             try:
                 plan, self._first = self._first or self._next(), None
             except RefusedPlanError:
@@ -125,7 +129,7 @@ class Search:
             if self._good and any(plan["execute"] == tried["execute"] for tried in self._tried):
                 break
             self._tried.append(plan)
-            found = self._try(plan)
+            found = self._try(plan, f"trial {plans + 1}, {plan['recommendation']['option']['label']}")
             _LOG.info("fit tried %s: %s", plan["recommendation"]["option"]["label"], found.said())
             steps, plans = steps + max(found.steps, 1), plans + 1
             if found.short_of:
@@ -178,9 +182,12 @@ class Search:
         """Whether the faster way is taken: weights of the host may stay there. Time is judged on an accelerator."""
         return self._task.on_host and self._task.device.is_accelerator
 
-    def _try(self, plan: Plan) -> Trial:
+    def _try(self, plan: Plan, name: str) -> Trial:
+        limit_bytes = round((1 - TRIAL_MARGIN) * self._budget_bytes)
         try:
-            return trial.run(self._task, plan, limit_bytes=round((1 - TRIAL_MARGIN) * self._budget_bytes))
+            return trial.run(
+                self._task, plan, limit_bytes=limit_bytes, say=lambda text: self._say(f"{name}: {text}")
+            )
         finally:
             self._before.restore()
 

@@ -18,6 +18,7 @@ from torch import nn
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
+from reference_impl.fitting.progress import Say, silent
 from reference_impl.memory.closing import closed_behind
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
@@ -183,10 +184,10 @@ def streams_weights(plan: dict[str, Any]) -> bool:
     return streams_trained_layers(plan) or "weights" in plan["execute"]
 
 
-def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
+def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent) -> Trial:
     """Train `STEPS` steps under `plan` in at most `limit_bytes` of the device; two more where a budget learns.
 
-    Weights, states and random generators are other ones afterwards.
+    `say` is told before each step. Weights, states and random generators are other ones afterwards.
     """
     device = task.device
     if device.allocator is not None:
@@ -199,7 +200,10 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int) -> Trial:
             ledger.reset_peak()
             was_applied = True
             try:
-                for _ in range(STEPS + (_LEARNING_STEPS if learns(plan) else 0)):
+                planned = STEPS + (_LEARNING_STEPS if learns(plan) else 0)
+                for number in range(1, planned + 1):
+                    peak = f", peak so far {ledger.peak_device_bytes / 1e9:.2f} GB" if steps else ""
+                    say(f"step {number} of {planned}{peak}")
                     retries, start = _retries(device), time.perf_counter()
                     task.step(applied)
                     device.record().synchronize()

@@ -17,6 +17,7 @@ from reference_impl.activations.offloader import Offloader
 from reference_impl.integrations.peers import check_peers, pause_checkpointing, second_offloader
 from reference_impl.integrations.wanted import Wanted, agreed
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
+from reference_impl.memory.shown import Report
 from reference_impl.optimizers import HybridDeviceOptimizer
 from reference_impl.verification.apply import activation_offloader
 from reference_impl.weights import FrozenLayerStreamer, StreamReport
@@ -26,7 +27,7 @@ _in_force: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Offloading]] = weakr
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadReport:
+class OffloadReport(Report):
     """What is, or was at last, offloaded.
 
     Args:

@@ -176,7 +176,7 @@ def _cancel_all(tasks: _Tasks) -> None:
             if (queued := tasks.get_nowait()) is not None:
                 queued[0].cancel()
     except Empty:
-        pass
+        return
 
 
 def _carry_out(future: Future[_T], task: Callable[[], _T]) -> None:

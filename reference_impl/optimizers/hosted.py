@@ -22,6 +22,7 @@ from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
 from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.gradients import UsedGradients
@@ -52,7 +53,7 @@ class _OfOneStep:
         vars(optimizer).pop(self._name, None)
 
 
-class HostedOptimizer(torch.optim.Optimizer, ABC):
+class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     """A `torch.optim.Optimizer` whose `step()` may return before its weights are new.
 
     It can be used only in the process that made it; `params` and `defaults` are as in `torch.optim.Optimizer`.
@@ -93,6 +94,25 @@ class HostedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def _status(self) -> Status:
         """See `status`."""
+
+    def _facts(self) -> Mapping[str, str]:
+        params = [param for group in self.param_groups for param in group["params"]]
+        here, streamed, on_cpu = (
+            sum(getattr(member, share) for member in self._members.values())
+            for share in ("resident", "streamed", "on_cpu")
+        )
+        if not hasattr(self, "split"):
+            # Without shares all that leaves streams.
+            streamed, on_cpu = streamed + on_cpu, 0
+        states = here + streamed + on_cpu or 1
+        return {
+            "parameters": f"{sum(param.numel() for param in params):,}",
+            "states on the device": f"{here / states:.0%}",
+            "streamed from the host": f"{streamed / states:.0%}",
+            "updated on the CPU": f"{on_cpu / states:.0%}",
+            "lr": ", ".join(dict.fromkeys(f"{group['lr']:g}" for group in self.param_groups)),
+            "status": self._status(),
+        }
 
     @property
     def status(self) -> Status:

@@ -26,6 +26,7 @@ from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.shown import Report, Shown
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written
@@ -96,7 +97,7 @@ def park(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParkingReport:
+class ParkingReport(Report):
     """What the last `park()` and `restore()` have moved.
 
     Args:
@@ -121,7 +122,7 @@ class ParkingReport:
         return f"{kinds}; away in {self.park_s:.2f} s, back in {self.restore_s:.2f} s{left}"
 
 
-class ParkedTraining(ClosedAtExit):
+class ParkedTraining(Shown, ClosedAtExit):
     """The training memory of models and optimizers; made by `park`, which says what it does.
 
     A `with` block parks it and brings it back at its end. `close()` brings it back for good, and gives the host memory
@@ -152,6 +153,9 @@ class ParkedTraining(ClosedAtExit):
         self._handles = guard(
             models, optimizers, weights=self._refuse_without_weights, training=self._refuse_without_all
         )
+
+    def _facts(self) -> Mapping[str, str]:
+        return {"status": self.status, **self.report._facts()}
 
     @property
     def status(self) -> Status:

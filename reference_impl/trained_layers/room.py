@@ -5,7 +5,7 @@ Explained in docs/larger-than-gpu.md, "Bytes".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.ranks import RankGroup
+from reference_impl.memory.shown import Report, size
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import STATES, Streaming
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -21,12 +22,15 @@ from reference_impl.weights.storages import BlockStorage, layout
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostBytes:
+class HostBytes(Report):
     """Bytes on the host: `weights` of the blocks, `gradients` and `states` of all trained parameters."""
 
     weights: int
     gradients: int
     states: int
+
+    def _facts(self) -> Mapping[str, str]:
+        return {each: size(getattr(self, each)) for each in ("weights", "gradients", "states")}
 
     @property
     def total(self) -> int:

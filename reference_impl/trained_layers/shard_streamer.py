@@ -11,7 +11,7 @@ Explained in docs/distributed.md.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_sha
 from reference_impl.distributed.mesh import local_of
 from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
@@ -39,7 +40,7 @@ from reference_impl.weights.trained import Homes
 _REMEDY = "try Streaming(states='bf16-moments') or Streaming(states='compact-8'), or more hosts"
 
 
-class ShardStreamer(ClosedAtExit):
+class ShardStreamer(Shown, ClosedAtExit):
     """Attached to `model`, which FSDP2 has sharded, from its construction to `close()`; train with its `optimizer`.
 
     >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -137,6 +138,9 @@ class ShardStreamer(ClosedAtExit):
         self.optimizer.attach(model)
         for handle in _hooks(model, self._shards, self.optimizer):
             self._undo.append(handle.remove)
+
+    def _facts(self) -> Mapping[str, str]:
+        return {"optimizer": repr(self.optimizer)}
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:

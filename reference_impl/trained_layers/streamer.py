@@ -12,7 +12,7 @@ Explained in docs/larger-than-gpu.md.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from offload_arithmetic.update_time import Split
 from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.activations.checkpoint import CheckpointOffloader
 from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.memory.shown import Report, Shown, size
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
@@ -53,14 +54,14 @@ _REMEDY = "try Streaming(states='compact-8'), or freezing some layers"
 
 
 @dataclass(frozen=True)
-class TrainedLayersReport:
+class TrainedLayersReport(Report):
     """What is on the host, in bytes by kind, and what has been copied of the weights since the start."""
 
     host: HostBytes
     weights: StreamReport
 
 
-class TrainableLayerStreamer(ClosedAtExit):
+class TrainableLayerStreamer(Shown, ClosedAtExit):
     """Attached to `model` from its construction to `close()`; train with its `optimizer`.
 
     >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -213,6 +214,14 @@ class TrainableLayerStreamer(ClosedAtExit):
             traceback.clear_frames(error.__traceback__)
             self.close()
             raise
+
+    def _facts(self) -> Mapping[str, str]:
+        return {
+            "host memory": size(self._host.total),
+            "weights on the host": size(self._host.weights),
+            "window on the device": size(self._weights.report.window_bytes),
+            "optimizer": repr(self.optimizer),
+        }
 
     @property
     def report(self) -> TrainedLayersReport:

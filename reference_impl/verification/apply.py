@@ -23,6 +23,7 @@ from reference_impl.device import Device
 from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
+from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
@@ -48,7 +49,7 @@ _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
 _TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 
 
-class AppliedPlan(ClosedAtExit):
+class AppliedPlan(Shown, ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
     `optimizer` is the one to step: the user's own, or the offloading one that took its place. `watch` compares the
@@ -66,6 +67,10 @@ class AppliedPlan(ClosedAtExit):
         self.watch = watch
         self._undo = undo
         self._streamers = streamers
+
+    def _facts(self) -> Mapping[str, str]:
+        streamers = {type(each).__name__: repr(each) for each in self._streamers}
+        return {"optimizer": repr(self.optimizer), **streamers}
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:

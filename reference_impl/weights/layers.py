@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
+from reference_impl.memory.shown import Report, Shown, size
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.host_memory import Host
@@ -35,7 +36,7 @@ from reference_impl.weights.window import Window
 
 
 @dataclass(frozen=True)
-class StreamReport:
+class StreamReport(Report):
     """Where the blocks' frozen weights are, and what has been copied to the device since the start.
 
     `late_loads` counts the visits whose block had not been asked for ahead: 0 once the order is known.
@@ -50,7 +51,7 @@ class StreamReport:
     late_loads: int
 
 
-class LayerStreamer(ClosedAtExit):
+class LayerStreamer(Shown, ClosedAtExit):
     """Takes the weights of `modules`, blocks of `model`, over and brings each block's when it runs.
 
     Args:
@@ -96,6 +97,16 @@ class LayerStreamer(ClosedAtExit):
         except BaseException:
             self.close()
             raise
+
+    def _facts(self) -> Mapping[str, str]:
+        report = self.report
+        return {
+            "layers": f"{len(self._blocks)}",
+            "weights on the host": size(report.streamed_bytes),
+            "weights that stay": size(report.resident_bytes),
+            "window on the device": size(report.window_bytes),
+            "status": "closed" if self._is_closed else "attached",
+        }
 
     @property
     def report(self) -> StreamReport:

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
             raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
     if args.images is not None and not 0 <= args.images <= 2**10:
         raise UnusableInput(f"--images {args.images}", expected="0 to 1024", attempt="--images 1")
-    profile = _profile(args.config, args.dtype, args.lora_rank, args.images)
+    with measuring.progress() as on_step:
+        profile = _profile(args.config, args.dtype, args.lora_rank, args.images, on_step)
     if args.out:
         try:
             Path(args.out).write_text(as_text(profile), encoding="utf-8")
@@ -94,11 +95,15 @@ def _object(entries: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _profile(config: str, dtype: str, lora_rank: int | None, images: int | None) -> dict[str, Any]:
+def _profile(
+    config: str, dtype: str, lora_rank: int | None, images: int | None, on_step: measuring.OnStep
+) -> dict[str, Any]:
+    on_step("loading torch and transformers", 0, 3)
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         entries = hugging_face.read_config(config)
+        on_step("building the model without memory", 1, 3)
         model = hugging_face.model_from(entries, dtype)
         name = type(model).__name__
         images = hugging_face.images_of(config) if images is None else images
@@ -119,6 +124,7 @@ def _profile(config: str, dtype: str, lora_rank: int | None, images: int | None)
             attempt="offload trace MODEL_FOLDER, whose config.json has the model's class under architectures",
         ) from None
     try:
+        on_step(f"tracing steps of {name}", 2, 3)
         # A profile asks for twice or three times its length.
         tokens = hugging_face.tokens_to_trace(model, 3 if images else 2)
         document: dict[str, Any] = trace_profile.profile_model(

@@ -74,7 +74,7 @@ def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def split(bits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bf16 weights (int16) and low bits of `dtype` of masters (int32), rounded before; `join` undoes it."""
     is_nan = (bits & _MAGNITUDE) > _INFINITY
-    low = torch.where(is_nan, 0, ((bits & 0xFFFF) ^ 0x8000) - 0x8000)
+    low = torch.where(is_nan, 0, ((bits + 0x8000) & 0xFFFF) - 0x8000)
     high = torch.where(is_nan, (bits >> 16) | _QUIET_BF16, (bits - low) >> 16)
     return high.to(torch.int16), (low >> (8 if dtype == torch.int8 else 0)).to(dtype)
 

@@ -74,7 +74,7 @@ def played(monkeypatch):
     def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
         left, limits = list(answers), []
 
-        def run(task, tried, *, limit_bytes):
+        def run(task, tried, *, limit_bytes, say):
             limits.append(limit_bytes)
             answer = left.pop(0)
             return answer(tried) if callable(answer) else answer
