@@ -126,7 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("results", type=Path, help="one JSON object a line and run")
     parser.add_argument(
-        "--output", type=Path, default=HERE / "BENCHMARK.md", help="default: evals/BENCHMARK.md"
+        "--output",
+        type=Path,
+        default=HERE.parent / "BENCHMARK.md",
+        help="default: BENCHMARK.md beside SKILL.md",
     )
     args = parser.parse_args(argv)
     tasks = [one["id"] for one in json.loads((HERE / "evals.json").read_text(encoding="utf-8"))["evals"]]

@@ -51,7 +51,7 @@ def test_the_page_has_means_uplift_effort_and_what_was_not_run(tmp_path: Path, b
 def test_the_page_is_that_of_the_results_that_are_kept(tmp_path: Path, benchmark_script: Any) -> None:
     page = tmp_path / "page.md"
     assert benchmark_script.main([str(root() / "evals" / "results.jsonl"), "--output", str(page)]) == 0
-    assert page.read_text(encoding="utf-8") == (root() / "evals" / "BENCHMARK.md").read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == (root() / "BENCHMARK.md").read_text(encoding="utf-8")
 
 
 def test_an_answer_may_stand_in_a_file_beside_the_results(tmp_path: Path, benchmark_script: Any) -> None:
