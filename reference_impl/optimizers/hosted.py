@@ -144,10 +144,10 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
         """Note that a step begins to use what is `standing` on parameters, and what has left unseen; all or nothing."""
-        thread, stream = threading.get_ident(), self._device.current_stream()
+        stream = self._device.current_stream()
         self._used.note(standing, left_unseen=left_unseen)
         self._failures.told_begun = False
-        self._step_thread, self._step_stream = thread, stream
+        self._step_stream = stream
 
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
         """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""

@@ -221,6 +221,8 @@ os.register_at_fork(after_in_child=_renew_turns)
 
 class _Fails(Protocol):
     _failures: Failures
+    # Who trains: not a reader that happens to carry out what this thread has asked for.
+    _step_thread: int
 
 
 _Optimizer = TypeVar("_Optimizer", bound=_Fails)
@@ -285,6 +287,7 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
     @functools.wraps(step)
     def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
         computes = torch.is_grad_enabled()
+        optimizer._step_thread = threading.get_ident()
         try:
             try:
                 return run(optimizer, *args, **named)

@@ -133,6 +133,40 @@ def test_one_thread_carries_out_a_begun_step(device, monkeypatch, build, call):
     assert_same_weights(model, plain)
 
 
+def test_a_reader_that_has_carried_out_a_step_stays_a_reader(device, monkeypatch):
+    """Between step()'s two turns a reader takes the step. In the next backward it waits for nothing, as before."""
+    model, plain = twins(device)
+    data, raised = batches(device.torch_device, 3), []
+    with hybrid(plain, backward_overlap="update") as reference:
+        train(plain, reference, data)
+    optimizer = hybrid(model, backward_overlap="update")
+    optimizer.attach(model)
+    take = optimizer._step
+
+    def read():
+        def inside():
+            try:
+                with torch.no_grad():
+                    model(data[0])
+            except BaseException as error:
+                raised.append(error)
+
+        reader = threading.Thread(target=inside)
+        reader.start()
+        reader.join()
+
+    monkeypatch.setattr(optimizer, "_step", lambda: (read(), take())[1])
+    # While some updates of this backward have been queued, and others, of the same parameter, have not.
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(lambda _: read())
+    train(model, optimizer, data)
+    optimizer.synchronize()
+    assert raised == []
+    assert_same_weights(model, plain)
+    optimizer.close()
+
+
 def test_a_reader_on_a_stream_of_its_own_waits_behind_that_of_the_steps(device, monkeypatch):
     """What a step has waited for nobody waits for again: so the stream that trains has to."""
     if device.is_accelerator:
