@@ -24,10 +24,11 @@ _MODULES = {
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
     "lightning": "skill_tools.dialects.lightning.dialect",
+    "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
-_SCRIPTS_ALONE = frozenset(("lightning", "fsdp2"))  # not loaded to recognise a file with keys
+_SCRIPTS_ALONE = frozenset(("lightning", "fsdp1", "fsdp2"))  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}
 
