@@ -8,7 +8,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -31,8 +32,7 @@ from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import EvenFraction, Nothing, Policy
 from reference_impl.activations.run import ForwardPass
 from reference_impl.activations.tape import Tape
-from reference_impl.memory.closing import closed_on_error
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.closing import close_behind, do_undoably
 from reference_impl.memory.rates import measure_link
 
 
@@ -112,7 +112,7 @@ class ActivationOffloader(Offloader):
         if budget_bytes is not None:
             # The plan leaves no allowance beyond what it measures.
             options = {"in_flight_bytes": 0, **options}
-        with closed_on_error(self.close):
+        try:
             super().__init__(model, **options)
             self._budget: BudgetPolicy | None = None
             if is_planned:
@@ -128,14 +128,17 @@ class ActivationOffloader(Offloader):
                 self._policy = Nothing()
             self._weights: OffloadedWeights | None = None
             if weights:
-                with deferred_interrupts():
-                    self._weights = OffloadedWeights(
-                        self.device, self.arena, model, chosen, min_bytes=self.min_bytes
-                    )
-                    self._undo.append(self._weights.close)
+                do_undoably(partial(self._hold_weights, model, chosen), self._undo)
             for module in chosen:
                 self._wrap(module, around)
             self._follow(blocks_or_none(model) or chosen, chosen)
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
+
+    def _hold_weights(self, model: nn.Module, layers: list[nn.Module]) -> Callable[[], None]:
+        self._weights = OffloadedWeights(self.device, self.arena, model, layers, min_bytes=self.min_bytes)
+        return self._weights.close
 
     @property
     def offloaded_weight_bytes(self) -> int:

@@ -38,8 +38,9 @@ class WrappedCall:
         self._slot = slot
         self._beneath = module.__dict__.get(slot)
         self._arounds: list[Around] = []
-        self._undo_state: Callable[[], None] = change_copies(module, self._take_out)
         self._method: types.MethodType | None = self._make_method()
+        # Last, because from here on nothing fails.
+        self._undo_state: Callable[[], None] = change_copies(module, self._take_out)
         module.__dict__[slot] = self._method
 
     @staticmethod
@@ -62,13 +63,20 @@ class WrappedCall:
         """Run `around` outside all others; return what undoes it."""
         # An object of its own, since the same `around` may be there twice.
         added: Around = functools.partial(around)
-        self._arounds.append(added)
-        return functools.partial(self._remove, added)
+        undo = functools.partial(self._remove, added)
+        try:
+            self._arounds.append(added)
+        except BaseException:
+            self._leave_if_unused()
+            raise
+        return undo
 
     def _remove(self, around: Around) -> None:
-        if around not in self._arounds:
-            return
-        self._arounds.remove(around)
+        if around in self._arounds:
+            self._arounds.remove(around)
+            self._leave_if_unused()
+
+    def _leave_if_unused(self) -> None:
         if self._arounds:
             return
         self._undo_state()
@@ -144,9 +152,13 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
     """Have `change(state)` see the state of each copy of `module`, deep or pickled; return what undoes it."""
+    # Let go of once it is undone: whoever has `undo` is often whom `change` knows.
+    held = [change]
     changes = getattr(module.__dict__.get("__getstate__"), "changes", None)
-    if changes is None:
-        changes = []
+    if changes is not None:
+        changes.append(change)
+    else:
+        changes = [change]
 
         def get_state() -> Any:
             state = type(module).__getstate__(module)
@@ -161,9 +173,6 @@ def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
 
         get_state.changes = changes  # type: ignore[attr-defined]
         module.__dict__["__getstate__"] = get_state
-    changes.append(change)
-    # Let go of once it is undone: whoever has `undo` is often whom `change` knows.
-    held = [change]
 
     def undo() -> None:
         if held:

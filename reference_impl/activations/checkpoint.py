@@ -33,7 +33,7 @@ from reference_impl.activations.policy import AtMost, EvenFraction
 from reference_impl.activations.recompute import recomputed, repeatable
 from reference_impl.activations.run import ForwardPass, MovedTensor
 from reference_impl.activations.tokens import KeptTensor
-from reference_impl.memory.closing import closed_on_error
+from reference_impl.memory.closing import close_behind
 
 _EXPENSIVE = {
     "aten::mm",
@@ -87,7 +87,7 @@ class CheckpointOffloader(Offloader):
         kept = modules_called(model, keep)
         # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.
         options = {"in_flight_bytes": 0, **options}
-        with closed_on_error(self.close):
+        try:
             super().__init__(model, **options)
             self._share = EvenFraction(keep_last_bytes=keep_last_bytes)
             self._results: list[ExpensiveResults] = []
@@ -98,6 +98,9 @@ class CheckpointOffloader(Offloader):
             for layer in chosen:
                 self._wrap(layer, self._around_layer)
             self._follow(blocks_or_none(model) or chosen, chosen)
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
 
     def _largest_small_bytes(self) -> int:
         return self._largest_input_bytes if self._largest_input_bytes < self.min_bytes else 0

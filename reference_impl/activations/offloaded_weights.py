@@ -15,6 +15,7 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from reference_impl.activations.geometry import flat_bytes
 from reference_impl.device import REACHED, Device, Event, device_is_lost
 from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of
 from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.closing import do_undoably, register_undoably, undo_all
 from reference_impl.memory.ledger import resize_storage
 
 _LOST = "expected a device that can take it back; try a new process and the last checkpoint"
@@ -153,8 +155,14 @@ class OffloadedWeights:
             for layer in layers
         }
         self._order: list[nn.Module] = []
-        self._hook = model.register_state_dict_pre_hook(lambda *_: self.gather())
-        self._undo_copies = [change_copies(module, self._make_plain) for module in {model, *self._storages}]
+        self._undo: list[Callable[[], None]] = []
+        try:
+            register_undoably(model.register_state_dict_pre_hook, self._before_saving, self._undo)
+            for module in {model, *self._storages}:
+                do_undoably(partial(change_copies, module, self._make_plain), self._undo)
+        except BaseException:
+            undo_all(self._undo)
+            raise
 
     def before_forward(self, layer: nn.Module) -> None:
         """Have `layer`'s weights on the device; their copies out start while it computes."""
@@ -198,9 +206,7 @@ class OffloadedWeights:
 
     def close(self) -> None:
         """Bring everything back for good. Where the device lacks the memory, this may be called again."""
-        self._hook.remove()
-        for undo in self._undo_copies:
-            undo()
+        undo_all(self._undo)
         storages = [storage for storages in self._storages.values() for storage in storages]
         try:
             for storage in storages:
@@ -211,6 +217,9 @@ class OffloadedWeights:
                     storage.give_up()
             raise
 
+    def _before_saving(self, *_: Any) -> None:
+        self.gather()
+
     def _make_plain(self, state: dict[str, Any]) -> None:
         """Have a copy find all weights on the device, and leave them to it."""
         self.gather()
@@ -218,9 +227,9 @@ class OffloadedWeights:
             for storage in storages:
                 storage.open()
         hooks = state.get("_state_dict_pre_hooks")
-        if hooks and self._hook.id in hooks:
+        if hooks:
             state["_state_dict_pre_hooks"] = type(hooks)(
-                (number, hook) for number, hook in hooks.items() if number != self._hook.id
+                (number, hook) for number, hook in hooks.items() if hook != self._before_saving
             )
 
     def _start_before(self, layer: nn.Module) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Self, TypedDict
 
 import torch
@@ -23,9 +24,14 @@ from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.run import ForwardPass
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.closing import ClosedAtExit, closed_on_error, past_a_lost_device, undo_all
+from reference_impl.memory.closing import (
+    ClosedAtExit,
+    close_behind,
+    do_undoably,
+    past_a_lost_device,
+    undo_all,
+)
 from reference_impl.memory.disk import DiskSpace, DiskTier, SpillTier
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown, size
 from reference_impl.memory.tiers import HostTier, Tier
 from reference_impl.memory.transforms import running_transform
@@ -121,7 +127,7 @@ class Offloader(Shown, ClosedAtExit):
             )
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes}; expected at least 0; try 0")
-        with closed_on_error(self.close):
+        try:
             self.min_bytes = min_bytes
             self.device = Device.of(_device_of(model))
             self.arena = HostArena(
@@ -143,6 +149,9 @@ class Offloader(Shown, ClosedAtExit):
             self._has_passed_over = False
             self._has_looked = False
             self._wrap(model, self._around_model)
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
 
     def _facts(self) -> Mapping[str, str]:
         return {
@@ -188,8 +197,7 @@ class Offloader(Shown, ClosedAtExit):
             self._pass_over(transform)
             return forward(*args, **kwargs)
 
-        with deferred_interrupts():
-            self._undo.append(wrap_forward(module, unless_transformed))
+        do_undoably(partial(wrap_forward, module, unless_transformed), self._undo)
 
     def _pass_over(self, transform: str) -> None:
         """Say that modules run as they are inside `transform`. Raises RuntimeError where they cannot."""

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from torch.utils.hooks import RemovableHandle
+
 from reference_impl.device import device_is_lost
+from reference_impl.memory.interrupts import deferred_interrupts
 
 
 def undo_all(steps: list[Callable[[], None]]) -> None:
@@ -34,6 +37,27 @@ def undo_all(steps: list[Callable[[], None]]) -> None:
         raise raised
 
 
+def do_undoably(do: Callable[[], Callable[[], None]], steps: list[Callable[[], None]]) -> None:
+    """Call `do` and add what undoes it, which it returns, to `steps`: both or, where either raises, neither."""
+    with deferred_interrupts():
+        undo = do()
+        try:
+            steps.append(undo)
+        except BaseException:
+            undo()
+            raise
+
+
+def register_undoably(
+    register: Callable[..., RemovableHandle],
+    hook: Callable[..., object],
+    steps: list[Callable[[], None]],
+    **options: bool,
+) -> None:
+    """Call torch's method `register` with a hook; `steps` gets what takes it off."""
+    do_undoably(lambda: register(hook, **options).remove, steps)
+
+
 def close_behind(error: BaseException | None, close: Callable[[], None]) -> None:
     """Call `close` at the end of a `with` block that `error`, if any, has left; what it raises never hides that."""
     try:
@@ -53,16 +77,6 @@ def closed_behind(close: Callable[[], None]) -> Iterator[None]:
         close_behind(error, close)
         raise
     close()
-
-
-@contextmanager
-def closed_on_error(close: Callable[[], None]) -> Iterator[None]:
-    """Call `close` where the block raises, as a constructor whose object nobody will have; that error stays."""
-    try:
-        yield
-    except BaseException as error:
-        close_behind(error, close)
-        raise
 
 
 class ClosedAtExit(ABC):

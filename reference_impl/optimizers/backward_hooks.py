@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from reference_impl.device import Device
 from reference_impl.distributed.ddp import Reduced, ReducedGradients, data_parallels, foreign_hook
+from reference_impl.memory.closing import register_undoably, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients import Gradients
@@ -45,7 +45,8 @@ class BackwardHooks:
     ) -> None:
         self._device, self._members, self._gradients = device, members, gradients
         self._on_gradient = forgetful(on_gradient)
-        self._handles: dict[torch.Tensor, RemovableHandle] = {}
+        self._heard: set[torch.Tensor] = set()
+        self._undo: list[Callable[[], None]] = []
         self._reductions: list[ReducedGradients] = []
 
     def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
@@ -60,8 +61,9 @@ class BackwardHooks:
     def _hear(self, members: Iterable[Member]) -> None:
         for param in (member.param for member in members):
             # Megatron's shards require no gradient: theirs are put on them.
-            if param.requires_grad and param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(self._on_gradient)
+            if param.requires_grad and param not in self._heard:
+                self._heard.add(param)
+                register_undoably(param.register_post_accumulate_grad_hook, self._on_gradient, self._undo)
 
     def check(self, model: nn.Module, split: Sequence[float]) -> None:
         """Raise ValueError for a DDP in `model` that cannot be served; every rank of it has to call this."""
@@ -115,9 +117,8 @@ class BackwardHooks:
     def close(self) -> None:
         """Hear of nothing any more."""
         self._stop_listening()
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        undo_all(self._undo)
+        self._heard.clear()
 
     def _stop_listening(self) -> None:
         for each in self._reductions:

@@ -21,13 +21,12 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from reference_impl.device import Device
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.fsdp2 import GatheredGroup, gathered_groups
+from reference_impl.memory.closing import register_undoably, undo_all
 from reference_impl.memory.compiler import uncompiled
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.transforms import outside_transforms
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.layout import Member
@@ -78,7 +77,7 @@ class ForwardWaits:
         # What happens in order, as numbers: dynamo follows these hooks, and in torch 2.11 fails at sets of members.
         self._clock = max((member.order for member in members.values()), default=0)
         self._forward_start = self._last_step = self._clock
-        self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
         self._unannounced: list[Member] = []
         self._members = members
         self._has_run = False
@@ -107,10 +106,10 @@ class ForwardWaits:
                 if own:
                     load = ModuleLoad(own, wait_outside, refresh)
                     wait = ModelHook(partial(_called_with, wait_outside, own))
-                    # One by one: a list would forget those before one that fails.
-                    self._handles.append(module.register_state_dict_pre_hook(wait))
-                    self._handles.append(module.register_load_state_dict_pre_hook(ModelHook(load.before)))
-                    self._handles.append(module.register_load_state_dict_post_hook(ModelHook(load.after)))
+                    register_undoably(module.register_state_dict_pre_hook, wait, self._undo)
+                    before, after = ModelHook(load.before), ModelHook(load.after)
+                    register_undoably(module.register_load_state_dict_pre_hook, before, self._undo)
+                    register_undoably(module.register_load_state_dict_post_hook, after, self._undo)
                 read_here = self._not_gathered(_read_in_forward(module, members))
                 if read_here:
                     self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
@@ -120,8 +119,7 @@ class ForwardWaits:
                     self._wait_first(module, hook, own=gate.members, finish=finish)
             for parallel in data_parallels(model):
                 held = [members[param] for param in parallel.parameters() if param in members]
-                for handle in _before_buckets_are_written(parallel, held, self._wait):
-                    self._handles.append(handle)
+                _before_buckets_are_written(parallel, held, self._wait, self._undo)
             start = self._start_hook(self._not_gathered(everyone))
             self._wait_first(model, start, own=_owned(model, members), finish=finish)
         except BaseException:
@@ -138,7 +136,7 @@ class ForwardWaits:
     ) -> None:
         """Run a hook first of all: others, such as weight normalisation or FSDP's, read weights too."""
         hook = ModelHook(run, own=own, finish=finish)
-        self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        register_undoably(module.register_forward_pre_hook, hook, self._undo, prepend=True)
 
     @property
     def model(self) -> nn.Module | None:
@@ -187,8 +185,7 @@ class ForwardWaits:
                 continue
             inside = [self._members[p] for p in module.parameters() if p in self._members]
             hook = ModelHook(self._forward_hook(self._not_gathered(inside)))
-            with deferred_interrupts():
-                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            register_undoably(module.register_forward_pre_hook, hook, self._undo, prepend=True)
 
     def _learn(self, members: Sequence[Member]) -> None:
         # A member's first use in the last forward is the best guess of when the next one needs it.
@@ -265,8 +262,7 @@ class ForwardWaits:
 
     def close(self) -> None:
         """Take all hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+        undo_all(self._undo)
 
 
 class Gate:
@@ -438,8 +434,8 @@ def forgetful(method: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def _before_buckets_are_written(
-    parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait
-) -> Iterator[RemovableHandle]:
+    parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait, undo: list[Callable[[], None]]
+) -> None:
     """Hook DDP, whose buckets hold the gradients that the last update reads, and are written by the next backward.
 
     Its forward ends with a wait for what no module of it has waited for. It may begin with copying what stands on
@@ -463,9 +459,9 @@ def _before_buckets_are_written(
         if pending and torch.is_grad_enabled():
             wait(pending)
 
-    yield parallel.register_forward_pre_hook(ModelHook(put_aside), prepend=True)
-    yield parallel.register_forward_hook(ModelHook(put_back), always_call=True)
-    yield parallel.register_forward_hook(ModelHook(wait_for_the_rest))
+    register_undoably(parallel.register_forward_pre_hook, ModelHook(put_aside), undo, prepend=True)
+    register_undoably(parallel.register_forward_hook, ModelHook(put_back), undo, always_call=True)
+    register_undoably(parallel.register_forward_hook, ModelHook(wait_for_the_rest), undo)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -20,11 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
-from reference_impl.memory.closing import close_behind, undo_all
+from reference_impl.memory.closing import close_behind, register_undoably, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.forward_waits import ForwardWaits
+from reference_impl.optimizers.forward_waits import ForwardWaits, forgetful
 from reference_impl.optimizers.gradients import UsedGradients
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written, written_on_its_way
@@ -69,6 +70,16 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     grad_scale = _OfOneStep()
     found_inf = _OfOneStep()
 
+    # What `close` has not brought to its end, and what takes hooks of this on gradients off.
+    _unclosed: list[Callable[[], None]]
+    _hooks: list[Callable[[], None]]
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Return an optimizer that has taken nothing, as a constructor that fails leaves it."""
+        made = super().__new__(cls)
+        made._unclosed, made._hooks = [], []
+        return made
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._members: dict[torch.Tensor, Member] = {}
         self._checked: list[list[torch.Tensor]] = []
@@ -81,8 +92,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         # Where the last step was taken: the thread, before the first one that of this, and its stream.
         self._step_thread = threading.get_ident()
         self._step_stream: Any = None
-        # What `close` has not brought to its end.
-        self._unclosed: list[Callable[[], None]] = []
         super().__init__(params, defaults)
         _open.add(self)
 
@@ -233,6 +242,21 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             with suppress(Exception) if self._failures.first else nullcontext():
                 undo_all(self._unclosed)
 
+    def _made(self) -> None:
+        """Hear, where the constructor can still fail, that all is made."""
+
+    def _abandon(self, error: BaseException) -> None:
+        """Give back what the constructor has taken, which has failed with `error`."""
+        with deferred_interrupts():
+            self._let_go()
+            close_behind(error, partial(undo_all, self._unclosed))
+
+    def _hook_gradients(self, params: Iterable[torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
+        """Call `hear`, a method of this, with each of `params` whose gradient is final."""
+        hook = forgetful(hear)
+        for param in params:
+            register_undoably(param.register_post_accumulate_grad_hook, hook, self._hooks)
+
     @property
     def members(self) -> Mapping[torch.Tensor, Member]:
         """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
@@ -243,7 +267,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
         To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
         """
-        given.param_groups = self.param_groups
         here, stepped, name = weakref.ref(self), weakref.ref(given), type(given).__name__
 
         def refuse(*_: Any) -> None:
@@ -256,10 +279,14 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             if (optimizer := stepped()) is not None:
                 vars(optimizer)["_opt_called"] = True
 
-        given.register_step_pre_hook(refuse)
-        given.register_state_dict_pre_hook(refuse)
-        given.register_load_state_dict_pre_hook(refuse)
+        for register in (
+            given.register_step_pre_hook,
+            given.register_state_dict_pre_hook,
+            given.register_load_state_dict_pre_hook,
+        ):
+            register_undoably(register, refuse, self._unclosed)
         self.register_step_post_hook(note_step)
+        given.param_groups = self.param_groups
 
     @in_turn
     def attach(self, model: nn.Module) -> None:

@@ -156,9 +156,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._backward = BackwardHooks(self._device, self._members, self._gradients, self._on_gradient)
         try:
             self._admit_new()
-        except BaseException:
-            shares, self._shares = self._shares, None
-            shares.close()
+        except BaseException as error:
+            self._abandon(error)
             raise
 
     @in_turn

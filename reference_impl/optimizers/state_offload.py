@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from reference_impl.distributed.mesh import norm_reduction
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
@@ -116,7 +116,6 @@ class OptimizerStateOffloader(SavedOptimizer):
         self._reduce_norm_squared = norm_reduction(
             params, reduce_norm_squared, clips=max_grad_norm is not None
         )
-        self._hooks: list[RemovableHandle] = []
         share = StreamedShare(
             self._device,
             algorithm,
@@ -135,19 +134,21 @@ class OptimizerStateOffloader(SavedOptimizer):
         # The gradients that a begun update reads, with their versions; and what takes the place of others.
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
         self._stand_ins: dict[Member, GradientStandIn] = {}
+        states = dict(optimizer.state)
         try:
             super().__init__(
                 optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
             )
             self.param_groups = optimizer.param_groups
-            self._states_of_frozen = dict(optimizer.state)
+            self._states_of_frozen = dict(states)
             self._admit()
-        except BaseException:
-            share.close()
-            self._open_share = None
+            self.take_place_of(optimizer)
+            self._made()
+            optimizer.state.clear()
+        except BaseException as error:
+            self._abandon(error)
+            optimizer.state.update(states)
             raise
-        optimizer.state.clear()
-        self.take_place_of(optimizer)
 
     def _status(self) -> Status:
         if self._open_share is None:
@@ -355,18 +356,13 @@ class OptimizerStateOffloader(SavedOptimizer):
         """
         super().attach(model)
         if self.streamed.prefetches_in_backward:
-            self._unhook()
-            hook = forgetful(self._on_gradient)
-            self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self._members]
+            undo_all(self._hooks)
+            self._hook_gradients(self._members, self._on_gradient)
 
     @in_turn
     def _on_gradient(self, param: torch.Tensor) -> None:
         if self._open_share is not None and self._failures.first is None:
             self._open_share.on_gradient(self._members[param])
-
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
     @property
     def _closed(self) -> bool:
@@ -473,7 +469,7 @@ class OptimizerStateOffloader(SavedOptimizer):
                         raise
 
     def _let_go(self) -> None:
-        self._unhook()
+        undo_all(self._hooks)
         if self._open_share is not None:
             self._unclosed += self._closes(self._open_share)
         self._open_share = None

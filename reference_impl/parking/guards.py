@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+
+from reference_impl.memory.closing import register_undoably
 
 Refuse = Callable[[str], None]
 
@@ -26,27 +27,30 @@ def guard(
     *,
     weights: Refuse,
     training: Refuse,
-) -> list[RemovableHandle]:
-    """Hook `models` and `optimizers`; return the handles.
+    undo: list[Callable[[], None]],
+) -> None:
+    """Hook `models` and `optimizers`.
 
     Args:
         weights: bound method that is called with what is about to happen where weights are needed.
         training: the same where all of training is needed. Neither owner is kept alive.
+        undo: gets what takes each hook off.
     """
-    handles: list[RemovableHandle] = []
+
     for model in models:
-        forward = _Guard(weights, "forward")
-        handles.append(model.register_forward_pre_hook(forward, prepend=True))
-        handles.append(model.register_state_dict_pre_hook(_Guard(weights, "the model's state_dict()")))
-        load = _Guard(weights, "the model's load_state_dict()")
-        handles.append(model.register_load_state_dict_pre_hook(load))
+        register_undoably(model.register_forward_pre_hook, _Guard(weights, "forward"), undo, prepend=True)
+        register_undoably(
+            model.register_state_dict_pre_hook, _Guard(weights, "the model's state_dict()"), undo
+        )
+        register_undoably(
+            model.register_load_state_dict_pre_hook, _Guard(weights, "the model's load_state_dict()"), undo
+        )
     for optimizer in optimizers:
-        handles.append(optimizer.register_step_pre_hook(_Guard(training, "the optimizer's step()")))
+        register_undoably(optimizer.register_step_pre_hook, _Guard(training, "the optimizer's step()"), undo)
         save = _Guard(training, "the optimizer's state_dict()")
-        handles.append(optimizer.register_state_dict_pre_hook(save, prepend=True))
+        register_undoably(optimizer.register_state_dict_pre_hook, save, undo, prepend=True)
         load = _Guard(training, "the optimizer's load_state_dict()")
-        handles.append(optimizer.register_load_state_dict_pre_hook(load, prepend=True))
-    return handles
+        register_undoably(optimizer.register_load_state_dict_pre_hook, load, undo, prepend=True)
 
 
 class _Guard:

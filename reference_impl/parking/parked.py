@@ -9,7 +9,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -150,9 +150,19 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._is_read = self._is_closed = False
         self._unwritten: list[Member] = []
         self._report = ParkingReport()
-        self._handles = guard(
-            models, optimizers, weights=self._refuse_without_weights, training=self._refuse_without_all
-        )
+        # What `close` has not brought to its end.
+        self._undo: list[Callable[[], None]] = [self._transfer.drop_host]
+        try:
+            guard(
+                models,
+                optimizers,
+                weights=self._refuse_without_weights,
+                training=self._refuse_without_all,
+                undo=self._undo,
+            )
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
 
     def _facts(self) -> Mapping[str, str]:
         return {"status": self.status, **self.report._facts()}
@@ -322,7 +332,7 @@ class ParkedTraining(Shown, ClosedAtExit):
             return
         if self._transfer.parked:
             self.restore()
-        undo_all([self._transfer.drop_host, *(handle.remove for handle in self._handles)])
+        undo_all(self._undo)
         self._is_closed = True
 
     @contextmanager

@@ -10,7 +10,7 @@ Explained in docs/larger-than-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -44,6 +44,7 @@ class InBackwardOptimizer(LayersOptimizer):
         weights: the weights that visit.
         streaming: how states cross the link.
         shares: which states stay on the device.
+        undo: see `LayersOptimizer`.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class InBackwardOptimizer(LayersOptimizer):
         *,
         streaming: Streaming,
         shares: StateShares,
+        undo: list[Callable[[], None]],
     ) -> None:
         # Gradients that are final and wait for their update; whose update has begun since the last step().
         self._final: dict[Member, torch.Tensor] = {}
@@ -64,7 +66,9 @@ class InBackwardOptimizer(LayersOptimizer):
         # The backward that has begun to update, until it has ended well.
         self._backward = _NO_BACKWARD
         self._has_failed = False
-        super().__init__(optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=None)
+        super().__init__(
+            optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=None, undo=undo
+        )
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
@@ -164,7 +168,7 @@ class InBackwardOptimizer(LayersOptimizer):
         return "begun" if told == "untouched" and self._updating else told
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        self._hook_gradients(members, self._on_final)
+        self._hook_gradients([member.param for member in members], self._on_final)
 
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""

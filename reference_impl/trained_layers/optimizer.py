@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Device
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.clip_decision import ClipDecision
-from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.gradients import Gradients, put_in_place
 from reference_impl.optimizers.layout import Member, Piece
@@ -109,6 +108,7 @@ class LayersOptimizer(OptimizerStateOffloader):
         weights: the weights that visit.
         streaming: how states cross the link.
         shares: which states stay on the device, and which parameters something else updates.
+        undo: gets what closes this, before anybody else has it.
     """
 
     def __init__(
@@ -119,15 +119,20 @@ class LayersOptimizer(OptimizerStateOffloader):
         streaming: Streaming,
         shares: StateShares,
         max_grad_norm: float | None,
+        undo: list[Callable[[], None]],
     ) -> None:
         self._weights = weights
         self._shares = shares
+        self._undo_of_owner = undo
         super().__init__(
             optimizer,
             chunk_bytes=streaming.chunk_bytes,
             states=streaming.states,
             max_grad_norm=max_grad_norm,
         )
+
+    def _made(self) -> None:
+        self._undo_of_owner.append(self.close)
 
     @abstractmethod
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
@@ -186,11 +191,6 @@ class LayersOptimizer(OptimizerStateOffloader):
             if member.param not in on_cpu
         }
 
-    def _hook_gradients(self, members: Iterable[Member], hear: Callable[[torch.Tensor], None]) -> None:
-        """Call `hear`, a method of this, with each parameter whose gradient is final."""
-        hook = forgetful(hear)
-        self._hooks += [member.param.register_post_accumulate_grad_hook(hook) for member in members]
-
     def _refresh(self, members: Sequence[Member]) -> None:
         # Weights with a home change where they are lent, which `changed` is told.
         super()._refresh([member for member in members if member.home is None])
@@ -219,6 +219,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
         in_flight_bytes: gradients on their way to the host before compute waits for them.
         shares: which states stay on the device, and which parameters the CPU updates.
         cpu: how it does.
+        undo: see `LayersOptimizer`.
     """
 
     _gradients_leave = True
@@ -232,6 +233,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
         streaming: Streaming,
         max_grad_norm: float | None,
         in_flight_bytes: int,
+        undo: list[Callable[[], None]],
         shares: StateShares = NOTHING_STAYS,
         cpu: CpuUpdate | None = None,
     ) -> None:
@@ -247,7 +249,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._graph_task = -1
         try:
             super().__init__(
-                optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=max_grad_norm
+                optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=max_grad_norm, undo=undo
             )
         except BaseException:
             self._cpu.close()
@@ -277,7 +279,7 @@ class TrainedLayersOptimizer(LayersOptimizer):
             streamed_bytes=self.streamed.host_bytes(self._parts(members)),
         )
         self._in_block.update(member.home.block_index for member in members if member.home is not None)
-        self._hook_gradients(members, self._on_final)
+        self._hook_gradients([member.param for member in members], self._on_final)
 
     @in_turn
     def _on_final(self, param: torch.Tensor) -> None:

@@ -24,8 +24,6 @@ from reference_impl.memory.transforms import running_transform
 def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
     """Let the gradients of `params` that several segments make add up in fp32; return what undoes it."""
     before = {param: param.grad_dtype for param in params}
-    for param in before:
-        param.grad_dtype = torch.float32
 
     def undo() -> None:
         for param, dtype in before.items():
@@ -34,6 +32,12 @@ def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
                 param.grad = None
             param.grad_dtype = dtype
 
+    try:
+        for param in before:
+            param.grad_dtype = torch.float32
+    except BaseException:
+        undo()
+        raise
     return undo
 
 

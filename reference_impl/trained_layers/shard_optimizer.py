@@ -8,7 +8,7 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,7 @@ class ShardOptimizer(TrainedLayersOptimizer):
         *,
         streaming: Streaming,
         max_grad_norm: float | None,
+        undo: list[Callable[[], None]],
     ) -> None:
         super().__init__(
             optimizer,
@@ -46,6 +47,7 @@ class ShardOptimizer(TrainedLayersOptimizer):
             # The stream of reductions waits for each copy, as it does under torch's offload policy. That takes no
             # longer, and keeps the gradients of one gather off the peak.
             in_flight_bytes=0,
+            undo=undo,
         )
 
     @contextmanager

@@ -19,14 +19,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from offload_arithmetic.sizes import PREFETCHED_GATHERS, SHARD_CHUNK_BYTES
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_shard_name, shards_by_gather
 from reference_impl.distributed.mesh import local_of
 from reference_impl.distributed.ranks import RankGroup, alike
-from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.memory.closing import ClosedAtExit, close_behind, register_undoably, undo_all
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
@@ -104,7 +103,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         except BaseException as error:
             # The frames that have failed hold what was made: weights could not come back beside it.
             traceback.clear_frames(error.__traceback__)
-            self.close()
+            close_behind(error, self.close)
             raise
 
     def _attach(
@@ -122,22 +121,21 @@ class ShardStreamer(Shown, ClosedAtExit):
             Homes(device, storages, remedy=_REMEDY),
             shards,
             {param: name for name, param in model.named_parameters()},
-            prefetch=prefetch,
             settle=lambda params, ahead: self.optimizer.settle(params, ahead),
             told=lambda: self.optimizer.told(),
         )
         self._undo.append(self._close_shards)
+        self._shards.attach(prefetch=prefetch)
         self.optimizer = ShardOptimizer(
             optimizer,
             self._shards,
             device,
             streaming=streaming,
             max_grad_norm=max_grad_norm,
+            undo=self._undo,
         )
-        self._undo.append(self.optimizer.close)
         self.optimizer.attach(model)
-        for handle in _hooks(model, self._shards, self.optimizer):
-            self._undo.append(handle.remove)
+        _hook(model, self._shards, self.optimizer, self._undo)
 
     def _facts(self) -> Mapping[str, str]:
         return {"optimizer": repr(self.optimizer)}
@@ -206,8 +204,10 @@ def _check_shards(model: nn.Module) -> None:
             )
 
 
-def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) -> list[RemovableHandle]:
-    """Let forwards begin, and state_dicts of any module have and load what is on the host."""
+def _hook(
+    model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer, undo: list[Callable[[], None]]
+) -> None:
+    """Let forwards begin, and state_dicts of any module have what is on the host; `undo` gets what undoes it."""
 
     def begin_forward(module: nn.Module, args: Any) -> None:
         shards.begin_forward(trains=torch.is_grad_enabled())
@@ -235,17 +235,14 @@ def _hooks(model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer) 
         own = [param for param in module._parameters.values() if param is not None and param in shards]
         optimizer.changed(shards.take_back(own))
 
-    handles = [
-        model.register_forward_pre_hook(torch.compiler.disable(begin_forward), prepend=True),
-        model.register_forward_hook(torch.compiler.disable(end_forward)),
-    ]
+    begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
+    register_undoably(model.register_forward_pre_hook, begin, undo, prepend=True)
+    register_undoably(model.register_forward_hook, end, undo)
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model:
-            handles.append(module.register_forward_hook(torch.compiler.disable(end_forward_of_part)))
+            end = torch.compiler.disable(end_forward_of_part)
+            register_undoably(module.register_forward_hook, end, undo)
         if any(param is not None and param in shards for param in module._parameters.values()):
-            handles += [
-                module._register_state_dict_hook(put_host_shards),
-                module.register_load_state_dict_pre_hook(lend),
-                module.register_load_state_dict_post_hook(take_back),
-            ]
-    return handles
+            register_undoably(module._register_state_dict_hook, put_host_shards, undo)
+            register_undoably(module.register_load_state_dict_pre_hook, lend, undo)
+            register_undoably(module.register_load_state_dict_post_hook, take_back, undo)

@@ -233,7 +233,7 @@ class StreamedShards:
 
     The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
     are those of all parameters. What runs in a gather is inside `told`, so that the optimizer hears of a device that is
-    lost. Raises HostMemoryError; then the model is as it was.
+    lost. Raises HostMemoryError. It leaves the model as it is until it is attached, so that whoever closes it knows it.
     """
 
     def __init__(
@@ -243,7 +243,6 @@ class StreamedShards:
         shards: Sequence[Sequence[Shard]],
         names: Mapping[torch.Tensor, str],
         *,
-        prefetch: int,
         settle: Settle,
         told: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -254,29 +253,24 @@ class StreamedShards:
         self._device = device
         self._kind = Kind.FORWARD
         self._is_stale = False
-        self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {}
-        self._lent: set[torch.Tensor] = set()
-        try:
-            self._slots = DeviceSlots(device, max(layout(storages_of(each))[1] for each in shards))
-            self._blocks = [
-                ShardBlock(device, homes, self._slots, each, index) for index, each in enumerate(shards)
-            ]
-            self._places = {
-                shard.param: (block, index)
-                for block in self._blocks
-                for index, shard in enumerate(block.shards)
-            }
-            self.home_of: dict[torch.Tensor, Home] = {
-                param: block.home_of(index, partial(self._visit, block))
-                for param, (block, index) in self._places.items()
-            }
-            self._lent.update(self._places)
-            self._leave(self._places)
-            self._prefetch = prefetch
-            self.window = Window(self._blocks, prefetch + 1)
-        except BaseException:
-            self.close()
-            raise
+        self._slots = DeviceSlots(device, max(layout(storages_of(each))[1] for each in shards))
+        self._blocks = [
+            ShardBlock(device, homes, self._slots, each, index) for index, each in enumerate(shards)
+        ]
+        self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {
+            shard.param: (block, index) for block in self._blocks for index, shard in enumerate(block.shards)
+        }
+        self.home_of: dict[torch.Tensor, Home] = {
+            param: block.home_of(index, partial(self._visit, block))
+            for param, (block, index) in self._places.items()
+        }
+        self._lent = set(self._places)
+
+    def attach(self, *, prefetch: int) -> None:
+        """Let all shards leave the device, and bring the first. After an error `close` leaves the model as it was."""
+        self._leave(self._places)
+        self._prefetch = prefetch
+        self.window = Window(self._blocks, prefetch + 1)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         """Return whether the shard of `param` streams, lent or not."""

@@ -25,7 +25,7 @@ from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from offload_arithmetic.update_time import Split
 from reference_impl.activations.attach import refuse_checkpointing
 from reference_impl.activations.checkpoint import CheckpointOffloader
-from reference_impl.memory.closing import ClosedAtExit, undo_all
+from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
 from reference_impl.memory.shown import Report, Shown, size
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
@@ -154,7 +154,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         try:
             if on.allocator is not None:
                 # Blocks, chunks, activations and logits leave room in pieces of all sizes: 1 to 2 GB of 8 to 14.
-                self._undo.append(on.allocator.let_segments_grow())
+                do_undoably(on.allocator.let_segments_grow, self._undo)
             self._weights = TrainedWeights(
                 model,
                 modules,
@@ -162,20 +162,20 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 device=on,
                 homes=Homes(on, streamed, remedy=_REMEDY),
                 allowances=kept_bytes,
-                prefetch=prefetch,
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
                 changed=lambda params: self.optimizer.changed(params),
                 told=lambda: self.optimizer.told(),
                 passed=(lambda: in_backward.passed()) if updates else None,
             )
             self._undo.append(self._close_weights)
+            self._weights.attach(streamed, prefetch=prefetch, lingering=1 if updates else 0)
             if on.allocator is not None:
                 # Where weights of the blocks were on the device, states would cut what they have left into pieces.
                 on.allocator.free_bytes()
             self.optimizer: LayersOptimizer
             if updates:
                 in_backward = InBackwardOptimizer(
-                    optimizer, self._weights, streaming=streaming, shares=shares
+                    optimizer, self._weights, streaming=streaming, shares=shares, undo=self._undo
                 )
                 self.optimizer = in_backward
             else:
@@ -191,28 +191,30 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                     ),
                     shares=shares,
                     cpu=cpu,
+                    undo=self._undo,
                 )
-            self._undo.append(self.optimizer.close)
             self.optimizer.attach(model)
             blocks = _recomputed(modules)
             if slices > 1:
                 inside = {param for block in blocks for param in block.parameters() if param.requires_grad}
-                self._undo.append(sum_in_fp32(inside))
+                do_undoably(partial(sum_in_fp32, inside), self._undo)
             if inputs == "host":
-                self._undo.append(CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close)
-            for module in blocks:
-                self._undo.append(
-                    recompute_in_slices(
-                        module,
-                        slices,
-                        is_gathered=partial(self._weights.is_gathered, module),
-                        recomputes=inputs == "device",
-                    )
+                do_undoably(
+                    lambda: CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close, self._undo
                 )
+            for module in blocks:
+                recomputing = partial(
+                    recompute_in_slices,
+                    module,
+                    slices,
+                    is_gathered=partial(self._weights.is_gathered, module),
+                    recomputes=inputs == "device",
+                )
+                do_undoably(recomputing, self._undo)
         except BaseException as error:
             # The frames that have failed hold the states that were made: weights could not come back beside them.
             traceback.clear_frames(error.__traceback__)
-            self.close()
+            close_behind(error, self.close)
             raise
 
     def _facts(self) -> Mapping[str, str]:

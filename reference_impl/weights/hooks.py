@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from reference_impl.memory.closing import undo_all
+from reference_impl.memory.closing import do_undoably, register_undoably
 
 Gather = Callable[[], AbstractContextManager[object]]
 
@@ -32,8 +32,9 @@ def follow(
     before_forward: Callable[[], None],
     after_forward: Callable[[], None],
     before_backward: Callable[[], None],
-) -> Callable[[], None]:
-    """Call back around each forward of `block` and before each backward of its outputs; return what undoes it.
+    undo: list[Callable[[], None]],
+) -> None:
+    """Call back around each forward of `block` and before each backward of its outputs; `undo` gets what undoes it.
 
     So do the outputs of the modules `weighted` inside it: a loss on what such a module returned (a router's logits,
     a feature for distillation) runs backward through the block's weights but not through its output.
@@ -58,17 +59,16 @@ def follow(
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(prehook)
 
-    handles = [
-        block.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True),
-        # Always, so that an exception inside the block does not leave it in use.
-        block.register_forward_hook(torch.compiler.disable(leave), always_call=True),
-        *(module.register_forward_hook(announce) for module in weighted if module is not block),
-    ]
-    return functools.partial(undo_all, [handle.remove for handle in handles])
+    register_undoably(block.register_forward_pre_hook, torch.compiler.disable(enter), undo, prepend=True)
+    # Always, so that an exception inside the block does not leave it in use.
+    register_undoably(block.register_forward_hook, torch.compiler.disable(leave), undo, always_call=True)
+    for module in weighted:
+        if module is not block:
+            register_undoably(module.register_forward_hook, announce, undo)
 
 
-def gather_around(block: nn.Module, gather: Gather) -> Callable[[], None]:
-    """Have the weights on the device while something changes them: `to()`, loading, merging; return what undoes it."""
+def gather_around(block: nn.Module, gather: Gather, undo: list[Callable[[], None]]) -> None:
+    """Have the weights on the device while something changes them: `to()`, loading, merging; `undo` as in `follow`."""
     loading = ExitStack()
 
     def begin_loading(*_: Any) -> None:
@@ -77,38 +77,46 @@ def gather_around(block: nn.Module, gather: Gather) -> Callable[[], None]:
     def end_loading(*_: Any) -> None:
         loading.close()
 
-    undo = [_wrap_method(module, name, gather) for module, name in _changing_methods(block)]
-    undo.append(block.register_load_state_dict_pre_hook(begin_loading).remove)
-    undo.append(block.register_load_state_dict_post_hook(end_loading).remove)
-    return functools.partial(undo_all, undo)
+    for module, name in _changing_methods(block):
+        do_undoably(functools.partial(_wrap_method, module, name, gather), undo)
+    register_undoably(block.register_load_state_dict_pre_hook, begin_loading, undo)
+    register_undoably(block.register_load_state_dict_post_hook, end_loading, undo)
 
 
 def replace_in_state_dict(
-    block: nn.Module, owns: Callable[[torch.Tensor], bool], replace: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[], None]:
-    """Have `block` put `replace(tensor)` into its state_dict for every tensor it `owns`; return what undoes it."""
+    block: nn.Module,
+    owns: Callable[[torch.Tensor], bool],
+    replace: Callable[[torch.Tensor], torch.Tensor],
+    undo: list[Callable[[], None]],
+) -> None:
+    """Have `block` put `replace(tensor)` into its state_dict for every tensor it `owns`; `undo` as in `follow`."""
 
     def hook(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: Any) -> None:
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, torch.Tensor) and owns(value):
                 state_dict[name] = replace(value)
 
-    undo: Callable[[], None] = block._register_state_dict_hook(hook).remove
-    return undo
+    register_undoably(block._register_state_dict_hook, hook, undo)
 
 
 def replace_copies(
-    block: nn.Module, copy: Callable[[dict[int, Any]], nn.Module], reduce: Callable[[Any], Any]
-) -> Callable[[], None]:
-    """Have `copy.deepcopy` call `copy(memo)` for `block`, and pickle `reduce(protocol)`; return what undoes it."""
+    block: nn.Module,
+    copy: Callable[[dict[int, Any]], nn.Module],
+    reduce: Callable[[Any], Any],
+    undo: list[Callable[[], None]],
+) -> None:
+    """Have `copy.deepcopy` call `copy(memo)` for `block`, and pickle `reduce(protocol)`; `undo` as in `follow`."""
     replaced: dict[str, Any] = {"__deepcopy__": copy, "__reduce_ex__": reduce}
-    block.__dict__.update(replaced)
 
-    def undo() -> None:
+    def put_back() -> None:
         for name in replaced:
             block.__dict__.pop(name, None)
 
-    return undo
+    def replace() -> Callable[[], None]:
+        block.__dict__.update(replaced)
+        return put_back
+
+    do_undoably(replace, undo)
 
 
 def _tensors(block: nn.Module, output: Any) -> list[torch.Tensor]:

@@ -59,10 +59,8 @@ class LayerStreamer(Shown, ClosedAtExit):
         modules: the blocks, in the order of the forward.
         storages: for each block what may stream; of these it keeps `allowances` bytes on the device.
         host: keeps the bytes; closed with this.
-        prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
-        lingering: how many more stay there that have been used.
 
-    Raises HostMemoryError; the model is left as it was.
+    It touches nothing until it is attached, so that whoever closes it knows it by then.
     """
 
     _with_trained = False
@@ -76,8 +74,6 @@ class LayerStreamer(Shown, ClosedAtExit):
         device: Device,
         host: Host,
         allowances: Sequence[int],
-        prefetch: int,
-        lingering: int = 0,
     ) -> None:
         self._model = model
         self._device = device
@@ -92,11 +88,28 @@ class LayerStreamer(Shown, ClosedAtExit):
         self._gathered: set[int] = set()
         self._is_closed = False
         self._undo: dict[int, list[Callable[[], None]]] = {}
-        try:
-            self._attach(streamed, min(prefetch + 1, len(modules)), lingering)
-        except BaseException:
-            self.close()
-            raise
+
+    def attach(
+        self, streamed: Sequence[Sequence[BlockStorage]], *, prefetch: int, lingering: int = 0
+    ) -> None:
+        """Take the storages of each block over that are `streamed`. After an error `close` leaves the model as it was.
+
+        Args:
+            streamed: for each block those beyond its allowance, see `beyond`.
+            prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
+            lingering: how many more stay there that have been used.
+
+        Raises HostMemoryError.
+        """
+        ahead = min(prefetch + 1, len(self._blocks))
+        for block, storages in zip(self._blocks, streamed, strict=True):
+            if storages:
+                self._take(block, storages)
+        move(self._model, self._device.torch_device)
+        self._window = Window(self._blocks, ahead + lingering, lingering=lingering)
+        for block in self._blocks:
+            if block.is_streamed:
+                self._follow(block)
 
     def _facts(self) -> Mapping[str, str]:
         report = self.report
@@ -194,37 +207,23 @@ class LayerStreamer(Shown, ClosedAtExit):
         """Return what `tensor`, which `block` owns, holds."""
         return block.on_host(tensor)
 
-    def _attach(self, streamed: Sequence[Sequence[BlockStorage]], ahead: int, lingering: int) -> None:
-        for block, storages in zip(self._blocks, streamed, strict=True):
-            if storages:
-                self._take(block, storages)
-        move(self._model, self._device.torch_device)
-        self._window = Window(self._blocks, ahead + lingering, lingering=lingering)
-        for block in self._blocks:
-            if block.is_streamed:
-                self._follow(block)
-
     def _follow(self, block: StreamedBlock) -> None:
-        undo: list[Callable[[], None]] = []
-        self._undo[block.index] = undo
-        visits = hooks.follow(
+        undo = self._undo[block.index] = []
+        hooks.follow(
             block.module,
             weighted_modules(block.module, with_trained=self._with_trained),
             before_forward=functools.partial(self._before_forward, block),
             after_forward=functools.partial(self._after_forward, block),
             before_backward=functools.partial(self._before_backward, block),
+            undo=undo,
         )
-        undo.append(visits)
-        undo.append(hooks.gather_around(block.module, functools.partial(self.gathered, block.module)))
-        undo.append(
-            hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block))
-        )
-        undo.append(
-            hooks.replace_copies(
-                block.module,
-                functools.partial(self._copy, block),
-                lambda protocol: self._copy(block, {}).__reduce_ex__(protocol),
-            )
+        hooks.gather_around(block.module, functools.partial(self.gathered, block.module), undo)
+        hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block), undo)
+        hooks.replace_copies(
+            block.module,
+            functools.partial(self._copy, block),
+            lambda protocol: self._copy(block, {}).__reduce_ex__(protocol),
+            undo,
         )
 
     def _copy(self, block: StreamedBlock, memo: dict[int, Any]) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from reference_impl.memory.absent import storage_of
+from reference_impl.memory.closing import close_behind
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
 from reference_impl.weights.residency import allowances, fraction_of_layers, fraction_within
@@ -84,8 +85,12 @@ class FrozenLayerStreamer(LayerStreamer):
             device=on,
             host=HostMemory(on, streamed, host_limit_bytes),
             allowances=shares,
-            prefetch=prefetch,
         )
+        try:
+            self.attach(streamed, prefetch=prefetch)
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
 
 
 def _fraction(

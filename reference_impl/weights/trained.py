@@ -188,7 +188,7 @@ class TrainedWeights(LayerStreamer):
     """Streams all weights of blocks, trained ones too, for an optimizer that updates them during their visits.
 
     Args:
-        model, modules, storages, device, allowances, prefetch: see `LayerStreamer`.
+        model, modules, storages, device, allowances: see `LayerStreamer`.
         homes: the host memory of the weights.
         settle: makes the weights of trained parameters new, on the device and at home, as far as the optimizer has
             begun to change them; called with those of one block before anybody reads them. Where the block is on the
@@ -210,7 +210,6 @@ class TrainedWeights(LayerStreamer):
         device: Device,
         homes: Homes,
         allowances: Sequence[int],
-        prefetch: int,
         settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
         changed: Callable[[list[torch.Tensor]], None],
         told: Callable[[], AbstractContextManager[None]],
@@ -230,8 +229,6 @@ class TrainedWeights(LayerStreamer):
             device=device,
             host=homes,
             allowances=allowances,
-            prefetch=prefetch,
-            lingering=0 if passed is None else 1,
         )
 
     @property

@@ -2,13 +2,28 @@
 
 import gc
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 from injector import Fault, Injector, some_kind
 from judge import train, undisturbed
+from leftovers import hooks_of
 from matrices import settings
 from settings import Setting, Trainee, differing, shuffled
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from reference_impl import (
+    ActivationOffloader,
+    FrozenLayerStreamer,
+    HybridDeviceOptimizer,
+    OptimizerStateOffloader,
+    TrainableLayerStreamer,
+    park,
+)
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 
@@ -98,3 +113,69 @@ def test_a_constructor_that_fails_leaves_nothing(setting, monkeypatch):
         del trainee
         gc.collect()
         assert (host_book.reserved_bytes, host_book.live_bytes, threads()) == before, str(fault)
+
+
+def _attached(trainee: Trainee) -> HybridDeviceOptimizer:
+    optimizer = HybridDeviceOptimizer(trainee.model.parameters(), lr=1e-3)
+    try:
+        optimizer.attach(trainee.model)
+    except BaseException:
+        optimizer.close()
+        raise
+    return optimizer
+
+
+def _layers(trainee: Trainee, **options: Any) -> TrainableLayerStreamer:
+    wrapped = torch.optim.AdamW(trainee.model.parameters(), fused=True)
+    return TrainableLayerStreamer(trainee.model, wrapped, **options)
+
+
+# What hooks a model, or its parameters, when it is made.
+HOOKING: dict[str, Callable[[Trainee], Any]] = {
+    "weights": lambda trainee: ActivationOffloader(trainee.model, weights=True, min_bytes=1),
+    "frozen layers": lambda trainee: FrozenLayerStreamer(trainee.model),
+    "trained layers": _layers,
+    "trained layers, in backward": lambda trainee: _layers(trainee, backward_overlap="update", inputs="host"),
+    "states": lambda t: OptimizerStateOffloader(torch.optim.AdamW(t.model.parameters(), fused=True)),
+    "attached": _attached,
+    "parked": lambda trainee: park(trainee.model, torch.optim.AdamW(trainee.model.parameters())),
+}
+
+
+@contextmanager
+def _registration_fails(nth: int) -> Iterator[None]:
+    """Have torch lack the memory for the handle of a hook."""
+    real, count = RemovableHandle.__init__, 0
+
+    def fail(self: RemovableHandle, *arguments: Any, **named: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == nth:
+            raise MemoryError("injected")
+        real(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RemovableHandle, "__init__", fail)
+        yield
+
+
+@pytest.mark.parametrize("name", HOOKING)
+def test_a_hook_that_cannot_be_registered_leaves_none_of_the_others(name):
+    trainee = Trainee(Setting("layers", (), torch.float32, False), lambda _: None, is_built=False)
+    if name == "frozen layers":
+        for layer in trainee.model.layers:
+            layer.weight = nn.Parameter(torch.zeros(256, 256), requires_grad=False)
+    hooks, made, nth = hooks_of(trainee.model), None, 0
+    patches = [set(module.__dict__) for module in trainee.model.modules()]
+    while made is None:
+        nth += 1
+        try:
+            with _registration_fails(nth):
+                made = HOOKING[name](trainee)
+        except MemoryError:
+            assert hooks_of(trainee.model) == hooks, f"hook {nth} could not be registered"
+            left = [set(module.__dict__) for module in trainee.model.modules()]
+            assert left == patches, f"hook {nth} could not be registered"
+    made.close()
+    assert nth > 1
+    assert hooks_of(trainee.model) == hooks
