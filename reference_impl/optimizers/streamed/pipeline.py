@@ -63,8 +63,8 @@ class ChunkQueue:
 class StreamedPipeline:
     """Updates chunks through slots, one step at a time.
 
-    `updated` holds, for each member, the event after which its weight is new. It is valid once the member's last chunk
-    has been queued.
+    `updated` holds, for each member, the event after which its weight is new, unless all has been waited for. It is
+    valid once the member's last chunk has been queued.
     """
 
     def __init__(self, device: Device, algorithm: Algorithm, *, ahead: int | None = None) -> None:
@@ -122,6 +122,8 @@ class StreamedPipeline:
         for event in (self._begun, *self.updated.values()):
             if event is not None:
                 event.synchronize()
+        # Whoever reads many states, each of one parameter, would wait for all of them each time.
+        self.updated.clear()
 
     @property
     def is_begun(self) -> bool:

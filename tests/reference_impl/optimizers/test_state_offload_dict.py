@@ -7,6 +7,7 @@ from optimizer_training import OPTIONS, assert_same_weights, fresh, train
 from optimizer_training import streaming as build
 
 from reference_impl import OptimizerStateOffloader
+from reference_impl.device.base import Reached
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -124,3 +125,22 @@ def test_a_foreign_state_dict_is_refused_and_nothing_is_changed(device):
         with pytest.raises(ValueError, match="amsgrad is True"):
             optimizer.load_state_dict(wrong)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+def test_saving_and_loading_wait_for_each_update_once_however_many_parameters_there_are(monkeypatch):
+    waits = {}
+    for count in (50, 200):
+        params = [torch.nn.Parameter(torch.ones(64)) for _ in range(count)]
+        with OptimizerStateOffloader(torch.optim.AdamW(params, fused=True)) as optimizer:
+            for param in params:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+            waited = [0]
+
+            def wait(_: Reached, waited: list[int] = waited) -> None:
+                waited[0] += 1
+
+            monkeypatch.setattr(Reached, "synchronize", wait)
+            optimizer.load_state_dict(optimizer.state_dict())
+            waits[count] = waited[0]
+    assert waits[200] < 5 * waits[50], waits
