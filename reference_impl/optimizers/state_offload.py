@@ -134,20 +134,20 @@ class OptimizerStateOffloader(SavedOptimizer):
         # The gradients that a begun update reads, with their versions; and what takes the place of others.
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
         self._stand_ins: dict[Member, GradientStandIn] = {}
-        states = dict(optimizer.state)
+        given = dict(optimizer.state)
         try:
             super().__init__(
                 optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
             )
             self.param_groups = optimizer.param_groups
-            self._states_of_frozen = dict(states)
+            self._states_of_frozen = dict(given)
             self._admit()
             self.take_place_of(optimizer)
             self._made()
             optimizer.state.clear()
         except BaseException as error:
             self._abandon(error)
-            optimizer.state.update(states)
+            optimizer.state.update(given)
             raise
 
     def _status(self) -> Status:
