@@ -12,6 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-faults check lint-code render skill docs clean
 .PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl test-block-swap
+.PHONY: knowledge
 .PHONY: test-mutations test-damage test-recognition test-messages test-parsers traces
 
 setup: .venv/.ready
@@ -136,6 +137,13 @@ test-rl: setup
 test-block-swap: setup
 	$(BIN)/python tests/judges/block_swap/fetch.py
 	$(BIN)/python tests/judges/block_swap/judge.py --configurations 5000
+
+# The newest release of each framework that pip finds, compared with what is recorded, in one table; PACKAGES=... narrows
+# it, also to releases: PACKAGES="deepspeed==0.18.3 deepspeed==0.19.8" finds each quote again in both.
+PACKAGES ?=
+
+knowledge: setup
+	$(BIN)/python tests/judges/knowledge/newest.py $(PACKAGES)
 
 # The messages that quote a package's source, compared with it in several releases; torch's with the one that is installed.
 QUOTED ?= deepspeed==0.17.0 deepspeed==0.18.9 deepspeed==0.19.8 megatron-core==0.14.0 megatron-core==0.16.1 \

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "probe": "measure this machine's copies, memory, launches, updates and disk",
         "verify": "train a small model with each mechanism and compare",
         "card": "check or render the documents of this repository",
+        "knowledge": "compare a framework's release with what is recorded of it",
     }
 )
 

@@ -20,7 +20,8 @@ PACKAGES = [*SKILL_TOOLS, *REFERENCE_IMPL, *GROUND]
 
 # Each room with the floor it stands on; a file imports from its own room or from lower floors only.
 SKILL_FLOORS = {
-    "__main__": 8, "completion": 7, "commands": 7, "reports": 6, "planning": 5, "diagnosis": 5, "rules": 4, "card": 4,
+    "__main__": 8, "completion": 7, "commands": 7, "reports": 6, "upkeep": 6, "planning": 5,
+    "diagnosis": 5, "rules": 4, "card": 4,
     "dialects": 3, "configs": 2, "knowledge": 1, "units": 1, "terminal": 1, "bundle": 0, "errors": 0,
 }  # fmt: skip
 REFERENCE_FLOORS = {

@@ -1,0 +1,124 @@
+"""Finds what rules and messages cite again in a release: the file, the symbol in it, and the words.
+
+A citation is `path::Class.method` with a quote. Words are compared without line breaks and without the joints of texts
+that Python puts together; what stands in braces may be anything.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis.texts import HOLE
+from skill_tools.rules.knowledge import load_rules
+from skill_tools.rules.versions import admits
+
+_JOINT = re.compile(r"""(?<!\\)["']\s*\n\s*[rRfFbBuU]{0,2}["']""")
+_CITED = ("msg", "src")
+
+
+class Citation(NamedTuple):
+    """What a rule or a message cites: its id, the file's path, the symbol in it, and the words."""
+
+    id: str
+    path: str
+    symbol: str
+    words: str
+
+
+class Lost(NamedTuple):
+    """A citation that a release does not have: `what` of it is gone, and where the words stand now, if anywhere."""
+
+    id: str
+    ref: str
+    what: str
+    now: str
+
+
+def cited(package: str, release: str) -> Iterator[Citation]:
+    """Yield what is cited of `package` for `release`: of rules and messages whose range has it."""
+    for rule in load_rules():
+        if rule.evidence.tag in _CITED and _is_of(rule.versions, package, release):
+            path, _, symbol = rule.evidence.ref.partition("::")
+            yield Citation(rule.id, path, symbol, rule.evidence.quote)
+    for entry in knowledge.load_messages():
+        source = str(entry.get("source", ""))
+        if not source.startswith("http") and _is_of(entry.get("versions", {}), package, release):
+            path, _, symbol = source.partition("::")
+            for words in entry["text"] if isinstance(entry["text"], list) else [entry["text"]]:
+                yield Citation(str(entry["id"]), path, symbol, words)
+
+
+def _is_of(versions: Mapping[str, str], package: str, release: str) -> bool:
+    """Return whether a range has the release; one of a build that takes the package's place alone has not."""
+    if package in versions:
+        return admits(versions[package], release)
+    replaces = knowledge.index()["releases"]["replaces"]
+    return all(replaces.get(each) != package for each in versions)
+
+
+def lost(files: Mapping[str, str], package: str, release: str) -> Iterator[Lost]:
+    """Yield each citation of `package` that `files` do not have any more.
+
+    A path counts as the package's where its first two folders are those of a file here: a wheel holds a part.
+    """
+    folders = {"/".join(path.split("/")[:2]) for path in files} | {path.partition("/")[0] for path in files}
+    flat: dict[str, str] = {}
+    for each in cited(package, release):
+        near = "/".join(each.path.split("/")[:2])
+        if not each.path.endswith(".py") or (near not in folders and each.path not in files):
+            continue
+        ref = f"{each.path}::{each.symbol}" if each.symbol else each.path
+        if _stands(each.words, _flat(flat, files, each.path)):
+            if each.symbol and not _has_symbol(files[each.path], each.symbol):
+                yield Lost(each.id, ref, "symbol", each.path)
+            continue
+        near_by = (path for path in files if _maybe(each.words, files[path]))
+        elsewhere = next((path for path in near_by if _stands(each.words, _flat(flat, files, path))), "")
+        yield Lost(each.id, ref, "quote" if each.path in files else "file", elsewhere)
+
+
+def _flat(kept: dict[str, str], files: Mapping[str, str], path: str) -> str:
+    """Return a file's text in one line, with its joined texts as one."""
+    if path not in kept:
+        kept[path] = " ".join(
+            _JOINT.sub("", files.get(path, "").replace('\\"', '"').replace("\\'", "'")).split()
+        )
+    return kept[path]
+
+
+def _stands(words: str, text: str) -> bool:
+    flat = " ".join(words.split()).strip("\"'")
+    if flat in text:
+        return True
+    pieces = re.split(r"\{[^{}]*\}|'\s*'|\"\s*\"", flat.replace(HOLE, "{x}"))
+    at = 0
+    for piece in filter(None, (each.strip() for each in pieces)):
+        at = text.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return True
+
+
+def _maybe(words: str, text: str) -> bool:
+    """Return whether a file has the longest word, which is quick to see."""
+    return max(re.findall(r"\w+", words), key=len, default="") in text
+
+
+def _has_symbol(text: str, symbol: str) -> bool:
+    """Return whether a file defines `symbol`, whose parts may be classes, functions or names that are set."""
+    names = set()
+    try:
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                names.add(node.attr)
+    except (SyntaxError, ValueError, RecursionError):
+        return True
+    parts = re.findall(r"\w+", symbol.partition(",")[0].partition(" ")[0])
+    return all(part in names for part in parts)

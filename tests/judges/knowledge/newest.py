@@ -1,0 +1,86 @@
+"""Compares the newest published release of each framework with what is recorded, and prints one table.
+
+    python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ...]        (make knowledge)
+
+pip fetches each package without its requirements into build/knowledge; nothing of it is installed or run. A row says
+until which release the package is recorded, which one is published, how many offload settings and defaults are not as
+recorded, and how many quotes of rules and messages are gone. The exit code is 1 if any row has one.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "build" / "knowledge"
+PACKAGES = (
+    "transformers", "trl", "peft", "accelerate", "deepspeed", "axolotl", "megatron-core", "megatron-bridge",
+    "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning",
+)  # fmt: skip
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+
+
+def fetched(wanted: str) -> Path | None:
+    """Return the file that pip has for `wanted`: a wheel, else a source archive; None where there is none."""
+    name, _, release = wanted.partition("==")
+    stem = re.sub(r"[-_.]+", "[-_.]", name)
+    if release:
+        for path in sorted(FOLDER.glob("*")):
+            if re.match(rf"{stem}-{re.escape(release)}[-.]", path.name, re.IGNORECASE):
+                return path
+    with tempfile.TemporaryDirectory() as folder:
+        for form in (["--only-binary", ":all:"], ["--no-binary", ":all:", "--no-build-isolation"]):
+            done = subprocess.run([*PIP, *form, "--dest", folder, wanted], capture_output=True, check=False)
+            if done.returncode == 0:
+                (path,) = Path(folder).iterdir()
+                return path.replace(FOLDER / path.name)
+    return None
+
+
+def compared(name: str, path: Path) -> dict[str, Any]:
+    """Return the report of one release."""
+    release = re.sub(r"^.*?-(\d[^-]*?)(?:-.*|\.tar\.gz|\.zip)$", r"\1", path.name)
+    command = ["knowledge", "diff", f"{name}=={release}", str(path), "--format", "json"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "skill_tools"), *command], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 2:
+        return {"release": release, "refused": done.stderr.strip()}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> int:
+    """Print the table; return the exit code."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    print(
+        f"{'package':<18}{'recorded until':<16}{'published':<14}{'settings':>9}{'defaults':>9}{'quotes gone':>12}"
+    )
+    total = 0
+    for wanted in sys.argv[1:] or PACKAGES:
+        name = wanted.partition("==")[0]
+        path = fetched(wanted)
+        if path is None:
+            print(f"{name:<18}not published where pip looks")
+            continue
+        found = compared(name, path)
+        if "refused" in found:
+            print(f"{name:<18}{'':<16}{found['release']:<14}{found['refused']}")
+            continue
+        counts = [len(found[part]) for part in ("unknown", "defaults", "lost")]
+        total += sum(counts)
+        until = found["recorded_until"] or "nothing"
+        print(f"{name:<18}{until:<16}{found['release']:<14}{counts[0]:>9}{counts[1]:>9}{counts[2]:>12}")
+        for each in found["unknown"]:
+            print(f"    not recorded: {each['name']} = {each['now']}")
+        for each in found["lost"]:
+            print(f"    {each['what']} gone: {each['id']} ({each['ref']})")
+    return int(total > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
