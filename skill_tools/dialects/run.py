@@ -51,6 +51,26 @@ class Spread(NamedTuple):
     reduced_bytes: float = 4
 
 
+class Exchange(NamedTuple):
+    """What data-parallel ranks send each other, in bytes of an element; 0 for what is not sent.
+
+    `gathered_forward` and `gathered_backward` are of weights, for each micro-batch's passes, `gathered_after_update` of
+    those that a step has updated; compute waits for these where `gather_waits`. Gradients are sent in `reduced`, with
+    each micro-batch or once a step, and back to all ranks where `all_reduces`. `group` are the ranks that share one
+    copy of the weights, 0 all; the groups then reduce among each other too.
+    """
+
+    gathered_forward: float = 0
+    gathered_backward: float = 0
+    gathered_after_update: float = 0
+    reduced: float = 0
+    each_batch: bool = True
+    all_reduces: bool = False
+    reduction_waits: bool = False
+    gather_waits: bool = True
+    group: int = 0
+
+
 class Adapter(NamedTuple):
     """LoRA: `parameters` of `weight_bytes` are trained, the base is frozen at `base_weight_bytes` a parameter."""
 
@@ -89,7 +109,8 @@ class TrainingRun(NamedTuple):
     is set aside for CUDA's context, its libraries and fragmentation. `gradients_wait` False says that none waits
     for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are what the user asks
     for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
-    GPUs. `tower` are the parameters of a vision tower that no text reaches: it has neither gradients nor states.
+    GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the parameters of a vision
+    tower that no text reaches: it has neither gradients nor states.
     """
 
     dialect: str
@@ -122,6 +143,7 @@ class TrainingRun(NamedTuple):
     allows_other_numerics: bool = False
     tower: int = 0
     spread: Spread | None = None
+    exchange: Exchange | None = None
     assumptions: tuple[Assumption, ...] = ()
 
     @property

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.configs.config import Config
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import NO_OFFLOAD, Candidate, changed
-from skill_tools.dialects.run import Mode, Precision
+from skill_tools.dialects.run import Exchange, Mode, Precision, TrainingRun
 
 # Of both moments: by what an optimizer's name says, first of all its precision, whatever the weights' is.
 _STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("32bit", 8.0), ("adafactor", 0.1))
@@ -70,6 +70,26 @@ def precision_of(
         moments_bytes=2.0 * count if small is None else moments,
         gradient_is_buffer=False,
     )
+
+
+def with_exchange(run: TrainingRun, sharding: Sharding, *, group: int = 0) -> TrainingRun:
+    """Return `run` with what its data-parallel ranks send each other; `group` of them share a copy, 0 all.
+
+    FSDP gathers in the dtype that it computes in and reduces in it, as Accelerate's policy has it; without resharding
+    it gathers once a micro-batch. ZeRO-1 and -2 gather what was updated, and wait for it; ZeRO-1 reduces once a step.
+    Without shards DDP sends gradients once a step.
+    """
+    if run.layout.dense_shards == 1:
+        return run
+    if not sharding.stage:
+        sent = Exchange(reduced=run.precision.gradient_bytes, each_batch=False, all_reduces=True)
+    elif sharding.stage == 3:
+        sent = Exchange(gathered_forward=2, gathered_backward=2, reduced=2, group=group)
+    elif sharding.by_deepspeed:
+        sent = Exchange(gathered_after_update=2, reduced=2, each_batch=sharding.stage == 2)
+    else:
+        sent = Exchange(gathered_forward=2, reduced=2, group=group)
+    return run._replace(exchange=sent)
 
 
 class Part(NamedTuple):

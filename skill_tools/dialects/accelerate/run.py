@@ -12,7 +12,7 @@ from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, precision_of, world_of
+from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
 from skill_tools.errors import UnusableInput
 
 FSDP = "accelerate.fsdp_config.fsdp_"
@@ -43,7 +43,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
                 About.RECOMPUTE,
             )
         )
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, gpus_per_node=max(1, world // nodes) if nodes > 1 else 8)),
@@ -62,6 +62,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         norm_bytes=4.0,
         assumptions=tuple(assumptions),
     )
+    return with_exchange(run, sharding, group=shards if shards < world else 0)
 
 
 def current(config: Config, run: TrainingRun) -> Mode:

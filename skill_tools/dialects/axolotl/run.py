@@ -24,7 +24,7 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, precision_of, world_of
+from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
 
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
 
@@ -33,6 +33,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     """Return the run that the YAML describes."""
     assumptions: list[Assumption] = []
     stage = shard_stage(config)
+    sharding = Sharding(stage, bool(config.value("deepspeed")))
     stated = gpus or fields.integer(config, "env.WORLD_SIZE", "num_gpus")
     world = world_of(stated, stage, assumptions)
     seq_length = fields.count(config, "sequence_len")
@@ -46,7 +47,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         )
     adapter = _adapter(config, shape, assumptions)
     part = trained(config, shape, assumptions)
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world, context=fields.count(config, "context_parallel_size") or 1)),
@@ -54,7 +55,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         micro_batch=fields.count(config, "micro_batch_size") or 1,
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=precision_of(
-            Sharding(stage, bool(config.value("deepspeed"))),
+            sharding,
             fields.text(config, "optimizer") or "adamw_torch_fused",
             assumptions,
             adapted=bool(config.value("adapter")),
@@ -74,6 +75,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         norm_bytes=0.0 if fields.flag(config, "liger_rms_norm") else 4.0,
         assumptions=tuple(assumptions),
     )
+    return with_exchange(run, sharding)
 
 
 def _tower(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> int:

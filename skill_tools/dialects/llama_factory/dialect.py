@@ -77,13 +77,13 @@ class LlamaFactory(Dialect):
         """Return the mode that the YAML asks for as it stands."""
         from skill_tools.dialects.llama_factory.run import current
 
-        return current(config)
+        return current(config, run)
 
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
-        """Yield every way to keep activations; weights and states stay as the DeepSpeed file has them."""
+        """Yield every way to keep activations, with what the DeepSpeed file may keep on the CPU."""
         from skill_tools.dialects.llama_factory.run import candidates
 
-        return candidates(config)
+        return candidates(config, run)
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
         """Return options of a command."""

@@ -9,19 +9,21 @@ from collections.abc import Iterator
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import About, Assumption
-from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, Candidate, changed
+from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, Candidate, without_recomputation
+from skill_tools.dialects.deepspeed import candidates as deepspeed
+from skill_tools.dialects.deepspeed import mode as zero
 from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
-    OptimizerEngine,
     Precision,
     Recompute,
     TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.sharding import Part, Sharding, combined, with_exchange
 
 _BASE_BYTES = {4: 0.53, 8: 1.0}  # NF4 with its scales, and int8
 _STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 4.0), ("sgd", 4.0), ("adafactor", 0.1))
@@ -53,7 +55,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         assumptions.append(
             Assumption(f"stage {purpose}: the policy alone, without a reference or reward model")
         )
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world)),
@@ -73,6 +75,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         norm_bytes=4.0,
         assumptions=tuple(assumptions),
     )
+    return with_exchange(run, Sharding(stage, by_deepspeed=True))
 
 
 def checkpoints(config: Config) -> bool:
@@ -80,52 +83,33 @@ def checkpoints(config: Config) -> bool:
     return not fields.flag(config, _OFF)
 
 
-def current(config: Config) -> Mode:
+def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the YAML and its DeepSpeed file ask for."""
     on_host = checkpoints(config) and bool(fields.flag(config, _UNSLOTH))
-    return _states(config)._replace(
+    return zero.mode(config, run)._replace(
         activation_engine=ActivationEngine.INPUTS if on_host else ActivationEngine.NONE
     )
 
 
-def candidates(config: Config) -> Iterator[Candidate]:
-    """Yield the ways to keep activations, each with the states as DeepSpeed's own file has them."""
-    states = _states(config)
-    yield Candidate(
-        states._replace(recompute=Recompute()),
-        "no recomputation",
-        (),
-        changed(config, {_OFF: True, _UNSLOTH: False}),
-    )
-    yield Candidate(
-        states._replace(recompute=_FULL),
-        "gradient checkpointing",
-        (RECOMPUTE,),
-        changed(config, {_OFF: False, _UNSLOTH: False}),
-    )
-    yield Candidate(
-        states._replace(recompute=_FULL, activation_engine=ActivationEngine.INPUTS),
+def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
+    """Yield the ways to keep activations, each with what its DeepSpeed file may keep on the CPU."""
+    return combined(config, _activations(run), deepspeed.weights(config, current(config, run)))
+
+
+def _activations(run: TrainingRun) -> Iterator[Part]:
+    yield Part({"recompute": Recompute()}, without_recomputation(run), (), {_OFF: True, _UNSLOTH: False})
+    yield Part({"recompute": _FULL}, "gradient checkpointing", (RECOMPUTE,), {_OFF: False, _UNSLOTH: False})
+    yield Part(
+        {"recompute": _FULL, "activation_engine": ActivationEngine.INPUTS},
         "checkpointing with layer inputs offloaded (use_unsloth_gc)",
         (INPUTS,),
-        changed(config, {_OFF: False, _UNSLOTH: True}),
-    )
-
-
-def _states(config: Config) -> Mode:
-    """Return how weights and optimizer states are kept; DeepSpeed's `offload_param` needs stage 3."""
-    zero = "deepspeed.zero_optimization"
-    whole = _shard_stage(config) >= 3 and fields.text(config, f"{zero}.offload_param.device") == "cpu"
-    updates = fields.text(config, f"{zero}.offload_optimizer.device") == "cpu"
-    return Mode(
-        optimizer_fraction=1.0 if updates and not whole else 0.0,
-        optimizer_engine=OptimizerEngine.CPU_ADAM,
-        offload_parameters=whole,
+        {_OFF: False, _UNSLOTH: True},
     )
 
 
 def _shard_stage(config: Config) -> int:
     """Return ZeRO's stage; where the file is not here, the one that its name states (ds_z3_config.json)."""
-    stage = fields.integer(config, "deepspeed.zero_optimization.stage")
+    stage = zero.stage(config)
     if stage is not None:
         return stage
     named = str(config.value("deepspeed") or "").rpartition("/")[2].lower()

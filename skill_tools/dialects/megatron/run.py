@@ -13,7 +13,7 @@ from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.megatron import BRIDGE, LM
 from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.run import Adapter, Precision, Recompute, TrainingRun
+from skill_tools.dialects.run import Adapter, Exchange, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -45,7 +45,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         )
     micro_batch = fields.count(config, "micro_batch_size") or 1
     precision_aware = bool(fields.flag(config, "use_precision_aware_optimizer"))
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=found.layout,
@@ -61,6 +61,24 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         if fields.flag(config, "cross_entropy_loss_fusion")
         else _PLAIN_LOSS_BYTES,
         assumptions=tuple(assumptions),
+    )
+    return run._replace(exchange=_exchange(config, run))
+
+
+def _exchange(config: Config, run: TrainingRun) -> Exchange | None:
+    """Return what the ranks of data parallelism send each other once a step, hidden where DDP is told to overlap it."""
+    if max(run.layout.dense_shards, run.layout.expert_shards) == 1:
+        return None
+    overlaps = fields.flag(config, "overlap_grad_reduce")
+    gathers = fields.flag(config, "overlap_param_gather")
+    by_default = config.framework == BRIDGE
+    return Exchange(
+        gathered_after_update=run.precision.weight_bytes if run.shards_optimizer else 0,
+        reduced=run.precision.gradient_bytes,
+        each_batch=False,
+        all_reduces=not run.shards_optimizer,
+        reduction_waits=not (by_default if overlaps is None else overlaps),
+        gather_waits=not (by_default if gathers is None else gathers),
     )
 
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.dialects.run import Precision, Spread, TrainingRun
+from skill_tools.dialects.run import Exchange, Precision, Spread, TrainingRun
 from skill_tools.errors import UnusableInput
 
 
@@ -41,6 +41,7 @@ def spread(run: TrainingRun, config: Config) -> TrainingRun:
         return run._replace(
             precision=run.precision._replace(gradient_is_buffer=True),
             spread=Spread(shards=False, reduced_bytes=run.precision.gradient_bytes),
+            exchange=Exchange(reduced=run.precision.gradient_bytes, all_reduces=True),
             assumptions=(
                 *run.assumptions,
                 Assumption(
@@ -64,6 +65,11 @@ def spread(run: TrainingRun, config: Config) -> TrainingRun:
         weight_shards=run.layout.gpus,
         gradient_shards=run.layout.gpus,
         spread=Spread(),
+        exchange=Exchange(
+            gathered_forward=Spread().gathered_bytes,
+            gathered_backward=Spread().gathered_bytes,
+            reduced=Spread().reduced_bytes,
+        ),
         assumptions=(
             *(_EAGER if each == BF16_EAGER else each for each in run.assumptions),
             Assumption(

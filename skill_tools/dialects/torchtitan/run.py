@@ -19,7 +19,7 @@ from skill_tools.dialects.candidates import (
     without_recomputation,
 )
 from skill_tools.dialects.layout import Layout, checked
-from skill_tools.dialects.run import Mode, Precision, Recompute, TrainingRun
+from skill_tools.dialects.run import Exchange, Mode, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 
 _OFFLOAD, _CHECKPOINTS = "torchtitan.training.enable_cpu_offload", "torchtitan.activation_checkpoint.mode"
@@ -48,7 +48,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         assumptions.append(
             Assumption("selective checkpointing keeps most of what a layer saves: counted as none")
         )
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=layout,
@@ -65,6 +65,17 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         is_eager=not fields.flag(config, "torchtitan.compile.enable"),
         assumptions=tuple(assumptions),
     )
+    return run._replace(exchange=_exchange(run, shards))
+
+
+def _exchange(run: TrainingRun, shards: int) -> Exchange | None:
+    """Return what the ranks send: weights in bf16, as they compute, gradients in fp32 (`mixed_precision_reduce`)."""
+    if run.layout.dense_shards == 1:
+        return None
+    if shards == 1:
+        return Exchange(reduced=4, each_batch=False, all_reduces=True)
+    group = shards if shards < run.layout.dense_shards else 0
+    return Exchange(gathered_forward=2, gathered_backward=2, reduced=4, group=group)
 
 
 def current(config: Config, run: TrainingRun) -> Mode:

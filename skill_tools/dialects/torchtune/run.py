@@ -12,6 +12,7 @@ from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
+    Exchange,
     Mode,
     OptimizerEngine,
     Precision,
@@ -19,6 +20,7 @@ from skill_tools.dialects.run import (
     TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.dialects.sharding import Sharding, with_exchange
 
 CPU_OPTIMIZER = "CPUOffloadOptimizer"
 _NF4_BYTES = 0.53  # half a byte a weight, and a double-quantized scale for 64 weights
@@ -58,7 +60,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     replicas = fields.count(config, "torchtune.data_parallel_replicate_dim") or 1
     shards = max(1, layout.dense_shards // replicas) if sharded else 1
     loss = fields.text(config, "torchtune.loss._component_") or ""
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=layout,
@@ -77,6 +79,13 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         is_eager=True,
         norm_bytes=4.0,
         assumptions=tuple(assumptions),
+    )
+    if shards == 1:
+        return with_exchange(run, Sharding())
+    # Its FSDP has no policy of precisions: all is sent as it is stored.
+    sent, group = run.precision.weight_bytes, shards if shards < layout.dense_shards else 0
+    return run._replace(
+        exchange=Exchange(gathered_forward=sent, gathered_backward=sent, reduced=sent, group=group)
     )
 
 

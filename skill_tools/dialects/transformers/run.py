@@ -15,7 +15,7 @@ from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, precision_of, world_of
+from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
 
 _OPTIMIZER = "adamw_torch_fused"
@@ -40,7 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
             )
         )
     recomputes = checkpoints(config)
-    return TrainingRun(
+    run = TrainingRun(
         dialect=config.framework,
         shape=shape,
         layout=checked(Layout(gpus=world)),
@@ -64,6 +64,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         norm_bytes=0.0 if fields.flag(config, "use_liger_kernel") else 4.0,
         assumptions=tuple(assumptions),
     )
+    return with_exchange(run, sharding)
 
 
 def current(config: Config, run: TrainingRun) -> Mode:

@@ -86,7 +86,10 @@ def micro_batch_flops(run: TrainingRun) -> PassFlops:
 
 
 class Pace(NamedTuple):
-    """Seconds of one GPU for one micro-batch, and of the compute of a whole step."""
+    """Seconds of one GPU for one micro-batch, and of the compute of a whole step.
+
+    `has_collectives` says that they come from a measured step, which has what its ranks send each other in it.
+    """
 
     forward_s: float
     backward_s: float
@@ -95,6 +98,7 @@ class Pace(NamedTuple):
     mlp_forward_s: float
     step_s: float
     gpu_update_s: float
+    has_collectives: bool = False
 
 
 def pace(run: TrainingRun, machine: Machine, shard: int, *, measured_step_s: float | None = None) -> Pace:
@@ -120,6 +124,7 @@ def pace(run: TrainingRun, machine: Machine, shard: int, *, measured_step_s: flo
         counted.mlp_forward * each,
         step,
         update,
+        measured_step_s is not None,
     )
 
 
@@ -153,6 +158,7 @@ def _traced_pace(
         counted.mlp_forward * each,
         step * scale,
         update,
+        measured_step_s is not None,
     )
 
 

@@ -36,18 +36,20 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
         found = trained_layers.costs(run, mode, memory, machine, speed)
         return StepTime(speed.step_s, tuple(found), machine.measured)
     again = list(recompute_costs(run, mode, memory, machine, speed))
-    between = collectives.of_micro_batch(run, memory.parameters.total, machine)
+    between = collectives.of_micro_batch(run, memory.parameters, machine)
     left = collectives.left_for_copies(speed, between, machine)
     moved = copies.activations(run, mode, memory, machine, left)
+    again_s = sum(cost.exposed_s for cost in again)
     each = [
         *again,
-        *collectives.costs(run, between, speed, sum(cost.exposed_s for cost in again)),
+        *collectives.costs(run, between, speed, again_s),
         *moved,
         *copies.weights(run, mode, memory, machine, left, moved),
         *copies.sharded_parameters(mode, memory, machine, speed),
     ]
     times = run.micro_batches
     costs = [Cost(cost.name, cost.work_s * times, cost.exposed_s * times, cost.formula) for cost in each]
+    costs += collectives.once_a_step(run, memory.parameters, machine, speed, again_s)
     if mode.offload_parameters and run.adapter is None:
         return StepTime(speed.step_s, (*costs, _sharded_update(memory, machine)), calibrated=False)
     if mode.state_offload:
@@ -56,7 +58,6 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
     if on_gpu:
         costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, "28 B a parameter / HBM"))
     if mode.trained_layers:
-        again_s = sum(cost.exposed_s for cost in again)
         costs += streamed_shards.costs(run, mode, memory, machine, left, again_s)
         return StepTime(speed.step_s, tuple(costs), machine.measured)
     if not mode.optimizer_fraction:

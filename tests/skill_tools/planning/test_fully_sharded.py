@@ -228,7 +228,7 @@ def test_gathers_hide_behind_blocks_unless_the_network_is_slow() -> None:
 
     def exposed(network: float) -> float:
         slow = rates._replace(network=network)
-        between = collectives.of_micro_batch(run, found.parameters.total, slow)
+        between = collectives.of_micro_batch(run, found.parameters, slow)
         return sum(cost.exposed_s for cost in collectives.costs(run, between, speed, 0.0))
 
     assert exposed(50e9) < 0.05 * speed.step_s
@@ -244,7 +244,7 @@ def test_gpus_without_nvlink_gather_over_the_link_that_offload_uses() -> None:
     run = of("llama-3-8b", 4)
     found = memory.estimate(run)
     speed = compute.pace(run, rates, found.parameters.shard)
-    between = collectives.of_micro_batch(run, found.parameters.total, rates)
+    between = collectives.of_micro_batch(run, found.parameters, rates)
     left = collectives.left_for_copies(speed, between, rates)
     assert left.forward_s < speed.forward_s
     assert left.backward_s < speed.backward_s
