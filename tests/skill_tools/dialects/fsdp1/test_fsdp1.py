@@ -53,11 +53,12 @@ def test_without_offload_nothing_is_lost() -> None:
 
 
 def test_offload_by_position_and_by_a_variable() -> None:
-    for made in ("FSDP(model, None, None, CPUOffload(True))", "FSDP(model, cpu_offload=offload)"):
-        text = (
-            f"{IMPORT}offload = CPUOffload(offload_params=True)\nmodel = {made}\n{ACCUMULATES['a remainder']}"
-        )
-        assert "fs1-offload-accumulation" in {each.rule for each in lint(read_text(text, "t.py")).findings}
+    for made in (
+        "model = FSDP(model, None, None, CPUOffload(True))",
+        "offload = CPUOffload(offload_params=True)\nmodel = FSDP(model, cpu_offload=offload)",
+    ):
+        config = read_text(f"{IMPORT}{made}\n{ACCUMULATES['a remainder']}", "train.py")
+        assert [finding.rule for finding in lint(config).findings] == ["fs1-offload-accumulation"]
 
 
 def test_torchs_other_limits() -> None:
