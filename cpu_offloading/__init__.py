@@ -66,7 +66,19 @@ def __getattr__(name: str) -> Any:
     """Load the module of a name when it is first asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_ELSEWHERE.get(name, "reference_impl")), name)
+    try:
+        module = import_module(_ELSEWHERE.get(name, "reference_impl"))
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "numpy"):
+            raise
+        from skill_tools.bundle import to_install
+
+        raise ModuleNotFoundError(
+            f"cpu_offloading.{name} needs {error.name}, which is not installed; expected the extra `reference`; "
+            f"try {to_install('reference')}",
+            name=error.name,
+        ) from None
+    value = globals()[name] = getattr(module, name)
     return value
 
 

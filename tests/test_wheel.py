@@ -128,8 +128,11 @@ def test_what_is_missing_is_installed_without_a_clone(offload: Path, tmp_path: P
     done = call(offload, "verify", cwd=tmp_path)
     assert done.returncode == 2
     assert "torch is not installed" in done.stderr
-    assert "-m pip install 'torch>=2.11' 'numpy>=1.26'" in done.stderr
+    assert "-m pip install 'numpy>=1.26' 'torch>=2.11'" in done.stderr
     assert "clone" not in done.stderr
+    done = call(offload.with_name("python"), "-c", "from cpu_offloading import fit", cwd=tmp_path)
+    assert "cpu_offloading.fit needs torch, which is not installed" in done.stderr
+    assert "-m pip install 'numpy>=1.26' 'torch>=2.11'" in done.stderr
 
 
 def test_the_module_is_the_command(offload: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -171,12 +172,11 @@ def _join(thread: threading.Thread) -> None:
 
 
 def _cancel_all(tasks: _Tasks) -> None:
-    try:
-        while True:
-            if (queued := tasks.get_nowait()) is not None:
+    with suppress(Empty):
+        # Nothing that is queued equals the sentinel: it ends where the queue is empty.
+        for queued in iter(tasks.get_nowait, object()):
+            if queued is not None:
                 queued[0].cancel()
-    except Empty:
-        return
 
 
 def _carry_out(future: Future[_T], task: Callable[[], _T]) -> None:

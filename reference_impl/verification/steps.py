@@ -20,6 +20,10 @@ class Steps:
         self._total = total
         self._done = 0
 
+    def begin(self, name: str) -> None:
+        """Report that `name` has begun: the first step of a run may be a minute away."""
+        self._progress(name, self._done, self._total)
+
     def of(self, name: str) -> Callable[[], None]:
         """Return what to call after each step of the run `name`."""
 

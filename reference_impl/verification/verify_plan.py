@@ -241,7 +241,9 @@ def _trained(device: Device, planned: PlannedRun, runs: Sequence[_Run], steps: S
     on_step = {run.label: steps.of(run.label) for run in runs}
     spread = planned.workload.spread
     if spread is None:
+        steps.begin(f"building the model for {len(runs)} runs")
         return [_train(device, planned, run, on_step[run.label]) for run in runs]
+    steps.begin(f"starting {spread.ranks} ranks, each of which builds its part of the model")
     try:
         ranks = launch(spread.ranks, device, partial(_of_rank, planned, runs), lambda label: on_step[label]())
     except RankError as error:

@@ -201,6 +201,7 @@ def test_the_twin_trains_twice_and_judges_these_losses(written, runs):
         Device.of("cpu"), read_plan(written(), steps=6), progress=lambda *step: seen.append(step)
     )
     assert runs == MEASURED
+    assert seen.pop(0) == ("building the model for 2 runs", 0, 12)
     assert [each[1:] for each in seen] == [(done, 12) for done in range(1, 13)]
     assert found.problems == [LOSS_PROBLEM]
     assert found.document()["plan"]["max_loss_delta"] == pytest.approx(0.5)
@@ -217,8 +218,11 @@ def test_without_a_fixed_order_short_runs_that_have_one_are_compared(written, ru
     )  # fmt: skip
     assert runs == MEASURED + COMPARED
     steps = 2 * 6 + 2 * COMPARED_STEPS
-    assert [each[1:] for each in seen] == [(done, steps) for done in range(1, steps + 1)]
-    assert len({name for name, *_ in seen}) == 4
+    begun = [each for each in seen if each[0] == "building the model for 2 runs"]
+    assert [done for _, done, _ in begun] == [0, 2 * 6]
+    taken = [each for each in seen if each not in begun]
+    assert [each[1:] for each in taken] == [(done, steps) for done in range(1, steps + 1)]
+    assert len({name for name, *_ in taken}) == 4
     without, with_plan = found.compared
     assert without.losses == found.without_offload.losses[:COMPARED_STEPS]
     assert (without.peak_host_bytes, with_plan.peak_host_bytes > 0) == (0, True)
