@@ -114,6 +114,12 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser.epilog = "commands:\n" + "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
     parser.add_argument("--version", action="version", version=_version())
+    if arguments and not arguments[0].startswith("-"):
+        from skill_tools.nearest import nearest
+
+        near = " or ".join(nearest(arguments[0], COMMANDS, likeness=0.5))
+        meant = f"; did you mean {near}?" if near else f"; expected one of {', '.join(COMMANDS)}"
+        raise _UsageError(f"there is no command {arguments[0][:_LONGEST]!r}{meant}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     return parser
 

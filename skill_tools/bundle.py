@@ -28,6 +28,18 @@ def to_install(extra: str) -> str:
     return f"{sys.executable} -m pip install {' '.join(names)}"
 
 
+def home() -> str:
+    """Return the project's address: the repository that an installed wheel names, else its page on the index."""
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        urls = metadata("cpu-offloading").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        urls = []
+    named = (url.partition(", ")[2] for url in urls if url.startswith("Repository, "))
+    return next(named, "https://pypi.org/project/cpu-offloading/")
+
+
 def schema_path(name: str) -> Path:
     """Return the path of one JSON Schema, for example `schema_path("plan")`."""
     return root() / "schema" / f"{name}.schema.json"

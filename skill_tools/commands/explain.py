@@ -1,9 +1,17 @@
-"""Explain rules: what each means, why it holds, wrong and right examples, and what to do."""
+"""Explain rules: what each means, why it holds, wrong and right examples, and what to do.
+
+Of a key, under any of its names (`offload_optimizer.device`, `optimizer-offload-fraction`), it says in a few lines
+how each framework spells it, its type, default and releases, and the rules about it.
+"""
 
 import argparse
 import json
+from collections.abc import Sequence
 
+from skill_tools.configs.keys import Key, load_keys
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import did_you_mean
+from skill_tools.reports.key_lines import key_data, key_lines, keys_named, names_of
 from skill_tools.reports.rule_pages import brief, page
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.terminal import print_markdown
@@ -12,7 +20,7 @@ from skill_tools.terminal import print_markdown
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the rules, or `--list`, and the form."""
     parser.add_argument(
-        "rules", nargs="*", metavar="RULE", help="the id of a rule, such as la-pp; repeatable"
+        "rules", nargs="*", metavar="NAME", help="the id of a rule, such as la-pp, or a key; repeatable"
     )
     parser.add_argument(
         "--brief",
@@ -26,41 +34,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the rules or the list; raises `UnusableInput` for a rule that does not exist."""
+    """Print the rules, keys or the list; raises `UnusableInput` for a name that neither has."""
     if args.list == bool(args.rules):
         raise UnusableInput(
             "there is nothing to explain" if not args.rules else "a rule and --list are two things",
-            expected="RULE or --list",
+            expected="RULE, KEY or --list",
             attempt="explain la-pp",
         )
     known = load_rules()
     if args.list:
         print(_list_json(known) if args.format == "json" else _list_text(known))
         return 0
-    rules = tuple(_find(rule_id, known) for rule_id in dict.fromkeys(args.rules))
+    found = [each for name in dict.fromkeys(args.rules) for each in _find(name, known)]
     if args.format == "json":
-        print(
-            json.dumps(_data(rules[0]), indent=2, ensure_ascii=False)
-            if len(rules) == 1
-            else _list_json(rules)
-        )
-    else:
-        print_markdown("\n".join(map(brief if args.brief else page, rules)))
+        data = [_data(each) if isinstance(each, Rule) else key_data(each, known) for each in found]
+        print(json.dumps(data[0] if len(data) == 1 else data, indent=2, ensure_ascii=False))
+        return 0
+    of_rule = brief if args.brief else page
+    rules = [of_rule(each) for each in found if isinstance(each, Rule)]
+    print("\n".join(key_lines(each, known) for each in found if isinstance(each, Key)), end="")
+    if rules:
+        print_markdown("\n".join(rules))
     return 0
 
 
-def _find(rule_id: str, rules: tuple[Rule, ...]) -> Rule:
+def _find(name: str, rules: tuple[Rule, ...]) -> Sequence[Rule | Key]:
+    """Return the rule with this id, else the keys of this name."""
     by_id = {rule.id: rule for rule in rules}
-    if rule_id in by_id:
-        return by_id[rule_id]
-    from difflib import get_close_matches
-
-    nearest = get_close_matches(rule_id, by_id, n=3, cutoff=0.5)
-    raise UnusableInput(
-        f"there is no rule {rule_id!r}",
-        expected="the id of a rule",
-        attempt=" or ".join(nearest) if nearest else "explain --list",
-    )
+    if name in by_id:
+        return [by_id[name]]
+    keys = load_keys()
+    found = keys_named(name, keys)
+    if not found:
+        raise UnusableInput(
+            f"there is no rule and no key {name!r}",
+            expected="the id of a rule, or a key",
+            attempt=did_you_mean(name, {*by_id, *names_of(keys)}, otherwise="explain --list"),
+        )
+    return found
 
 
 def _list_text(rules: tuple[Rule, ...]) -> str:

@@ -15,19 +15,21 @@ where they are stated.
 
 Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
 describe the files before the fixes, with --fix the files after them.
-A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it.
+A comment `# offload: ignore[RULE] reason` on a finding's line, or above it, suppresses it. The nearest offload.toml or
+[tool.offload] of pyproject.toml may say select, ignore, per-file-ignores, target, framework and fail-on; options win.
 """
 
 import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from skill_tools.commands import releases
+from skill_tools.commands import lint_output, releases
+from skill_tools.commands.lint_settings import Settings, nearest_settings, selection_of
 from skill_tools.configs.config import Config
 from skill_tools.configs.files import MAX_BYTES, decode, replace_text
 from skill_tools.configs.folder import files_below
@@ -39,8 +41,10 @@ from skill_tools.errors import Unrecognised, UnusableInput, printable, printable
 from skill_tools.reports.findings import ReadAs, Report, report
 from skill_tools.rules import suppress
 from skill_tools.rules.finding import LintResult, Severity
+from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import with_remedies
+from skill_tools.rules.selection import kept
 
 if TYPE_CHECKING:
     from skill_tools.rules.repair import Repaired
@@ -87,25 +91,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a release to lint for, such as megatron-core==0.16.1; repeatable",
     )
     versions.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--format",
-        choices=("blocks", "concise", "json", "github", "sarif"),
-        default="blocks",
-        help="default: blocks; concise is one line a finding",
+    rules = parser.add_argument_group("rules")
+    rules.add_argument(
+        "--select",
+        action="append",
+        metavar="RULE",
+        help="only these rules: ids, beginnings of ids (la, ds-zenflow) or ALL, between commas; repeatable",
     )
-    output.add_argument(
-        "--explain",
-        action="store_true",
-        help="say why each finding holds (blocks and json), and what would prove a file that is not known",
+    rules.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="not these rules, named alike; repeatable",
     )
-    output.add_argument(
-        "--fail-on", choices=[str(name) for name in Severity], default="warning", help="default: warning"
+    rules.add_argument("--baseline", metavar="FILE", help="pass over the findings that FILE has accepted")
+    rules.add_argument(
+        "--write-baseline", metavar="FILE", help="accept all findings of now in FILE, and report none"
     )
-    output.add_argument("--limit", type=_count, metavar="N", help="show only the N worst findings")
-    output.add_argument(
-        "--show-undecided", action="store_true", help="list the rules that missing values leave undecided"
-    )
+    lint_output.add_arguments(parser)
     fixes = parser.add_argument_group("fixes")
     fixes.add_argument("--fix", action="store_true", help="apply safe fixes to the files")
     fixes.add_argument(
@@ -121,16 +125,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lint every configuration that the arguments describe; return the exit code."""
     releases.check(args.target)
+    if args.baseline and args.write_baseline:
+        raise UnusableInput(
+            "--baseline and --write-baseline are two things",
+            expected="one of them",
+            attempt=f"--write-baseline {args.write_baseline}, which replaces it",
+        )
     linted = Linted(args, releases.stated_by_user(args))
     for group in _groups(args):
         linted.take(group)
     linted.check_any()
+    if args.write_baseline:
+        return linted.accept(args.write_baseline)
     gathered = linted.report()
-    # A hook that has passed everything over is silent.
-    has_words = gathered.read or gathered.errors or args.format not in ("blocks", "concise")
-    if has_words and not args.diff:
-        print(_rendered(gathered, args))
-    return _exit_code(gathered, failing=_fails(gathered, Severity(args.fail_on)))
+    if not args.diff:
+        lint_output.put(gathered, args)
+    return 2 if gathered.errors else int(linted.fails())
 
 
 class Group(NamedTuple):
@@ -146,17 +156,24 @@ class Linted:
     def __init__(self, args: argparse.Namespace, stated: Mapping[str, Stated]) -> None:
         self._args = args
         self._stated_by_user = stated
+        self._selection = selection_of(args.select, args.ignore)
+        self._settings: dict[str, Settings] = {}
+        self._here = Settings()
+        self._baseline = _baseline(args.baseline) if args.baseline else None
         self._results: list[tuple[str, LintResult]] = []
+        self._fails: list[bool] = []
         self._read: list[ReadAs] = []
         self._errors: list[UnusableInput] = []
         self._texts: dict[str, str] = {}
         self._beside: dict[str, dict[str, Stated]] = {}
         self._passed_over = 0
-        self._dialects: frozenset[str] = frozenset()
+        self._accepted = 0
+        self._newest_known: dict[str, str] = {}
 
     def take(self, group: Group) -> None:
         """Lint the configurations in `group`; what cannot be used is kept as an error, or passed over."""
         pass_over = group.found or self._args.skip_unrecognized
+        self._here = nearest_settings(os.path.dirname(group.names[0]) if group.names else "", self._settings)
         try:
             sources = self._sources(group, pass_over)
             found = self._readings(sources, pass_over) if sources is not None else []
@@ -183,6 +200,19 @@ class Linted:
                 attempt="naming one file, which says what it is looked at for",
             )
 
+    def fails(self) -> bool:
+        """Return whether a finding is as severe as the command line, or the settings of its input, let fail."""
+        return any(self._fails)
+
+    def accept(self, path: str) -> int:
+        """Write all findings into the baseline at `path`; return the exit code."""
+        from skill_tools.reports.baseline import as_baseline
+
+        findings = [finding for _, result in self._results for finding in result.findings]
+        lint_output.write(path, as_baseline(findings, os.path.dirname(path)))
+        print(f"offload: {len(findings)} findings accepted in {path}", file=sys.stderr)
+        return 2 if self._errors else 0
+
     def report(self) -> Report:
         """Return the report of all that was taken."""
         return report(
@@ -192,7 +222,8 @@ class Linted:
             read=self._read,
             passed_over=self._passed_over,
             texts=self._texts,
-            newest_known=releases.newest_known(self._dialects),
+            newest_known=self._newest_known,
+            accepted=self._accepted,
         )
 
     def _fail(self, error: UnusableInput) -> None:
@@ -213,7 +244,7 @@ class Linted:
 
     def _around(self, source: Source) -> dict[str, str]:
         """Return the releases that the user or the folder of an input states."""
-        return _versions({**self._beside_of(source.folder), **self._stated_by_user})
+        return _versions({**self._beside_of(source.folder), **self._here.targets, **self._stated_by_user})
 
     def _beside_of(self, folder: Path | None) -> dict[str, Stated]:
         if folder is None:
@@ -228,7 +259,7 @@ class Linted:
 
         A text that cannot be parsed is nobody's too: no proof was found in it.
         """
-        overrides, framework = self._args.overrides, self._args.framework
+        overrides, framework = self._args.overrides, self._args.framework or self._here.framework
         if not pass_over:
             try:
                 return readings(sources, overrides=overrides, framework=framework)
@@ -248,16 +279,22 @@ class Linted:
         if (self._args.fix or self._args.diff) and not reading.is_part:
             result = self._repair(reading, result)
         for note in (*config.missing_file_notes(), *config.unread_file_notes()):
-            print(f"offload: {printable(note)}", file=sys.stderr)
+            if not self._args.quiet:
+                print(f"offload: {printable(note)}", file=sys.stderr)
         stated = self._stated(config, reading)
         if self._args.format in ("blocks", "json") and not reading.is_part:
             edits = self._args.format == "json"
             result = with_remedies(result, config, versions=_versions(stated), edits=edits)
         titles = [source.title for source in reading.sources] or ["<overrides>"]
+        if self._baseline is not None:
+            result, known = self._baseline(result)
+            self._accepted += known
         self._results.append((titles[0], result))
+        self._fails.append(_fails(result, Severity(self._args.fail_on or self._here.fail_on or "warning")))
         self._texts |= {name: config.sources[name] for name in _files(result) if name in config.sources}
         named = releases.that_matter(stated, config)
-        self._dialects |= config.dialects()
+        about = config.dialects().union(config.shares)
+        self._newest_known |= releases.newest_known(config.dialects(), about)
         dialect = reading.dialect
         self._read.append(ReadAs(" + ".join(titles), dialect.name, dialect.label, reading.proof, named))
 
@@ -265,7 +302,12 @@ class Linted:
         """Compose, lint, and leave out what the user suppressed."""
         config = reading.compose(overrides=self._args.overrides)
         result = lint(config, versions=_versions(self._stated(config, reading)))
-        return config, suppress.apply(result, config)
+        selection = self._here.selection.below(self._selection)
+        name = reading.sources[0].name if reading.sources else ""
+        result = suppress.apply(result, config)
+        if selection.is_everything:
+            return config, result
+        return config, kept(result, selection, name, rules_about(config.dialects().union(config.shares)))
 
     def _stated(self, config: Config, reading: Reading) -> dict[str, Stated]:
         """Return the releases of this run: the user's word goes before the input's, that before its folder's."""
@@ -273,8 +315,9 @@ class Linted:
             next((each.folder for each in reading.sources if each.folder is not None), None)
         )
         if not reading.sources:
-            return {**beside, **self._stated_by_user}
-        return {**releases.of_input(config, beside, reading.sources[0].name), **self._stated_by_user}
+            return {**beside, **self._here.targets, **self._stated_by_user}
+        of_input = releases.of_input(config, beside, reading.sources[0].name)
+        return {**of_input, **self._here.targets, **self._stated_by_user}
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
         """Fix the sources on disk and return what is left, or print the difference and return `found`."""
@@ -391,39 +434,13 @@ def _files(result: LintResult) -> set[str]:
     return {finding.place.file for finding in result.findings}
 
 
-def _rendered(result: Report, args: argparse.Namespace) -> str:
-    match args.format:
-        case "json":
-            from skill_tools.reports.findings import as_json
+def _baseline(path: str) -> Callable[[LintResult], tuple[LintResult, int]]:
+    """Return what takes from a result the findings that the baseline at `path` accepts, and counts them."""
+    from skill_tools.reports.baseline import load_baseline, without_accepted
 
-            return as_json(result, show_undecided=args.show_undecided, explain=args.explain)
-        case "github":
-            from skill_tools.reports.ci_findings import as_github
-
-            return as_github(result)
-        case "sarif":
-            from skill_tools.reports.ci_findings import as_sarif
-
-            return as_sarif(result)
-        case "concise":
-            from skill_tools.reports.findings import as_concise
-
-            return as_concise(result, show_undecided=args.show_undecided)
-    from skill_tools.reports.blocks import as_blocks
-
-    return as_blocks(result, show_undecided=args.show_undecided, explain=args.explain)
+    return partial(without_accepted, baseline=load_baseline(path))
 
 
-def _fails(result: Report, fail_on: Severity) -> bool:
-    return any(result.counts[severity] for severity in _SEVERITIES[: _SEVERITIES.index(fail_on) + 1])
-
-
-def _exit_code(result: Report, *, failing: bool) -> int:
-    return 2 if result.errors else int(failing)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return count
+def _fails(result: LintResult, fail_on: Severity) -> bool:
+    failing = _SEVERITIES[: _SEVERITIES.index(fail_on) + 1]
+    return any(finding.severity in failing for finding in result.findings)

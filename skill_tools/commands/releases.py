@@ -11,6 +11,7 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.releases import Stated, stated_beside, stated_in
 from skill_tools.configs.source import load
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.versions import read_targets, read_versions_text
 
@@ -59,19 +60,18 @@ def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated
 
 
 @knowledge.derived
-def newest_known(dialects: frozenset[str]) -> dict[str, str]:
+def newest_known(dialects: frozenset[str], about: frozenset[str]) -> dict[str, str]:
     """Return how far the rules about each of `dialects` go: its distribution's newest release that they know.
 
-    A dialect's distribution is the one that most of its rules ask for.
+    A dialect's distribution is the one that most of its rules ask for. `about` are the dialects whose rules are loaded.
     """
-    found = {}
-    for dialect in sorted(dialects):
-        asked = Counter(
-            name for rule in rules_about(frozenset({dialect})) for name in rule.versions if _known()[name]
-        )
-        for name, _ in asked.most_common(1):
-            found[name] = next(each for each in reversed(_known()[name]) if "dev" not in each)
-    return found
+    known = _known()
+    asked: dict[str, Counter[str]] = {dialect: Counter() for dialect in sorted(dialects)}
+    for rule in rules_about(about):
+        for dialect in dialects.intersection(rule.dialects):
+            asked[dialect].update(name for name in rule.versions if known[name])
+    names = [name for counter in asked.values() for name, _ in counter.most_common(1)]
+    return {name: next(each for each in reversed(known[name]) if "dev" not in each) for name in names}
 
 
 def check(targets: Iterable[str]) -> None:
@@ -84,13 +84,11 @@ def check(targets: Iterable[str]) -> None:
 
 def _unknown(name: str) -> UnusableInput:
     """Return what to say of a name that, as a typo, would weaken findings silently."""
-    from difflib import get_close_matches
-
-    nearest = get_close_matches(name, _known(), n=1, cutoff=0.6) or list(_known())
+    near = nearest(name, _known(), count=1) or list(_known())
     return UnusableInput(
         f"--target {name}: no rule knows this distribution",
         expected=f"one of {', '.join(_known())}",
-        attempt=f"--target {nearest[0]}==RELEASE",
+        attempt=f"--target {near[0]}==RELEASE",
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.configs.keys import KeyTable, load_key_table
+from skill_tools.nearest import nearest
 
 _NEAREST = 3
 
@@ -46,9 +47,7 @@ class Vocabulary(NamedTuple):
 @lru_cache(maxsize=4096)
 def _alike(names: frozenset[str], written: str) -> list[str]:
     """Return the names that look most like `written`; kept, because a long vocabulary takes 30 ms."""
-    from difflib import get_close_matches
-
-    return get_close_matches(written, sorted(names), n=_NEAREST, cutoff=0.7)
+    return nearest(written, names, count=_NEAREST, likeness=0.7)
 
 
 @knowledge.derived

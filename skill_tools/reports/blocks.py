@@ -22,10 +22,15 @@ _FAINT, _MARKED = "2", "1"
 _INDENT = "  "
 
 
-def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = False) -> str:
-    """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known."""
+def as_blocks(
+    report: Report, *, show_undecided: bool = False, explain: bool = False, quiet: bool = False
+) -> str:
+    """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known.
+
+    With `quiet`, what was read and the last line are left out.
+    """
     paper = Paper.of_stdout()
-    parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read else []
+    parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read and not quiet else []
     above: Finding | None = None
     led_to: set[str] = set()
     for finding, others in folded(report.findings):
@@ -38,7 +43,7 @@ def as_blocks(report: Report, *, show_undecided: bool = False, explain: bool = F
         above = finding
     if show_undecided:
         parts.append("\n".join(map(paper.line, undecided_lines(report))))
-    return "\n\n".join([*filter(None, parts), paper.line(summary(report))])
+    return "\n\n".join([*filter(None, parts), *([] if quiet else [paper.line(summary(report))])])
 
 
 class Paper:

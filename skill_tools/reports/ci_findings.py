@@ -1,4 +1,4 @@
-"""Findings for code review in CI: GitHub workflow commands, and SARIF 2.1.0 for code scanning.
+"""Findings for CI: GitHub workflow commands, SARIF 2.1.0, GitLab's Code Quality and JUnit.
 
 GitHub shows workflow commands on the lines of a pull request. In SARIF, uris are relative where the user named the
 file so, and a finding's fingerprint does not contain its line, so that old findings stay old when the file grows.
@@ -6,16 +6,21 @@ file so, and a finding's fingerprint does not contain its line, so that old find
 
 import hashlib
 import json
+from collections import Counter
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
+from xml.sax.saxutils import escape, quoteattr
 
 from skill_tools import __version__
+from skill_tools.bundle import home
 from skill_tools.errors import UnusableInput, printable, printable_json
+from skill_tools.reports.baseline import fingerprint
 from skill_tools.reports.findings import Report
 from skill_tools.rules.finding import Finding, Severity
 
 _GITHUB_LEVEL = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+_GITLAB_SEVERITY = {Severity.ERROR: "critical", Severity.WARNING: "minor", Severity.INFO: "info"}
 _SARIF_LEVEL = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 _SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -56,6 +61,7 @@ def as_sarif(report: Report) -> str:
         "tool": {
             "driver": {
                 "name": "cpu-offloading",
+                "informationUri": home(),
                 "semanticVersion": __version__,
                 "rules": [_rule(finding) for finding in rules.values()],
             }
@@ -79,6 +85,7 @@ def _rule(finding: Finding) -> dict[str, Any]:
         "shortDescription": {"text": finding.title},
         "fullDescription": {"text": finding.why},
         "help": {"text": f"{finding.next} `{finding.docs}` prints the rule's page."},
+        "helpUri": f"{home()}#{quote(finding.rule)}",
         "defaultConfiguration": {"level": _SARIF_LEVEL[finding.severity]},
     }
 
@@ -97,14 +104,88 @@ def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
                 }
             }
         ],
-        "partialFingerprints": {"offload/v1": _fingerprint(finding)},
+        "partialFingerprints": {"offload/v1": fingerprint(finding, finding.place.file)},
     }
-
-
-def _fingerprint(finding: Finding) -> str:
-    identity = json.dumps([finding.rule, finding.place.file, sorted(finding.observed.items())], default=str)
-    return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
 
 def _notification(error: UnusableInput) -> dict[str, Any]:
     return {"level": "error", "message": {"text": str(error)}}
+
+
+def as_gitlab(report: Report) -> str:
+    """Return a report of GitLab's Code Quality: one issue a finding, and one for each input that could not be used.
+
+    A fingerprint may stand there once only, so that of findings which are alike the later ones are numbered.
+    """
+    seen: Counter[str] = Counter()
+    issues = [_issue(finding, seen) for finding in report.findings]
+    issues += [
+        {
+            "description": str(error),
+            "check_name": "unusable-input",
+            "fingerprint": hashlib.sha256(str(error).encode()).hexdigest()[:32],
+            "severity": "blocker",
+            "location": {"path": ".", "lines": {"begin": 1}},
+        }
+        for error in report.errors
+    ]
+    return printable_json(json.dumps(issues, indent=2, ensure_ascii=False))
+
+
+def _issue(finding: Finding, seen: Counter[str]) -> dict[str, Any]:
+    mark = fingerprint(finding, finding.place.file)
+    seen[mark] += 1
+    return {
+        "description": f"{finding.message}. {finding.next}",
+        "check_name": finding.rule,
+        "fingerprint": mark if seen[mark] == 1 else f"{mark}-{seen[mark]}",
+        "severity": _GITLAB_SEVERITY[finding.severity],
+        "location": {
+            "path": PurePath(finding.place.file).as_posix(),
+            "lines": {"begin": finding.place.line},
+        },
+    }
+
+
+def as_junit(report: Report) -> str:
+    """Return JUnit's XML: a suite for each file, in it a case for each finding, which has failed unless it is info.
+
+    A file without findings is a suite with one case that has passed; an input that could not be used is an error.
+    """
+    suites: dict[str, list[str]] = {read.name: [] for read in report.read}
+    for finding in report.findings:
+        suites.setdefault(finding.place.file, []).append(_case(finding))
+    parts = [
+        _suite(name, cases or [f"<testcase name={_attribute(name)}/>"]) for name, cases in suites.items()
+    ]
+    if report.errors:
+        unusable = (
+            f"<testcase name='unusable input'><error message={_attribute(str(error))}/></testcase>"
+            for error in report.errors
+        )
+        parts.append(_suite("unusable input", list(unusable)))
+    body = "\n".join(parts)
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n<testsuites name="cpu-offloading">\n{body}\n</testsuites>'
+    )
+
+
+def _suite(name: str, cases: list[str]) -> str:
+    failures, errors = sum("<failure" in case for case in cases), sum("<error" in case for case in cases)
+    counts = f'tests="{len(cases)}" failures="{failures}" errors="{errors}"'
+    return "\n".join([f"<testsuite name={_attribute(name)} {counts}>", *cases, "</testsuite>"])
+
+
+def _case(finding: Finding) -> str:
+    place = finding.place
+    head = (
+        f'<testcase name={_attribute(finding.rule)} classname={_attribute(place.file)} line="{place.line}">'
+    )
+    said = f"{place} {finding.message}. {finding.next}"
+    if finding.severity is Severity.INFO:
+        return f"{head}<system-out>{escape(printable(said))}</system-out></testcase>"
+    return f"{head}<failure type={_attribute(str(finding.severity))} message={_attribute(said)}/></testcase>"
+
+
+def _attribute(text: str) -> str:
+    return quoteattr(printable(text))

@@ -29,6 +29,7 @@ from skill_tools.dialects.accelerate import (
 from skill_tools.dialects.accelerate.section import TYPE, write_value
 from skill_tools.dialects.patch import as_keywords
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
 _VERSION = "accelerate.fsdp_config.fsdp_version"
 _CALL = "accelerate.offload_call"
@@ -172,9 +173,7 @@ def _calls(source: Source) -> dict[Place, ast.Call]:
 
 
 def _nearest(kind: str, name: str) -> tuple[str, ...]:
-    from difflib import get_close_matches
-
-    return tuple(get_close_matches(name, sorted(_fields_of(kind)), n=3))
+    return tuple(nearest(name, _fields_of(kind)))
 
 
 def _fields_of(kind: str) -> frozenset[str]:

@@ -23,6 +23,7 @@ from skill_tools.configs.yaml_lines import OMEGACONF, as_omegaconf, parse, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
 from skill_tools.dialects.torchtune.entries import Entries
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
 _OVERRIDES = "<overrides>"
 _RECIPE, _FAMILY = "torchtune.recipe", "torchtune.family"
@@ -56,6 +57,7 @@ _DEAD_SECTION = "fsdp"  # of configurations from before 0.2: no recipe reads it
 _MEANS_TO = (
     r"offload|(?:activation|gradient)_checkpoint|optim\w*_in_b"  # what recipes have under another name
 )
+
 _SIMILAR = 0.9
 
 
@@ -234,9 +236,7 @@ def _is_misspelt(draft: Draft, name: str) -> bool:
         return False
     if re.search(_MEANS_TO, name):
         return True
-    from difflib import get_close_matches
-
-    return bool(get_close_matches(name, load_vocabulary(TORCHTUNE).names, n=1, cutoff=_SIMILAR))
+    return bool(nearest(name, load_vocabulary(TORCHTUNE).names, count=1, likeness=_SIMILAR))
 
 
 def _note_family(draft: Draft, entries: Entries) -> None:

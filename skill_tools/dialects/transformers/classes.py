@@ -5,6 +5,7 @@ Apart because only Python scripts name a class, and a lint of a recipe does not 
 
 from skill_tools import knowledge
 from skill_tools.dialects.transformers import TRAINER_CLASSES
+from skill_tools.nearest import nearest as names_nearest
 
 OF_SCRIPTS = (
     "ScriptArguments",
@@ -28,9 +29,7 @@ def accepted(name: str) -> frozenset[str]:
 
 def nearest(name: str, field: str) -> tuple[str, ...]:
     """Return the fields of the class `name` that `field`, which is none, may mean."""
-    from difflib import get_close_matches
-
-    return tuple(get_close_matches(field, sorted(accepted(name)), n=_SHOWN, cutoff=_LIKENESS))
+    return tuple(names_nearest(field, accepted(name), count=_SHOWN, likeness=_LIKENESS))
 
 
 def is_trl(name: str) -> bool:

@@ -4,7 +4,6 @@ Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unkn
 was measured on the machine itself. Rates are per GPU; what a node's ranks share is divided here, once.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from offload_arithmetic.update_time import host_bytes_per_s
 from skill_tools import knowledge
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 from skill_tools.units import GIB
 
 _RATES = (
@@ -40,6 +40,7 @@ _SIZES = (
     "pinned_memory_bytes",
     "gpus_per_node",
 )
+
 _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 
 
@@ -107,7 +108,7 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
     if found is not None:
         key, gpu = found
         return _machine(key, gpu, data["hosts"][gpu["host"]], data["model"], ranks_on_node)
-    near = difflib.get_close_matches(wanted, data["gpus"], n=3, cutoff=0.4) or list(data["gpus"])[:6]
+    near = nearest(wanted, data["gpus"], likeness=0.4) or list(data["gpus"])[:6]
     raise UnusableInput(
         f"GPU {name[:_SHOWN]!r} is not known",
         expected=f"one of {len(data['gpus'])} names, such as {', '.join(near)}, or its four numbers",

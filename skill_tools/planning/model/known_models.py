@@ -5,7 +5,6 @@ name means a model if it is one of its names and neutral words alone: `DeepSeek-
 `deepseek-r1`. Of a path, the last part that says anything is the name.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 from skill_tools import knowledge
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
 _NOT_SHAPE = ("names", "source", "read_in", "parameters", "tower")
 _FILE_ENDING = r"\.(json|ya?ml|toml|sh|py|gguf|safetensors|bin)$"
@@ -147,9 +147,9 @@ def unknown(text: str) -> UnusableInput:
             expected="its own config.json or folder, or the known model that has its sizes",
             attempt=f"--model {near} if it has that model's sizes",
         )
-    nearest = difflib.get_close_matches(text.lower(), entries(), n=3, cutoff=0.4) or sorted(entries())[:3]
+    alike = nearest(text, entries(), likeness=0.4) or sorted(entries())[:3]
     return UnusableInput(
         f"model {shown} has no known shape",
-        expected=f"a known model ({', '.join(nearest)}, ...) or a config.json of the model",
-        attempt=f"--model {nearest[0]}, or name the model's Hugging Face config.json as a second file",
+        expected=f"a known model ({', '.join(alike)}, ...) or a config.json of the model",
+        attempt=f"--model {alike[0]}, or name the model's Hugging Face config.json as a second file",
     )

@@ -55,6 +55,47 @@ def test_an_unknown_rule_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
     assert "try la-pp" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("optimizer_offload_fraction", 1),
+        ("optimizer-offload-fraction", 1),
+        ("zero_optimization.offload_optimizer.device", 1),
+        ("offload_optimizer.device", 1),
+        ("pin_memory", 2),
+    ],
+)
+def test_a_key_is_explained_in_a_few_lines(name: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 0
+    out = capsys.readouterr().out
+    assert len(out.split("\n\n")) == keys
+    assert len(out.splitlines()) <= 12 * keys
+    assert "default" in out
+    assert "rules: " in out
+    assert main(["explain", name, "--format", "json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    first = data if keys == 1 else data[0]
+    assert first["spelling"]
+    assert first["rules"]
+
+
+def test_a_key_says_when_its_default_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "offload_optimizer.pin_memory"]) == 0
+    assert "default false (deepspeed <0.19.5), true (deepspeed >=0.19.5)" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_key_or_rule_is_answered_with_the_likeliest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for call, meant in (
+        (["lnt"], "did you mean lint"),
+        (["explain", "optimizer_offload_fracton"], "try optimizer_offload_fraction"),
+        (["explain", "oc-lorra"], "try oc-lora"),
+    ):
+        assert main(call) == 2
+        assert meant in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["explain"], ["explain", "la-pp", "--list"]])
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

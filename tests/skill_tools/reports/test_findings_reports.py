@@ -1,5 +1,6 @@
 import json
 import re
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 from skill_tools.bundle import schema_path
 from skill_tools.configs.config import Place
 from skill_tools.errors import UnusableInput
-from skill_tools.reports.ci_findings import as_github, as_sarif
-from skill_tools.reports.findings import Report, as_concise, as_json, error_as_json, report
+from skill_tools.reports.ci_findings import as_github, as_gitlab, as_junit, as_sarif
+from skill_tools.reports.findings import ReadAs, Report, as_concise, as_json, error_as_json, report
 from skill_tools.rules.finding import Evidence, Finding, Fix, LintResult, Severity, Undecided
 
 SCHEMA = json.loads(schema_path("findings").read_text(encoding="utf-8"))
@@ -100,7 +101,7 @@ def test_json_keeps_its_schema(full: Report) -> None:
     assert document["findings"][0]["observed"] == {"a": True, "n": None, "mods": ["x"]}
     assert document["summary"] == {
         "inputs": 1, "error": 1, "warning": 1, "info": 1, "rules": 9, "undecided": 2, "omitted": 0, "passed_over": 0,
-        "newest_known": {}, "open_releases": {"megatron-core": ["oc-x"]},
+        "accepted": 0, "newest_known": {}, "open_releases": {"megatron-core": ["oc-x"]},
     }  # fmt: skip
     assert document["errors"][0]["try"] == "another"
 
@@ -159,6 +160,46 @@ def test_sarif_points_rules_and_results_at_each_other(full: Report) -> None:
     ]
     assert [result["level"] for result in run["results"]] == ["error", "warning", "note"]
     assert run["invocations"][0]["executionSuccessful"] is False
+
+
+def test_sarif_says_where_the_tool_and_its_rules_are_described(full: Report) -> None:
+    driver = json.loads(as_sarif(full))["runs"][0]["tool"]["driver"]
+    for uri in (driver["informationUri"], *(rule["helpUri"] for rule in driver["rules"])):
+        assert re.fullmatch(r"https://\S+", uri)
+    assert driver["rules"][0]["helpUri"].endswith("#la-pp")
+
+
+def test_gitlab_gets_an_issue_a_finding_each_with_its_own_fingerprint(full: Report) -> None:
+    """Fields and severities are those of GitLab's Code Quality format."""
+    twice = report([("a", LintResult((finding(), finding(line=9)), ()))], [])
+    for gathered in (full, twice):
+        issues = json.loads(as_gitlab(gathered))
+        assert len(issues) == len(gathered.findings) + len(gathered.errors)
+        assert len({each["fingerprint"] for each in issues}) == len(issues)
+        for each in issues:
+            assert each["severity"] in ("info", "minor", "major", "critical", "blocker")
+            assert each["location"]["lines"]["begin"] >= 1
+            assert all(each[field] for field in ("description", "check_name", "fingerprint"))
+    assert json.loads(as_gitlab(report([], []))) == []
+
+
+def test_junit_counts_what_fails(full: Report) -> None:
+    root = ElementTree.fromstring(as_junit(full).encode())
+    first, unusable = root.findall("testsuite")
+    assert first.attrib == {"name": "dir/run.yaml", "tests": "3", "failures": "2", "errors": "0"}
+    assert [case.get("name") for case in first] == [each.rule for each in full.findings]
+    assert len(first.findall("testcase/failure")) == 2
+    assert unusable.get("errors") == "1"
+
+
+def test_junit_takes_any_text_and_a_file_without_findings() -> None:
+    odd = finding(place=Place("<&\"\x00\x1b'>.yaml", 1, 1))
+    clean = ReadAs("clean.yaml", "axolotl", "Axolotl", "adapter")
+    root = ElementTree.fromstring(
+        as_junit(report([("a", LintResult((odd,), ()))], [], read=[clean])).encode()
+    )
+    assert (root[0].get("name"), root[0].get("tests")) == ("clean.yaml", "1")
+    assert len(root.findall("testsuite/testcase/failure")) == 1
 
 
 def test_a_sarif_fingerprint_does_not_move_with_the_line() -> None:

@@ -1,0 +1,27 @@
+"""Did you mean: the known names that look most like a word that is none of them.
+
+One function for commands, rules, keys, settings, releases, models and GPUs: a slip is answered alike everywhere.
+"""
+
+from collections.abc import Iterable
+
+_MOST_CHARACTERS = 200  # of a word; comparing takes the product of both lengths
+
+
+def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float = 0.6) -> list[str]:
+    """Return up to `count` of the `known` names that `word` may mean, the likeliest first; none if no one is like it.
+
+    Case counts for nothing. `likeness` is the ratio of difflib's `SequenceMatcher`, 0 to 1, that a name has to reach.
+    """
+    from difflib import get_close_matches  # takes longer to import than a lint has for it
+
+    by_lower: dict[str, str] = {}
+    for name in sorted(known):
+        by_lower.setdefault(name.lower(), name)
+    found = get_close_matches(word.lower()[:_MOST_CHARACTERS], by_lower, n=count, cutoff=likeness)
+    return [by_lower[each] for each in found]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
+    """Return what to try instead of `word`, in words: the likeliest names, or `otherwise`."""
+    return " or ".join(nearest(word, known, likeness=0.5)) or otherwise
