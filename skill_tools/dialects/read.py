@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.source import Kind, Source, load
-from skill_tools.dialects import registry
+from skill_tools.dialects import not_read, registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
 
@@ -159,6 +159,7 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
 
     Raises `Unrecognised` when there is no proof, `UnusableInput` when two exclude each other.
     """
+    not_read.require_none(sources)
     found = _evidence(sources)
     found = _by_named_files(sources, found) or found
     if not found:

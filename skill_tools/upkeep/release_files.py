@@ -4,16 +4,19 @@ Nothing is unpacked, imported or executed. Paths are relative to the folder that
 rules names them: `transformers/training_args.py`.
 """
 
+import re
 import tarfile
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from skill_tools.dialects import registry
 from skill_tools.errors import UnusableInput
 
 _SUFFIXES = (".py", ".yaml", ".yml")
 _MOST_BYTES = 3_000_000  # of one file; longer ones are tables
+_WRAPPER = re.compile(r"[-.]")  # `deepspeed-0.19.8`: no package is called so
 _LAYOUTS = ("src", "lib")  # folders of a source tree that hold packages and are none
 
 
@@ -43,6 +46,7 @@ def _of_package(package: str, files: dict[str, str], source: Path | None) -> dic
     """Return `files` where they hold `package`, by the name of a folder or in its own metadata."""
     wanted = package.replace("-", "_").lower()
     parts = {wanted, wanted.replace("_", ""), wanted.partition("_")[0]}
+    parts |= {each.package.partition("/")[0] for each in registry.with_files() if each.name == package}
     tops = {path.partition("/")[0].lower() for path in files}
     if not files or not parts & {each.replace("-", "_") for each in tops}:
         held = ", ".join(sorted(tops)[:4]) or "no Python"
@@ -59,11 +63,9 @@ def _without_layout(files: dict[str, str]) -> dict[str, str]:
     while files:
         tops = {path.partition("/")[0] for path in files}
         (top, *others) = sorted(tops)
-        is_wrapper = not others and f"{top}/__init__.py" not in files
-        if is_wrapper and not any(path.startswith(f"{top}/core/") for path in files):
-            files = {path.partition("/")[2]: text for path, text in files.items() if "/" in path}
-            continue
-        break
+        if others or not _WRAPPER.search(top):
+            break
+        files = {path.partition("/")[2]: text for path, text in files.items() if "/" in path}
     moved = {}
     for path, text in files.items():
         head, _, rest = path.partition("/")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 OFFLOAD = re.compile(
-    r"off_?load|nvme|pin_mem|pinned|swap|recompute|checkpointing|cpu_adam|cpuadam|ram_efficient|host_mem|reshard"
+    r"off_?load|nvme|pin_mem|pinned|swap|(?<!p)recompute|checkpointing|cpu_adam|cpuadam|ram_efficient|host_mem|reshard"
     r"|blocks_to|_to_cpu|_on_cpu|cpu_ram|zenflow|save_on_cpu",
     re.IGNORECASE,
 )

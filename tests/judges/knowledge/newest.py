@@ -8,7 +8,9 @@ recorded, and how many quotes of rules and messages are gone. The exit code is 1
 """
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,29 +23,49 @@ PACKAGES = (
     "transformers", "trl", "peft", "accelerate", "deepspeed", "axolotl", "megatron-core", "megatron-bridge",
     "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning",
 )  # fmt: skip
-PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download", "--no-deps"]
+PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+PYTHON = "3.12"  # some releases have no wheel for an older one
 
 
-def fetched(wanted: str) -> Path | None:
-    """Return the file that pip has for `wanted`: a wheel, else a source archive; None where there is none."""
-    name, _, release = wanted.partition("==")
+def newest(name: str) -> str | None:
+    """Return the newest release that pip knows of, for whatever Python."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "index",
+        "versions",
+        name,
+        "--ignore-requires-python",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.search(r"(?m)^\S+ \((\S+)\)", done.stdout)
+    return found[1] if done.returncode == 0 and found else None
+
+
+def fetched(name: str, release: str) -> Path | None:
+    """Return the file that pip has of a release: a wheel, else a source archive; None where there is none."""
     stem = re.sub(r"[-_.]+", "[-_.]", name)
-    if release:
-        for path in sorted(FOLDER.glob("*")):
-            if re.match(rf"{stem}-{re.escape(release)}[-.]", path.name, re.IGNORECASE):
-                return path
+    for path in sorted(FOLDER.glob("*")):
+        if re.match(rf"{stem}-{re.escape(release)}[-.]", path.name, re.IGNORECASE):
+            return path
+    wheel = ["--only-binary", ":all:", "--python-version", PYTHON]
+    source = ["--no-binary", ":all:", "--no-build-isolation", "--ignore-requires-python"]
     with tempfile.TemporaryDirectory() as folder:
-        for form in (["--only-binary", ":all:"], ["--no-binary", ":all:", "--no-build-isolation"]):
-            done = subprocess.run([*PIP, *form, "--dest", folder, wanted], capture_output=True, check=False)
+        for form in (wheel, source):
+            command = [*PIP, "download", "--no-deps", *form, "--dest", folder, f"{name}=={release}"]
+            done = subprocess.run(
+                command, capture_output=True, check=False, env={**os.environ, "DS_BUILD_OPS": "0"}
+            )
             if done.returncode == 0:
                 (path,) = Path(folder).iterdir()
-                return path.replace(FOLDER / path.name)
+                return Path(shutil.move(path, FOLDER / path.name))
     return None
 
 
-def compared(name: str, path: Path) -> dict[str, Any]:
+def compared(name: str, release: str, path: Path) -> dict[str, Any]:
     """Return the report of one release."""
-    release = re.sub(r"^.*?-(\d[^-]*?)(?:-.*|\.tar\.gz|\.zip)$", r"\1", path.name)
     command = ["knowledge", "diff", f"{name}=={release}", str(path), "--format", "json"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "skill_tools"), *command], capture_output=True, text=True, check=False
@@ -62,12 +84,13 @@ def main() -> int:
     )
     total = 0
     for wanted in sys.argv[1:] or PACKAGES:
-        name = wanted.partition("==")[0]
-        path = fetched(wanted)
+        name, _, release = wanted.partition("==")
+        release = release or newest(name) or ""
+        path = fetched(name, release) if release else None
         if path is None:
             print(f"{name:<18}not published where pip looks")
             continue
-        found = compared(name, path)
+        found = compared(name, release, path)
         if "refused" in found:
             print(f"{name:<18}{'':<16}{found['release']:<14}{found['refused']}")
             continue

@@ -30,7 +30,6 @@ LOOK_ALIKES = {
     "nemo1.yaml": "name: x\ntrainer: {devices: 8}\nexp_manager: {}\nmodel:\n  tensor_model_parallel_size: 2\n",
     "lightning.yaml": "trainer: {max_epochs: 3}\nmodel: {class_path: x.Net, init_args: {lr: 0.1}}\noptimizer: {}\n",
     "trainer.yaml": "trainer: {model: net, max_epochs: 3}\norchestrator: {x: 1}\nmodel: {optim_cpu_offload: true}\n",
-    "litgpt.yaml": "checkpoint_dir: a\nout_dir: b\ntrain: {global_batch_size: 8, micro_batch_size: 1}\neval: {}\n",
     "environment.yml": "name: x\nchannels: [conda-forge]\ndependencies: [python=3.11]\n",
     "card.md.yaml": "license: mit\nlibrary_name: peft\nbase_model: a/b\ndatasets: [c/d]\ntags: [axolotl]\n",
     "config.json": '{"architectures": ["X"], "model_type": "x", "hidden_size": 8, "num_hidden_layers": 2}',
@@ -339,3 +338,43 @@ def test_a_deepspeed_file_that_only_the_caller_names_is_nobodys(
     assert main(["lint", "--skip-unrecognized", str(tmp_path / "run.sh")]) == 0
     assert capsys.readouterr().err == ""
     assert main(["lint", str(tmp_path / "run.sh")]) == 2
+
+
+NOT_READ = {
+    "mindspeed.sh": (
+        "torchrun pretrain_gpt.py --num-layers 32 --use-mcore-models --tensor-model-parallel-size 2 --swap-attention "
+        "--swap-optimizer\n",
+        "MindSpeed-LLM's",
+    ),
+    "posttrain.sh": ("torchrun posttrain_gpt.py --num-layers 32 --stage sft\n", "MindSpeed-LLM's"),
+    "litgpt.sh": ("litgpt finetune_lora a/b --config c.yaml\n", "LitGPT's"),
+    "litgpt.yaml": (
+        "checkpoint_dir: a\nout_dir: b\ntrain: {global_batch_size: 8, micro_batch_size: 1}\neval: {}\n",
+        "LitGPT's",
+    ),
+    "nanotron.yaml": (
+        "general: {run: a}\nparallelism: {dp: 2, tp: 1}\ntokens: {}\ncheckpoints: {}\n",
+        "nanotron's",
+    ),
+    "foundry.yaml": (
+        "max_seq_len: 8\nmax_duration: 1ba\ntrain_loader: {}\nfsdp_config: {}\n",
+        "LLM Foundry's",
+    ),
+}
+
+
+def test_a_framework_that_is_not_read_is_refused_by_its_name() -> None:
+    for filename, (text, label) in NOT_READ.items():
+        with pytest.raises(Unrecognised, match=label) as refused:
+            readings([Source(filename, text)])
+        assert "offload plan" in refused.value.attempt or "--framework" in refused.value.attempt, filename
+
+
+def test_one_option_alone_makes_a_command_no_other_framework_s() -> None:
+    text = NOT_READ["mindspeed.sh"][0].replace("--swap-optimizer", "--bf16")
+    assert readings([Source("run.sh", text)])[0].dialect.name == "megatron-lm"
+
+
+def test_the_user_may_state_the_framework_all_the_same() -> None:
+    text = NOT_READ["mindspeed.sh"][0]
+    assert readings([Source("run.sh", text)], framework="megatron-lm")[0].dialect.name == "megatron-lm"

@@ -1,0 +1,91 @@
+"""Frameworks whose configurations are known by sight and not read: they are refused by name, with what to do instead.
+
+Without this a file of MindSpeed-LLM is Megatron-LM's with thirty misspelt options, and one of the others is nothing.
+Apart because a new entry here changes no reader.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from skill_tools.configs.source import Kind, Source
+from skill_tools.errors import Unrecognised, UnusableInput
+
+_PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the training alone"
+
+
+class Known(NamedTuple):
+    """A framework: its name, what of a script or of the names at the top of a file is its own, and what to try.
+
+    A script is its own by any match of `command`, or by two of `options`; a file by all of `names`.
+    """
+
+    label: str
+    command: str = ""
+    options: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    attempt: str = _PLAN
+
+
+_MINDSPEED = (
+    "--reuse-fp32-param", "--swap-attention", "--swap-optimizer", "--use-fused-rmsnorm", "--use-fused-swiglu",
+    "--use-fused-rotary-pos-emb", "--recompute-activation-function", "--use-ascend-mc2", "--smart-swap",
+    "--recompute-in-advance", "--recompute-in-bubble",
+)  # fmt: skip
+KNOWN = (
+    Known(
+        "MindSpeed-LLM",
+        r"(?m)^[^#\n]*\b(?:mindspeed_llm|posttrain_gpt\.py)\b",
+        _MINDSPEED,
+        attempt="--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there",
+    ),
+    Known(
+        "LitGPT",
+        r"(?m)^[^#\n]*\blitgpt (?:finetune|pretrain)",
+        names=frozenset({"checkpoint_dir", "out_dir", "train"}),
+    ),
+    Known(
+        "nanotron",
+        r"(?m)^[^#\n]*\brun_train\.py\b[^#\n]*--config-file",
+        names=frozenset({"general", "parallelism", "tokens", "checkpoints"}),
+    ),
+    Known(
+        "LLM Foundry",
+        r"(?m)^[^#\n]*\bcomposer\b[^#\n]*\btrain\.py\b|^[^#\n]*\bllmfoundry train\b",
+        names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
+    ),
+)
+
+
+def require_none(sources: Sequence[Source]) -> None:
+    """Raise `Unrecognised` where `sources` hold a configuration of one of them."""
+    for source in sources:
+        for each, proof in _proofs(source):
+            raise Unrecognised(
+                f"{source.name} is {each.label}'s ({proof}), which is not read",
+                expected="a configuration of a framework that rules are about",
+                attempt=each.attempt,
+            )
+
+
+def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
+    if source.kind is Kind.SHELL:
+        text = source.script
+        for each in KNOWN:
+            options = [option for option in each.options if re.search(rf"(?<![\w-]){option}(?![\w-])", text)]
+            found = re.search(each.command, text) if each.command else None
+            if found or len(options) > 1:
+                yield each, " ".join(found[0].split())[-60:] if found else ", ".join(options[:3])
+    elif source.kind in (Kind.YAML, Kind.JSON):
+        wanted = [each for each in KNOWN if each.names and all(name in source.text for name in each.names)]
+        for each in wanted:
+            if each.names <= _top(source).keys():
+                yield each, ", ".join(sorted(each.names))
+
+
+def _top(source: Source) -> Mapping[str, object]:
+    try:
+        root = source.documents[0].value if source.documents else None
+    except UnusableInput:  # whoever reads it says what is wrong with it
+        return {}
+    return root if isinstance(root, dict) else {}
