@@ -94,7 +94,7 @@ def of_package(package: str) -> list[Dialect]:
 
 
 def _bare(name: str) -> str:
-    return name.rpartition(".")[2].lstrip("-+~").replace("-", "_")
+    return name.rpartition(".")[2].rpartition(" ")[2].lstrip("-+~").replace("-", "_")
 
 
 def _is_plain(default: str) -> bool:
