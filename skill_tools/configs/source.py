@@ -1,11 +1,14 @@
 """An input: its text, which is parsed once, and what kind of text it is."""
 
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from skill_tools.configs.files import MAX_BYTES, find_file, read_text
@@ -163,6 +166,11 @@ class _Parsed:
 _PARSED = _Parsed(2 * MAX_BYTES)
 
 
+_WRITTEN: ContextVar[Mapping[str, Source]] = ContextVar(
+    "files that scripts write", default=MappingProxyType({})
+)
+
+
 def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
     if kind is Kind.TOML:
         from skill_tools.configs.toml_lines import parse as parse_toml
@@ -226,8 +234,21 @@ def load(path: str | Path) -> Source:
 
 def find(path: str, folders: Iterable[Path]) -> Source | None:
     """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
+    written = _WRITTEN.get().get(os.path.normpath(path))
+    if written is not None:
+        return written
     found = find_file(path, folders)
     return None if found is None else load(found)
+
+
+@contextmanager
+def with_files(files: Mapping[str, Source]) -> Iterator[None]:
+    """Let `find` return `files`, by their normalised paths, before any on the disk."""
+    token = _WRITTEN.set(files)
+    try:
+        yield
+    finally:
+        _WRITTEN.reset(token)
 
 
 def looks_like_configuration(path: str) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.configs.config import Config, Place, Setting
-from skill_tools.configs.source import Kind, Source, load
+from skill_tools.configs.source import Kind, Source, load, with_files
 from skill_tools.dialects import not_read, registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
@@ -43,7 +43,8 @@ class Reading(NamedTuple):
     def compose(self, sources: Sequence[Source] = (), overrides: Sequence[str] = ()) -> Config:
         """Return the configuration, or that of `sources`, which are the same inputs with other texts."""
         sources = sources or self.sources
-        config = self.dialect.compose(sources, overrides)
+        with with_files(_written(sources)):
+            config = self.dialect.compose(sources, overrides)
         named = [each for source in sources for each in _named(source)]
         return config._replace(unread_files=_unread(config, named)) if named else config
 
@@ -193,6 +194,16 @@ def _by_named_files(sources: Sequence[Source], found: Mapping[str, Evidence]) ->
         and firm <= _embedded_by(each.dialect.name)
         and _follows(each, source)
     }
+
+
+def _written(sources: Sequence[Source]) -> dict[str, Source]:
+    """Return the files that scripts among `sources` write themselves, by here-documents."""
+    scripts = [each for each in sources if each.kind is Kind.SHELL and "<<" in each.text]
+    if not scripts:
+        return {}
+    from skill_tools.configs.shell.documents import written
+
+    return {path: file for script in scripts for path, file in written(script)}
 
 
 def _follows(named: Named, script: Source) -> bool:
