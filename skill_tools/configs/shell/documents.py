@@ -1,7 +1,7 @@
 """Finds the files that a script writes by here-documents, `cat > ds.json <<EOF`, and reads them without running it.
 
-Each is a source with as many empty lines before it as the script has, so that a place in it is one in the script. Apart because
-few scripts write a file, and the others do not pay for its patterns.
+Each is a source with as many empty lines before it as the script has, so that a place in it is one in the script.
+Apart because few scripts write a file, and the others do not pay for its patterns.
 """
 
 import os

@@ -72,10 +72,10 @@ def test_bridges_performance_launcher_is_read_by_its_options() -> None:
 
 def test_flags_of_a_fork_are_its_own_and_slips_are_not() -> None:
     start = "torchrun pretrain_gpt.py --num-layers 4 --tensor-model-parallel-size 1 --hidden-size 8 --bf16 "
-    fork = read(f"{start}--swap-attention --reuse-fp32-param --use-fused-swiglu --num-layer 4\n", "run.sh")
+    fork = read(f"{start}--swap-all-of-it --park-main-copy --our-fused-gate --num-layer 4\n", "run.sh")
     assert [each.written for each in fork.unknown] == ["--num-layer"]
-    assert [each.written for each in read(f"{start}--swap-attention\n", "run.sh").unknown] == [
-        "--swap-attention"
+    assert [each.written for each in read(f"{start}--swap-all-of-it\n", "run.sh").unknown] == [
+        "--swap-all-of-it"
     ]
 
 
