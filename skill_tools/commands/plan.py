@@ -41,6 +41,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add the table, the memory and time line by line, all assumptions",
     )
+    parser.add_argument(
+        "--all",
+        nargs="?",
+        const="time",
+        choices=("gpu", "host", "time"),
+        metavar="ORDER",
+        help="print a table of all legal plans instead, by gpu (memory), host (memory) or time (default)",
+    )
+    parser.add_argument(
+        "--diff",
+        action="store_true",
+        help="print what --write would change instead of the plan, write nothing",
+    )
+    parser.add_argument("--write", action="store_true", help="write the plan's change into the files")
     parser.add_argument("--plot", metavar="FILE", help="draw the plan to FILE.svg, FILE.png or FILE.html")
     parser.add_argument("--force", action="store_true", help="let --plot overwrite a file without asking")
 
@@ -61,11 +75,43 @@ def run(args: argparse.Namespace) -> int:
         from skill_tools.reports import plots
 
         plots.write(plan, args.plot, may_overwrite=args.force or _overwrites(args.plot))
-    show(plan, args)
+    texts = _texts(plan, args)
+    if args.all:
+        from skill_tools.reports import plans
+
+        print(printable_lines(plans.every(plan, args.all)))
+    elif not args.diff:
+        show(plan, args)
+    if args.write and plan.recommendation is not None:
+        from skill_tools.commands import plan_write
+
+        plan_write.write(texts)
     if plan.recommendation is None:
         print(f"offload: {_nothing_fits(plan)}", file=sys.stderr)
         return 2
     return 0
+
+
+def _texts(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
+    """Return what --write writes and --diff shows, which it prints here; none of either, or where nothing fits."""
+    if not (args.write or args.diff) or plan.recommendation is None:
+        return {}
+    if args.what_if:
+        raise UnusableInput(
+            "--write and --diff with --what-if, which the files do not say",
+            expected="the files as they are",
+            attempt="the plan of the files without --what-if",
+        )
+    from skill_tools.commands import plan_write
+
+    files = [
+        path for path in args.inputs if not os.path.isdir(path) and not shape_sources.is_config_json(path)
+    ]
+    config = plan_request.read_config(args, files)
+    texts = plan_write.changed_texts(plan, config)
+    if args.diff:
+        plan_write.show(texts, config)
+    return texts
 
 
 def _overwrites(path: str) -> bool:

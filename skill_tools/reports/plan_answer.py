@@ -16,6 +16,7 @@ from skill_tools.planning.search.planner import Plan
 from skill_tools.units import both, gib, seconds
 
 NOTHING = "nothing to change"
+_WATCHED = 4
 MORE = "(--details shows the rest)"
 _TRAINING = {
     Kind.MICRO_BATCH: "the same batch in more steps of accumulation",
@@ -143,7 +144,17 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     yield _gpu(plan, best)
     yield _host(plan, best)
     yield _step(plan, best)
+    yield from known_faults(best)
     yield f"rests most on: {decisive.assumption(plan)} {MORE}"
+
+
+def known_faults(option: Option) -> Iterator[str]:
+    """Say what the rules know of `option`: in which releases it fails, what it loses when a run is saved or resumed."""
+    watched = option.legality.watch
+    for each in watched[:_WATCHED]:
+        yield f"watch: {each.reason} [{each.rule}]"
+    if len(watched) > _WATCHED:
+        yield f"watch: {len(watched) - _WATCHED} more (--details)"
 
 
 def _as_it_is(plan: Plan) -> str:
@@ -272,6 +283,7 @@ def _way(plan: Plan, number: int, way: Way, code: Code) -> Iterator[str]:
         f"{f', {both(host)} of host memory a node' if host else ''}, "
         f"{_times_as_long(plan, way)}; {', '.join(costs)}"
     )
+    yield from known_faults(option)
     yield from _lines_of(way, code)
 
 

@@ -91,8 +91,21 @@ def _fenced_code(text: str) -> str:
     return f"```\n{text}\n```"
 
 
-def _table(plan: Plan, row: _Row) -> str:
-    rows = [_cells(option, plan) for option in shown(plan)]
+ORDERS = {
+    "gpu": lambda option: option.memory.device_bytes,
+    "host": lambda option: (option.memory.host_bytes_per_node, option.memory.device_bytes),
+    "time": lambda option: option.time.total_s,
+}
+
+
+def every(plan: Plan, order: str) -> str:
+    """Return a table of all legal combinations, ordered by GPU memory (`gpu`), host memory (`host`) or `time`."""
+    options = sorted([plan.as_it_is, *plan.search.options(plan.budget)], key=ORDERS[order])
+    return f"{plan_answer.headline(plan)}\n{_table(plan, _plain_row, options)}"
+
+
+def _table(plan: Plan, row: _Row, options: Sequence[Option] | None = None) -> str:
+    rows = [_cells(option, plan) for option in (shown(plan) if options is None else options)]
     widths = [max(len(cells[column]) for cells in (_HEADER, *rows)) for column in range(len(_HEADER))]
     return "\n".join([row(_HEADER, widths, head=True), *(row(cells, widths, head=False) for cells in rows)])
 

@@ -106,19 +106,31 @@ class Judge:
         own = frozenset[str]().union(*map(_carrying_out, candidate.mechanisms))
         if not own:
             return LEGAL
-        laid = with_settings(self._config, candidate.settings)
+        laid = with_settings(self._config, {**_filled_in(self._config), **candidate.settings})
         linted = lint(laid, about=own, versions=self._versions)
         serious = _serious(laid.dialects().union(laid.shares))
         about = [finding for finding in linted.findings if own & set(finding.observed)]
         return Legality(
             tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
-            tuple(_line(finding) for finding in about if finding.severity is Severity.WARNING),
+            # An error of releases that nobody states is one to watch too.
+            tuple(
+                _line(finding)
+                for finding in about
+                if finding.severity is Severity.WARNING
+                or (finding.severity is Severity.INFO and finding.depends_on and finding.rule in serious)
+            ),
             tuple(
                 Condition(each.rule, each.title, each.missing)
                 for each in linted.undecided
                 if each.rule in serious
             ),
         )
+
+
+def _filled_in(config: Config) -> dict[str, object]:
+    """Return what the trainer fills into its DeepSpeed section for `auto`, where a rule about offload asks for it."""
+    key, own = "deepspeed.gradient_accumulation_steps", config.value("gradient_accumulation_steps")
+    return {key: own} if config.value(key) == "auto" and isinstance(own, int) else {}
 
 
 @knowledge.derived

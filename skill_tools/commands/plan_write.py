@@ -1,0 +1,54 @@
+"""Writes a plan's change into the user's files, or shows it as a diff, as `lint --fix` and `--diff` do.
+
+Apart because only --write and --diff load the editors.
+"""
+
+import sys
+
+from skill_tools.configs.config import Config
+from skill_tools.configs.files import replace_text
+from skill_tools.configs.keys import load_keys
+from skill_tools.dialects.patch import exports, in_named_files
+from skill_tools.errors import UnusableInput, printable_lines
+from skill_tools.planning.search.planner import Plan
+from skill_tools.rules.fixes import repaired, unified_diff
+from skill_tools.rules.knowledge import RuleFix
+
+
+def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
+    """Return the new text of each file that the recommendation changes; none where it changes nothing.
+
+    Raises `UnusableInput` where a setting has no place in a file that can be edited.
+    """
+    if plan.patch is None or not plan.patch.settings:
+        return {}
+    keys, wanted = load_keys(), plan.patch.settings
+    # What goes to the environment, or into a file that the configuration names, has no place in this one.
+    variables, own = exports(wanted)
+    _, here = in_named_files(own, config)
+    elsewhere = own.keys() - here.keys() - config.settings.keys()
+    is_written_here = not variables and not elsewhere and wanted.keys() <= keys.keys()
+    texts = repaired(config, RuleFix("safe", "the plan", wanted), keys) if is_written_here else {}
+    if not texts:
+        raise UnusableInput(
+            "the plan's change has no place that can be edited in the files",
+            expected="a YAML or JSON file, or a launch script with plain flags",
+            attempt="offload plan without --write and --diff, which prints the lines to change",
+        )
+    return texts
+
+
+def show(texts: dict[str, str], config: Config) -> None:
+    """Print the unified diff of each changed file."""
+    for name, text in texts.items():
+        difference = unified_diff(name, config.sources[name], text)
+        print(printable_lines(difference) if sys.stdout.isatty() else difference, end="")
+
+
+def write(texts: dict[str, str]) -> None:
+    """Put each text into its file, and say so on stderr."""
+    for name, text in texts.items():
+        replace_text(name, text)
+        print(f"offload: {name} changed as planned", file=sys.stderr)
+    if not texts:
+        print("offload: nothing to write, the plan changes no setting", file=sys.stderr)

@@ -1,0 +1,105 @@
+"""A plan is written as lint's fixes are, with comments kept, and says which releases it would fail with."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+RUN = """\
+# my run
+model_name_or_path: Qwen/Qwen3-8B  # the base
+stage: sft
+finetuning_type: full
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+deepspeed: ds.json
+"""
+SECTION = (
+    '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},\n'
+    ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}\n'
+)
+MACHINE = ("--gpu", "rtx5090", "--gpus", "8", "--host-memory", "512GiB")
+
+
+def written(folder: Path, section: str = SECTION) -> str:
+    (folder / "run.yaml").write_text(RUN, encoding="utf-8")
+    (folder / "ds.json").write_text(section, encoding="utf-8")
+    return str(folder / "run.yaml")
+
+
+def test_a_plan_names_the_releases_in_which_it_loses_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", written(tmp_path), *MACHINE]) == 0
+    watched = [line for line in capsys.readouterr().out.splitlines() if line.startswith("watch: ")]
+    assert any("ds-accumulation-drops-gradients" in line and "0.15.2" in line for line in watched)
+
+
+def test_stated_releases_rule_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", written(tmp_path), *MACHINE, "--target", "deepspeed==0.17.5"])
+    assert "+ optimizer offload" not in capsys.readouterr().out
+    main(["plan", written(tmp_path), *MACHINE, "--target", "deepspeed==0.19.5"])
+    out = capsys.readouterr().out
+    assert "fits with gradient checkpointing + optimizer offload" in out
+    assert "ds-accumulation-drops-gradients" not in out
+
+
+def test_a_diff_writes_nothing_and_write_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path)
+    assert main(["plan", run, *MACHINE, "--diff"]) == 0
+    diff = capsys.readouterr().out
+    assert (
+        '-  "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}'.replace("  ", " ", 1)
+        in diff
+    )
+    assert (tmp_path / "ds.json").read_text(encoding="utf-8") == SECTION
+    assert main(["plan", run, *MACHINE, "--write"]) == 0
+    assert (tmp_path / "ds.json").read_text(encoding="utf-8") == SECTION.replace('"none"', '"cpu"')
+    assert (tmp_path / "run.yaml").read_text(encoding="utf-8") == RUN
+    capsys.readouterr()
+    assert main(["plan", run, *MACHINE, "--write"]) == 0
+    assert "nothing to write" in capsys.readouterr().err
+
+
+def test_comments_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    text = RUN.replace("full", "lora").replace(
+        "deepspeed: ds.json\n", "disable_gradient_checkpointing: true  # why\n"
+    )
+    path.write_text(text, encoding="utf-8")
+    assert main(["plan", str(path), "--gpu", "rtx3090", "--write"]) == 0
+    assert path.read_text(encoding="utf-8") == text.replace(": true  # why", ": false  # why")
+
+
+@pytest.mark.parametrize(
+    ("section", "arguments", "said"),
+    [
+        (SECTION.replace(', "offload_optimizer": {"device": "none"}', ""), (), "no place that can be edited"),
+        (SECTION, ("--what-if", "cutoff_len=1024"), "--what-if"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, arguments: tuple[str, ...], said: str
+) -> None:
+    run = written(tmp_path, section)
+    assert main(["plan", run, *MACHINE, *arguments, "--write"]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+    assert (tmp_path / "ds.json").read_text(encoding="utf-8") == section
+
+
+@pytest.mark.parametrize(("order", "column"), [("gpu", -4), ("time", None)])
+def test_all_plans_are_a_table_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], order: str, column: int | None
+) -> None:
+    assert main(["plan", written(tmp_path), *MACHINE, "--all", order]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert len(rows) > 4
+    if column is not None:
+        sizes = [float(row[row.index("    ") :].split()[0]) for row in rows if "    " in row.strip()]
+        assert sizes == sorted(sizes)
