@@ -128,9 +128,10 @@ class Judge:
 
 
 def _filled_in(config: Config) -> dict[str, object]:
-    """Return what the trainer fills into its DeepSpeed section for `auto`, where a rule about offload asks for it."""
-    key, own = "deepspeed.gradient_accumulation_steps", config.value("gradient_accumulation_steps")
-    return {key: own} if config.value(key) == "auto" and isinstance(own, int) else {}
+    """Return what a trainer fills into a section that it embeds: its own number under the same name, for `auto`."""
+    automatic = (key for key, setting in config.settings.items() if setting.value == "auto")
+    own = {key: config.value(key.removeprefix(f"{config.owner(key)}.")) for key in automatic}
+    return {key: value for key, value in own.items() if isinstance(value, int)}
 
 
 @knowledge.derived
