@@ -19,16 +19,18 @@ from functools import partial
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import Device, Event, together
 from reference_impl.distributed.fsdp2 import Read, Shard
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import mark_absent, mark_present
 from reference_impl.memory.closing import past_a_lost_device, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
+from reference_impl.memory.slots import Slot, Slots
 from reference_impl.weights.order import Kind
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout
 from reference_impl.weights.trained import Home, Homes
+from reference_impl.weights.visiting import VisitingBlock
 from reference_impl.weights.window import Window
 
 _ON_HOST = (
@@ -40,102 +42,55 @@ _ON_HOST = (
 Settle = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 
-class DeviceSlot:
-    """Device memory for one block; it may be written once all of `free` are reached."""
+class ShardBlock(VisitingBlock):
+    """The shards that one gather reads: those of `shards`, side by side, in a slot of `slots` while they visit.
 
-    def __init__(self, device: Device, size_bytes: int) -> None:
-        self.bytes = torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device)
-        # Behind whatever used this memory before.
-        self.free: tuple[Event, ...] = (device.record(),)
-
-
-class DeviceSlots:
-    """Slots that blocks take and give back; one more is allocated where all are taken.
-
-    They belong to `stream`, the compute stream, wherever they are taken: what it allocates after `free` may be the same
-    memory.
-    """
-
-    def __init__(self, device: Device, slot_bytes: int) -> None:
-        self._device = device
-        self._slot_bytes = slot_bytes
-        self._idle: list[DeviceSlot] = []
-        self.stream = device.current_stream()
-
-    def take(self) -> DeviceSlot:
-        """Return an idle slot, or a new one."""
-        if self._idle:
-            return self._idle.pop(0)
-        with self._device.on(self.stream):
-            return DeviceSlot(self._device, self._slot_bytes)
-
-    def free(self) -> None:
-        """Return the memory of idle slots to the allocator; the compute stream waits for the copies that use it."""
-        with self._device.on(self.stream):
-            for slot in self._idle:
-                for event in slot.free:
-                    self._device.wait(event)
-        self._idle.clear()
-
-    def give_back(self, slot: DeviceSlot, *, after: Iterable[Event]) -> None:
-        """Let the next block have `slot` once all of `after` are reached."""
-        slot.free = tuple(after)
-        self._idle.append(slot)
-
-
-class ShardBlock:
-    """The shards that one gather reads: those of `shards`, side by side.
-
-    It is what a `Window` holds (`load`, `evict`, `wait`), and what an optimizer updates (`at`, `hold`, `stored`).
+    `take` returns a slot.
     """
 
     is_streamed = True
 
     def __init__(
-        self, device: Device, homes: Homes, slots: DeviceSlots, shards: Sequence[Shard], index: int
+        self,
+        device: Device,
+        homes: Homes,
+        slots: Slots,
+        take: Callable[[], Slot],
+        shards: Sequence[Shard],
+        index: int,
     ) -> None:
         """Copy `shards` home; their parameters stay as they are. Raises HostMemoryError."""
+        super().__init__(device, index)
         self.shards = shards
-        self.index = index
-        self.is_held = False
         self.trained: list[torch.Tensor] = [shard.param for shard in shards if shard.param.requires_grad]
-        self._device = device
         self._homes = homes
-        self._slots = slots
+        self._slots, self._take = slots, take
         self._sizes = [shard.memory.nbytes for shard in shards]
         self._offsets, self.size_bytes = layout(storages_of(shards))
         homes.keep(index, [bytes_of(shard.memory) for shard in shards], self._offsets, self.size_bytes)
-        self._slot: DeviceSlot | None = None
-        self._arrived: Event = REACHED
-        self._stored: Event = REACHED
-        self._brought: Event = REACHED
+        self._slot: Slot | None = None
         # Where gathers have read them since they came.
         self._read_on: list[object] = []
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the shards are on the device or on their way."""
-        return self._slot is not None
 
     def load(self) -> None:
         """Start the H2D copy into a slot, behind its last use and the last copy home."""
         self._device.refuse_capture("shard streaming")
         with deferred_interrupts():
-            slot = self._slots.take()
+            slot = self._take()
             try:
-                self._arrived = self._device.copy_in(
+                arrived = self._device.copy_in(
                     slot.bytes[: self.size_bytes],
                     self._homes.bytes_of(self.index),
-                    after=(*slot.free, self._stored),
+                    after=(slot.free, self._stored),
                 )
             except BaseException:
                 self._slots.give_back(slot, after=slot.free)
                 raise
-            self._slot = slot
+            self._slot, self._memory, self._started = slot, slot.bytes, lambda: arrived
 
     def wait(self) -> None:
         """Make the live current stream wait until they are there."""
-        self._device.wait(self._arrived)
+        self._device.wait(self._started())
 
     def rest(self) -> None:
         """Do nothing: their parameters always refuse, and gathers read their memory."""
@@ -148,8 +103,9 @@ class ShardBlock:
             with self._device.on(stream):
                 read.append(self._device.record())
         with deferred_interrupts():
-            slot, self._slot, self._read_on = self._slot, None, []
-            self._slots.give_back(slot, after=(*read, self._arrived, self._stored, self._brought))
+            slot, self._slot, self._memory, self._read_on = self._slot, None, None, []
+            last = together(*read, self._started(), self._stored, self._brought)
+            self._slots.give_back(slot, after=last)
 
     def gather(self, index: int) -> torch.Tensor:
         """Return shard `index`, padded and flat, to a gather on the live current stream."""
@@ -158,33 +114,6 @@ class ShardBlock:
         if stream not in self._read_on:
             self._read_on.append(stream)
         return self.at(self._offsets[index], self._sizes[index]).view(self.shards[index].memory.dtype)
-
-    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the bytes from `offset` on the device, while they visit."""
-        assert self._slot is not None
-        return self._slot.bytes[offset : offset + size_bytes]
-
-    @property
-    def arrival(self) -> Event | None:
-        """The event after which the shards are on the device; None while they are away."""
-        return self._arrived if self.is_loaded else None
-
-    def hold(self) -> Event:
-        """Keep the shards, which are loaded, on the device until `stored`; return the event of their arrival."""
-        self.is_held = True
-        return self._arrived
-
-    def stored(self, event: Event) -> None:
-        """Take note that all that was written goes home until `event`."""
-        self._stored, self.is_held = event, False
-
-    def brought(self, event: Event) -> None:
-        """Take note that a part of it is copied to the device once more until `event`."""
-        self._brought = event
-
-    def wait_stored(self) -> None:
-        """Block until all that was written is home."""
-        self._stored.synchronize()
 
     def home_of(self, index: int, visit: Callable[[], Event]) -> Home:
         """Return where the parameter of shard `index` lives."""
@@ -251,11 +180,16 @@ class StreamedShards:
         self._told = told
         self._names = names
         self._device = device
+        # Slots belong to the compute stream, wherever they are taken: what it allocates later may be the same memory.
+        self._stream = device.current_stream()
         self._kind = Kind.FORWARD
         self._is_stale = False
-        self._slots = DeviceSlots(device, max(layout(storages_of(each))[1] for each in shards))
+        self._slots = Slots(device)
+        slot_bytes = max(layout(storages_of(each))[1] for each in shards)
+        self._slots.allocate(slot_bytes, permanent=0, most=len(shards))
         self._blocks = [
-            ShardBlock(device, homes, self._slots, each, index) for index, each in enumerate(shards)
+            ShardBlock(device, homes, self._slots, self._take_slot, each, index)
+            for index, each in enumerate(shards)
         ]
         self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {
             shard.param: (block, index) for block in self._blocks for index, shard in enumerate(block.shards)
@@ -288,7 +222,7 @@ class StreamedShards:
         Raises RuntimeError for a parameter that has been replaced or moved.
         """
         self._kind = Kind.FORWARD if trains else Kind.EVALUATE
-        self._slots.stream = self._device.current_stream()
+        self._stream = self._device.current_stream()
         for block in self._blocks:
             for shard in block.shards:
                 if not shard.is_ours:
@@ -305,7 +239,8 @@ class StreamedShards:
         """Free the slots of a forward whose backward follows."""
         with self._told(), deferred_interrupts():
             self.window.release_at_turn()
-            self._slots.free()
+            with self._device.on(self._stream):
+                self._slots.free()
 
     def reload(self) -> None:
         """Bring the shards anew that are on the device before they are used next: somebody has written their homes."""
@@ -386,6 +321,13 @@ class StreamedShards:
         if self._is_stale:
             self._is_stale = False
             self.window.reload()
+
+    def _take_slot(self) -> Slot:
+        """Return an idle slot, or one more where all are taken."""
+        if not self._slots.idle:
+            with self._device.on(self._stream):
+                self._slots.add_extra(None)
+        return self._slots.take()
 
     def _visit(self, block: ShardBlock) -> Event:
         self._reload_stale()

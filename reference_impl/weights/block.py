@@ -27,8 +27,9 @@ from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, s
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
-from reference_impl.weights.host_memory import Host, HostCopy, Started
+from reference_impl.weights.host_memory import Host, HostCopy
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout, placed, unpacked
+from reference_impl.weights.visiting import VisitingBlock
 
 _BROUGHT_BY_ITS_BLOCK = (
     "expected its use inside the forward or backward of its own block, for which it is brought; "
@@ -105,27 +106,17 @@ class _SetToItself:
         raise RuntimeError(f"{self._name} is not on the device to stay; {_BROUGHT_BY_ITS_BLOCK}")
 
 
-class StreamedBlock:
-    """The weights of `module`, streamed from `take` to `restore`.
-
-    `is_held` says that an update has begun to write them and has not sent all of them home: they must not be freed.
-    """
+class StreamedBlock(VisitingBlock):
+    """The weights of `module`, streamed from `take` to `restore`."""
 
     def __init__(self, device: Device, host_memory: Host, module: nn.Module, index: int) -> None:
+        super().__init__(device, index)
         self.module = module
-        self.index = index
-        self.is_loaded = False
-        self.is_held = False
-        self.size_bytes = 0
-        self._device = device
         self._host_memory = host_memory
         self._places: list[Place] = []
         self._watched: list[Watched] = []
         self._host: HostCopy | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
-        self._started: Started = lambda: REACHED
-        self._stored: Event = REACHED
-        self._brought: Event = REACHED
         self._stream_id = 0
         # Whether the weights are sealed; whether a seal was found broken; and what was found written then.
         self._rests = self._is_suspect = False
@@ -175,37 +166,12 @@ class StreamedBlock:
         resize_storage(self._flat.untyped_storage(), self._flat.numel())
         self._stream_id = self._device.current_stream_id()
         self._started = self._host.load(self._flat[: self.size_bytes], after=self._stored)
-        self.is_loaded = True
-
-    @property
-    def arrival(self) -> Event | None:
-        """The event after which the weights are on the device; None while they are away."""
-        return self._started() if self.is_loaded else None
+        self._memory = self._flat
 
     def hold(self) -> Event:
-        """Keep the weights, which are loaded, on the device until `stored`; return the event of their arrival.
-
-        Raises RuntimeError when a tensor has changed: an update would be of something else.
-        """
+        """See `VisitingBlock`. Raises RuntimeError when a tensor has changed: an update would be of something else."""
         self._refuse_changes()
-        self.is_held = True
-        return self._started()
-
-    def stored(self, event: Event) -> None:
-        """Take note that all that was written goes home until `event`."""
-        self._stored, self.is_held = event, False
-
-    def brought(self, event: Event) -> None:
-        """Take note that a part of it is copied to the device once more until `event`."""
-        self._brought = event
-
-    def wait_stored(self) -> None:
-        """Block until all that was written is home."""
-        self._stored.synchronize()
-
-    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the bytes from `offset` in the device storage, for whoever writes them while the block is held."""
-        return self._flat[offset : offset + size_bytes]
+        return super().hold()
 
     def wait(self) -> None:
         """Make the live current stream wait for the copy, and let the weights be used.
@@ -273,7 +239,7 @@ class StreamedBlock:
             self._host.release(after=self._started())
             self._stored = REACHED
             self._host, self._places, self._watched = None, [], []
-            self._flat, self.is_loaded, self.size_bytes = empty, False, 0
+            self._flat, self._memory, self.size_bytes = empty, None, 0
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, or a part of it where it is packed, is a view of this block's device storage."""
@@ -330,7 +296,8 @@ class StreamedBlock:
 
     def _free(self) -> None:
         resize_storage(self._flat.untyped_storage(), 0)
-        self.is_loaded = self._rests = self._is_suspect = False
+        self._memory = None
+        self._rests = self._is_suspect = False
         self._written.clear()
         for watched in self._watched:
             mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)

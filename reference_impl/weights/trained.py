@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,33 +23,9 @@ from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.host_memory import PinnedCopy
 from reference_impl.weights.layers import LayerStreamer
 from reference_impl.weights.storages import BlockStorage, layout
+from reference_impl.weights.visiting import VisitingBlock
 
 _SLAB_BYTES = 2**28
-
-
-class UpdatedBlock(Protocol):
-    """A block whose weights an optimizer writes while they are on the device."""
-
-    @property
-    def index(self) -> int:
-        """Its number."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether it comes and goes now."""
-
-    @property
-    def arrival(self) -> Event | None:
-        """The event after which it is on the device; None while it is away."""
-
-    def brought(self, event: Event) -> None:
-        """Take note that a part of it is copied to the device once more until `event`."""
-
-    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """Return the bytes from `offset` on the device."""
-
-    def stored(self, event: Event) -> None:
-        """Take note that all that was written goes home until `event`."""
 
 
 class Home:
@@ -62,7 +37,7 @@ class Home:
     def __init__(
         self,
         homes: Homes,
-        block: UpdatedBlock,
+        block: VisitingBlock,
         offset: int,
         weight: torch.Tensor,
         visit: Callable[[], Event],

@@ -11,47 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from reference_impl.weights.order import Kind, VisitOrder
-
-
-class Visitor(Protocol):
-    """What comes to the device and goes: a block whose weights stream, or the shards of one gather."""
-
-    @property
-    def index(self) -> int:
-        """Its place among all."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether it comes and goes now."""
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether it is on the device or on its way."""
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it must not be evicted, since an update has begun to write it."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that one visit copies."""
-
-    def load(self) -> None:
-        """Start the copy to the device."""
-
-    def evict(self) -> None:
-        """Free its device memory for others."""
-
-    def wait(self) -> None:
-        """Make the live current stream wait until it is there, and let it be used."""
-
-    def rest(self) -> None:
-        """Let nobody use it until the next `wait`, whether it is there or not."""
+from reference_impl.weights.visiting import VisitingBlock
 
 
 class Window:
@@ -60,7 +24,7 @@ class Window:
     `lingering` of them have been used: their place is not given to the ones that are needed next.
     """
 
-    def __init__(self, blocks: Sequence[Visitor], capacity: int, *, lingering: int = 0) -> None:
+    def __init__(self, blocks: Sequence[VisitingBlock], capacity: int, *, lingering: int = 0) -> None:
         self.capacity = capacity
         self._lingering = lingering
         self.loads = 0
@@ -68,15 +32,15 @@ class Window:
         self.late_loads = 0
         self._blocks = blocks
         self._order = VisitOrder(len(blocks))
-        self._in_forward: Visitor | None = None
-        self._in_backward: Visitor | None = None
+        self._in_forward: VisitingBlock | None = None
+        self._in_backward: VisitingBlock | None = None
         self._graph_task = -1
         # The backwards that run, one inside another, and the blocks that may be used.
         self._backwards: set[int] = set()
-        self._open: list[Visitor] = []
+        self._open: list[VisitingBlock] = []
         self.advance()
 
-    def before_forward(self, block: Visitor) -> None:
+    def before_forward(self, block: VisitingBlock) -> None:
         """Have `block` on the device for the kernels that follow."""
         # Inside the same backward this is a recomputation, and the block that asked for it goes on afterwards.
         task = torch._C._current_graph_task_id()
@@ -90,18 +54,18 @@ class Window:
         self._in_forward = block
         self._visit(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATE, block)
 
-    def after_forward(self, block: Visitor) -> None:
+    def after_forward(self, block: VisitingBlock) -> None:
         """Let `block` go, unless it is needed again soon; shards, once their gather has read them."""
         self._in_forward = None
         self.advance()
         self._rest()
 
-    def begins_backward(self, block: Visitor) -> bool:
+    def begins_backward(self, block: VisitingBlock) -> bool:
         """Whether `before_backward(block)` would begin a backward of `block`, and not go on with it."""
         task = torch._C._current_graph_task_id()
         return block.is_streamed and not (self._in_backward is block and self._graph_task == task)
 
-    def before_backward(self, block: Visitor) -> None:
+    def before_backward(self, block: VisitingBlock) -> None:
         """Have `block` on the device; the block before it in this backward is done.
 
         Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now. Raises
@@ -122,7 +86,7 @@ class Window:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         self._visit(Kind.BACKWARD, block)
 
-    def before_gather(self, block: Visitor, kind: Kind) -> None:
+    def before_gather(self, block: VisitingBlock, kind: Kind) -> None:
         """Have `block` on the device for the gather that the live current stream is given next.
 
         Whatever was gathered before has been given to its stream by now.
@@ -138,7 +102,7 @@ class Window:
                 if not block.is_held:
                     block.evict()
 
-    def forget(self, block: Visitor) -> None:
+    def forget(self, block: VisitingBlock) -> None:
         """Take note that the weights of `block` do not stream for now."""
         if block is self._in_backward:
             self._in_backward = None
@@ -147,7 +111,7 @@ class Window:
         """Free what is not needed soon and start loading what is."""
         self._hold(self._wanted())
 
-    def bring(self, block: Visitor) -> None:
+    def bring(self, block: VisitingBlock) -> None:
         """Have `block` on the device or on its way, in the place of what is needed last."""
         if not block.is_loaded:
             self._hold(list(dict.fromkeys([*self._in_use, block])))
@@ -159,17 +123,17 @@ class Window:
         self.advance()
 
     @property
-    def loaded(self) -> list[Visitor]:
+    def loaded(self) -> list[VisitingBlock]:
         """The blocks on the device or on their way."""
         return [block for block in self._blocks if block.is_loaded]
 
     @property
-    def coming(self) -> list[Visitor]:
+    def coming(self) -> list[VisitingBlock]:
         """Those of `loaded` that are needed next, in the order in which they are."""
         upcoming = [self._blocks[index] for index in dict.fromkeys(self._order.upcoming())]
         return [block for block in upcoming[: self.capacity] if block.is_loaded]
 
-    def _hold(self, wanted: list[Visitor]) -> None:
+    def _hold(self, wanted: list[VisitingBlock]) -> None:
         """Have `wanted` on the device, and of the others as many as fit, those that are needed first."""
         loaded = self.loaded
         missing = [block for block in wanted if not block.is_loaded]
@@ -182,7 +146,9 @@ class Window:
             self.loads += 1
             self.loaded_bytes += block.size_bytes
 
-    def _needed_last(self, loaded: list[Visitor], count: int, *, beside: list[Visitor]) -> list[Visitor]:
+    def _needed_last(
+        self, loaded: list[VisitingBlock], count: int, *, beside: list[VisitingBlock]
+    ) -> list[VisitingBlock]:
         """Return up to `count` blocks that may go: those that are not needed at all, then those needed last."""
         stale = [block for block in loaded if block not in beside and not block.is_held]
         if len(stale) <= count:
@@ -191,12 +157,12 @@ class Window:
         return stale[:count]
 
     @property
-    def _in_use(self) -> list[Visitor]:
+    def _in_use(self) -> list[VisitingBlock]:
         return list(
             dict.fromkeys(block for block in (self._in_forward, self._in_backward) if block is not None)
         )
 
-    def _wanted(self) -> list[Visitor]:
+    def _wanted(self) -> list[VisitingBlock]:
         """Return the blocks in use, then the next ones that fit beside them."""
         wanted = self._in_use
         for index in self._order.upcoming():
@@ -207,7 +173,7 @@ class Window:
                 wanted.append(block)
         return wanted
 
-    def _visit(self, kind: Kind, block: Visitor) -> None:
+    def _visit(self, kind: Kind, block: VisitingBlock) -> None:
         self._order.visit(kind, block.index)
         self.late_loads += not block.is_loaded
         self.advance()

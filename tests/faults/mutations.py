@@ -18,12 +18,12 @@ from injector import Injector, undisturbed
 
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory import interrupts
+from reference_impl.memory.slots import Slots
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.step import Failures
 from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
-from reference_impl.optimizers.streamed.slots import Slots
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 from reference_impl.trained_layers import shards
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from reference_impl.device import REACHED, CpuTwin
+from reference_impl.device import REACHED, CpuTwin, EventGroup
 
 COPY_STREAMS = ("h2d", "d2h", "gradients", "weights")
 
@@ -117,8 +117,9 @@ class LateTwin(CpuTwin):
         return REACHED if self.live == "kernels" else Late(self, self.live, self.given[self.live])
 
     def wait(self, event):
-        if event is not REACHED:
-            self.do(lambda: self.reach(event))
+        for each in event.events if isinstance(event, EventGroup) else (event,):
+            if each is not REACHED:
+                self.do(lambda event=each: self.reach(event))
 
     def reach(self, event):
         """Do all that comes before `event`."""

@@ -35,11 +35,10 @@ import torch
 from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event, EventGroup, together
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.memory.ring import Slot
+from reference_impl.memory.slots import Slot, Slots
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.chunks import Chunk
-from reference_impl.optimizers.streamed.slots import Slots
 from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 

@@ -30,8 +30,8 @@ from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
+from reference_impl.optimizers.streamed.freed_memory import FreedMemory
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
-from reference_impl.optimizers.streamed.slots import FreedMemory
 from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
 

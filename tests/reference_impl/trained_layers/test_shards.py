@@ -110,7 +110,7 @@ def test_forward_holds_a_module_more_than_backward_and_the_loss_none(prefetch):
             held = {"forward": set(), "backward": set()}
 
             def slots():
-                return len(shards.window.loaded) + len(shards._slots._idle)
+                return len(shards.window.loaded) + len(shards._slots.idle)
 
             def look(layer, args, output):
                 held["forward"].add(slots())

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference_impl import OptimizerStateOffloader
 from reference_impl.device import CpuTwin, Device
 from reference_impl.memory.host import host_book
+from reference_impl.memory.slots import Slots
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.layout import MASTER, Member
 from reference_impl.optimizers.streamed import pipeline
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
 from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.slots import Slots
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}

@@ -2,8 +2,9 @@ import torch
 
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.slots import Slots
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.streamed.slots import FreedMemory, Slots
+from reference_impl.optimizers.streamed.freed_memory import FreedMemory
 
 BYTES = 4096
 TWIN = Device.of("cpu")
@@ -100,6 +101,25 @@ def test_permanent_slots_are_allocated_anew_only_to_grow(device):
     slots.allocate(2 * BYTES, permanent=3, most=9)
     assert [slot.bytes.numel() for slot in slots.idle] == [2 * BYTES] * 3
     assert slots.idle[0].bytes.dtype == torch.uint8
+
+
+def test_slots_that_are_kept_come_round_in_order(device):
+    """As FSDP2's shards use them: allocated as they are needed, idle ones freed between two passes."""
+    slots = Slots(device)
+    slots.allocate(BYTES, permanent=0, most=2)
+    assert not slots.idle
+    assert slots.add_extra(None)
+    assert slots.add_extra(None)
+    one, two = slots.take(), slots.take()
+    assert one.bytes.device == device.torch_device
+    for slot in (one, two):
+        slots.give_back(slot, after=REACHED)
+    assert [slots.take(), slots.take()] == [one, two]
+    slots.give_back(two, after=REACHED)
+    slots.free()
+    assert slots.extra_bytes == BYTES
+    assert slots.add_extra(None)
+    assert not slots.add_extra(None)
 
 
 def members(count):

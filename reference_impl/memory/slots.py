@@ -1,22 +1,29 @@
-"""The device buffers that chunks pass through: three permanent slots, and extra ones for a while.
+"""Device buffers of one size that streamed data passes through, one after the other.
 
-An extra slot is allocated during backward, in memory that backward has freed, so that more of the next step is
-prefetched. It returns to the allocator when no more chunks need it and its last chunk has been copied out. The host
-asks whether that copy is done; neither it nor the compute stream waits.
+Three slots let the H2D copy of the next chunk, the computation on this one and the D2H copy of the last run at the same
+time. Permanent slots are allocated once on the compute stream, so streaming with them never raises the peak. An extra
+slot is allocated where there is room for a while. It returns to the allocator when no more data needs it and its last
+copy is done; the host asks for that, and neither it nor the compute stream waits.
 
 Explained in docs/optimizer-state-offloading.md, "Memory borrowed from backward".
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 
 import torch
 
 from reference_impl.device import Device, Event
-from reference_impl.memory.ledger import device_bytes
-from reference_impl.memory.ring import DeviceRing, Slot
-from reference_impl.optimizers.layout import Member
+
+
+class Slot:
+    """One buffer: `bytes` is flat uint8; write it only after `free`."""
+
+    __slots__ = ("bytes", "free")
+
+    def __init__(self, bytes_: torch.Tensor, free: Event) -> None:
+        self.bytes, self.free = bytes_, free
 
 
 class Slots:
@@ -41,43 +48,45 @@ class Slots:
         if slot_bytes > self._slot_bytes or permanent > self._permanent:
             for slot in (*self.idle, *self._retired):
                 self._device.wait(slot.free)
-            idle = deque(DeviceRing(self._device, slot_bytes=slot_bytes, slots=permanent).slots)
+            idle = self._new(permanent, slot_bytes)
             self._retired.clear()
             self._slot_bytes, self._permanent, self._count = slot_bytes, permanent, permanent
             self.idle = idle
         self._most = most
 
     def free(self) -> None:
-        """Return the memory of all slots, which are idle, to the allocator, until `restore`.
+        """Return the memory of idle slots to the allocator; permanent ones come again with `restore`.
 
         The live current stream, which they were allocated on, waits for the copies that use them.
         """
         for slot in (*self.idle, *self._retired):
             self._device.wait(slot.free)
+        self._count -= len(self.idle)
         self.idle.clear()
         self._retired.clear()
-        self._count = 0
 
     def restore(self) -> None:
         """Allocate the permanent slots on the live current stream if they were freed; or raise, and change nothing."""
         if self._count < self._permanent:
-            self.idle = deque(
-                DeviceRing(self._device, slot_bytes=self._slot_bytes, slots=self._permanent).slots
-            )
+            self.idle = self._new(self._permanent, self._slot_bytes)
             self._count = self._permanent
 
     def take(self) -> Slot:
         """Take the idle slot that becomes free first. Raises IndexError when none is idle."""
         return self.idle.popleft()
 
-    def give_back(self, slot: Slot, *, after: Event, needed: int) -> None:
+    def give_back(self, slot: Slot, *, after: Event, needed: int | None = None) -> None:
         """Take `slot` back; it may be written again after the event `after`.
 
         An extra slot retires if the idle ones suffice without it: `needed` is how many more slots will be taken
-        before only the permanent ones are wanted.
+        before only the permanent ones are wanted; None keeps it.
         """
         slot.free = after
-        if self._count > self._permanent and len(self.idle) >= needed + self._permanent:
+        if (
+            needed is not None
+            and self._count > self._permanent
+            and len(self.idle) >= needed + self._permanent
+        ):
             self._retire(slot)
         else:
             self.idle.append(slot)
@@ -91,9 +100,7 @@ class Slots:
         self.free_retired()
         extra = self._count - self._permanent + 1
         if self._fits(extra + len(self._retired), limit_bytes):
-            slot = Slot(torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device.torch_device))
-            # The first copy into it must run behind whatever used this memory before.
-            slot.free = self._device.record()
+            (slot,) = self._new(1, self._slot_bytes)
         elif self._retired and self._fits(extra, limit_bytes):
             slot = self._retired.popleft()
         else:
@@ -122,6 +129,14 @@ class Slots:
         """Device bytes of all extra slots, the retired ones that are not free yet included."""
         return (self._count - self._permanent + len(self._retired)) * self._slot_bytes
 
+    def _new(self, count: int, slot_bytes: int) -> deque[Slot]:
+        memory = [
+            torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
+        ]
+        # The first copy into a slot must run behind whatever used this memory before.
+        born = self._device.record()
+        return deque(Slot(each, born) for each in memory)
+
     def _fits(self, extra: int, limit_bytes: int | None) -> bool:
         fits = limit_bytes is None or extra * self._slot_bytes <= limit_bytes
         return fits and self._permanent + extra <= self._most
@@ -130,41 +145,3 @@ class Slots:
         self._count -= 1
         self._retired.append(slot)
         self.free_retired()
-
-
-class FreedMemory:
-    """How much of the memory that backward has freed may hold extra slots.
-
-    Backward frees activations from its first layer on. Half of what it has freed since it began may be used, because
-    it needs memory for temporaries of its own; so the bytes allocated do not rise above those when it began. With
-    several backward passes a step only the last counts, because the forward after any other needs its memory back. As
-    many passes are expected as the step before had, none before the first step.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._expected_passes = 0
-        self._count = 0
-        self._passes: Counter[Member] = Counter()
-        self._began_bytes: int | None = None
-
-    def on_gradient(self, member: Member) -> bool:
-        """Count a gradient; return whether this is the last backward pass of the step."""
-        self._passes[member] += 1
-        if self._passes[member] > self._count:
-            self._count = self._passes[member]
-            self._began_bytes = device_bytes(self._device)
-        return self._count == self._expected_passes
-
-    def limit_bytes(self, extra_bytes: int) -> int | None:
-        """Return the most bytes of all extra slots, given that there are `extra_bytes` now; None if nobody counts."""
-        now = device_bytes(self._device)
-        if now is None or self._began_bytes is None:
-            return None
-        return (self._began_bytes - (now - extra_bytes)) // 2
-
-    def on_step(self) -> None:
-        """Begin anew after an optimizer step, unless no gradient has come since the one before."""
-        if self._count:
-            self._expected_passes, self._count = self._count, 0
-            self._passes.clear()
