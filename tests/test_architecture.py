@@ -44,6 +44,7 @@ BANNED_MODULES = {
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 LONGEST_MODULE = 500
 MOST_MODULES_OF_A_FOLDER = 25
+MOST_TERMS = 25
 # A shorter module with a single importer says in a sentence of its docstring why it stands alone.
 SHORTEST_MODULE = 60
 STANDS_ALONE = re.compile(r"(?:^|[.:]\s+|\n)Apart because \S")
@@ -233,6 +234,15 @@ def length(path: Path) -> int:
 def test_no_module_is_long() -> None:
     long = [f"{relative(path)}: {length(path)} lines" for path in PACKAGES if length(path) > LONGEST_MODULE]
     assert not long, listed(f"over {LONGEST_MODULE} lines; try two ideas in two modules", long)
+
+
+def test_the_glossary_can_be_learnt() -> None:
+    """A term of one room is defined in that room's `__init__.py`."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Glossary\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    terms = [term for row in rows if not row.startswith("-") for term in row.split(", ")]
+    assert 10 < len(terms) <= MOST_TERMS, terms
 
 
 def test_no_folder_has_many_modules() -> None:

@@ -7,6 +7,7 @@ Terms:
 
 - rank: one process of a group, with one device; local ranks: those of one host, which share its memory and cores.
 - gather: FSDP2 brings a module's parameters together from the shards of all ranks, before its forward and backward.
+- gate: makes one gather wait until its own shards are updated.
 - gathered group: the modules whose parameters FSDP2 gathers together, by one collective.
 - DDP's bucket: the gradients that DDP reduces by one collective, in memory that it keeps for the whole run.
 - replica: a rank that holds the same shards as another (HSDP, DDP).

@@ -11,6 +11,8 @@ Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md
 - member: one parameter as an optimizer knows it; piece: a contiguous part of one.
 - split member: one that several shares update; its new weights are published together.
 - forward wait: a pre-hook that makes a module's forward wait for the weights that this module owns.
+- new weights: values on the device that the parameter does not hold yet; publishing writes them to it.
+- parameter state: a view of one parameter's step, moments and master, which `optimizer.state` maps.
 - clip decision: by how much a step scales its gradients, and whether it is skipped.
 """
 
