@@ -343,6 +343,21 @@ class Device(ABC):
         target.copy_(source, non_blocking=True)
         return REACHED
 
+    def launch(self, kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Launch `kernel`, which changes its arguments, and once more where there is no memory to load it into.
+
+        CUDA loads a kernel with its first launch, into memory that the allocator's cache may have taken: the cache is
+        given back first. A launch that has raised has changed nothing.
+        """
+        try:
+            kernel(*arguments, **options)
+        except RuntimeError as error:
+            if not device_is_full(error):
+                raise
+            if self.allocator is not None:
+                self.allocator.give_back()
+            kernel(*arguments, **options)
+
     def copy_out(
         self, host: torch.Tensor, source: torch.Tensor, *, after: Iterable[Event], for_threads: bool = False
     ) -> Event:

@@ -57,8 +57,9 @@ class _Live:
         self.size_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        self.size_bytes += size_bytes
+        # First, because it may find no memory: closing takes away what is counted here.
         host_book.add(live=size_bytes)
+        self.size_bytes += size_bytes
 
     def drop(self) -> None:
         self.add(-self.size_bytes)

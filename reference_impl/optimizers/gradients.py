@@ -355,8 +355,6 @@ class UsedGradients:
         # Weak, so that a gradient's memory is free once it is dropped.
         self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._left_unseen = False
-        # Whether a forward has begun since.
-        self.are_of_the_past = False
 
     def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
         """Note that a step uses all that is `standing`, and what has left with nothing in its place; all or nothing."""
@@ -364,7 +362,7 @@ class UsedGradients:
             member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
             for member, gradient in standing.items()
         }
-        self._used, self._left_unseen, self.are_of_the_past = used, left_unseen, False
+        self._used, self._left_unseen = used, left_unseen
 
     def forget(self) -> None:
         """Note that gradients were dropped, or that new ones come."""

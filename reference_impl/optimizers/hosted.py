@@ -29,7 +29,7 @@ from reference_impl.optimizers.forward_waits import ForwardWaits, forgetful
 from reference_impl.optimizers.gradients import UsedGradients
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written, written_on_its_way
-from reference_impl.optimizers.step import Failures, Status, in_turn
+from reference_impl.optimizers.step import Failures, Status, as_one, in_turn
 
 # All that have not been collected, so that two do not train one parameter.
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
@@ -137,22 +137,19 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             self._failures.told_begun |= status == "begun"
             return status
 
-    @abstractmethod
-    def _finish_begun(self) -> None:
-        """Finish the load or the step that has begun, if an error has left one."""
+    @contextmanager
+    def _beginning(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> Iterator[None]:
+        """Begin a step inside, as one: it uses what is `standing` on parameters, and what has left unseen.
 
-    def _before_forward(self) -> None:
-        """Finish what an error has left, before any forward."""
-        try:
-            self._check_usable()
-            self._finish_begun()
-            self._used.are_of_the_past = True
-        finally:
-            if self._status() != "begun":
-                self._failures.forget_forward()
+        Where that cannot be noted, it has not begun.
+        """
+        with deferred_interrupts():
+            self._step_begins(standing, left_unseen=left_unseen)
+            with as_one():
+                yield
 
     def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note that a step begins to use what is `standing` on parameters, and what has left unseen; all or nothing."""
+        """Note what a step begins to use, and on which stream; all or nothing."""
         stream = self._device.current_stream()
         self._used.note(standing, left_unseen=left_unseen)
         self._failures.told_begun = False
@@ -160,7 +157,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
         """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""
-        if self._used.are_of_the_past or (self._waits is not None and self._waits.has_run_since_step):
+        if self._waits is not None and self._waits.has_run_since_step:
             return False
         return is_unqueued or self._used.are_all(self._members.values())
 
@@ -235,7 +232,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         with deferred_interrupts():
             if self._waits is not None:
                 self._waits.close()
-            self._failures.forget_forward()
             self._used.forget()
             self._let_go()
             # Of a broken optimizer everybody knows the error.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,16 +29,18 @@ from reference_impl.optimizers.gradients import Gradients, factors_of, put_in_pl
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import count_own
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
-from reference_impl.optimizers.shares import Shares
+from reference_impl.optimizers.shares import PreparedStep, Shares
+from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.step import (
-    BegunStep,
     Failures,
     Status,
     StepPlan,
+    as_one,
     hooked,
     in_turn,
     snapshot,
+    to_the_end,
     without_gradients,
 )
 
@@ -115,13 +116,12 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._overlaps_forward = options.cpu.overlap_forward
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
-        # The step that has begun and is not finished, and the update that backward has begun and step() goes on with.
-        self._begun: BegunStep | None = None
+        # The update that backward has begun and step() goes on with.
         self._in_backward: CpuStep | None = None
         # Whether step() was called and has failed before it could go on with what backward has begun.
         self._is_asked = False
         self._refused_in_between = False
-        self._failures = Failures(self._status, self._before_forward)
+        self._failures = Failures(self._status)
         self._shares: Shares | None = None
         self.grad_norm: torch.Tensor | None = None
         super().__init__(
@@ -226,10 +226,11 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._gradients.send(member, reduced) and self._backward_overlap == "update":
             for bucket in self._open.completed_by(member):
                 # A split member's other part is updated in step(), and both are published together.
-                with deferred_interrupts():
-                    if self._in_backward is None:
-                        self._follow_writes()
-                        self._in_backward = CpuStep(StepPlan(snapshot(self.param_groups), None))
+                if self._in_backward is None:
+                    self._follow_writes()
+                    plan = StepPlan(snapshot(self.param_groups), None)
+                with as_one():
+                    self._in_backward = self._in_backward or CpuStep(plan)
                     self._open.submit(bucket, self._in_backward)
 
     @contextmanager
@@ -261,8 +262,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """
         if self._shares is not None:
             self._check_between_steps(checks.update_begun)
-            if self._begun is not None or self._is_asked:
-                self._check_usable()
+            self._check_usable()
+            if self._is_asked:
                 self._finish_begun()
             self._used.forget()
             self._shares.discard(self._members.values())
@@ -297,9 +298,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._is_asked = was_asked or (asks and self._in_backward is not None)
         self._check_usable()
         self._device.refuse_capture("optimizer offload")
-        if was_asked or self._begun is not None or self._unwritten:
+        if was_asked or self._unwritten:
             self._finish_begun()
-        self._failures.forget_forward()
 
     @in_turn
     def _step(self) -> None:
@@ -310,7 +310,6 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._follow_writes()  # before the step is asked for: it waits for updates, which would carry that out
         self._is_asked = self._in_backward is not None
         self._take()
-        self._begun = None
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
@@ -318,37 +317,32 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if late:
             self._open.wait_for(late)
             self._order_gathers(all_are_new=False)
-        prepared = self._prepare()
+        prepared, stand_ins = self._prepare()
+        members = [*prepared.step.arrivals, *prepared.arrivals, *prepared.gradients]
+        others = standing_on(member for member in members if member not in stand_ins)
+        standing = {**others, **stand_ins}
         if self._waits is not None:
-            self._waits.on_step(prepared.gradients)
-        with deferred_interrupts():
-            # First: once the step has begun, it must be known what it was taken from.
-            self._step_begins(prepared.gradients, left_unseen=prepared.left_unseen)
-            self._begun, self._in_backward, self._is_asked = prepared, None, False
-            prepared.advance()
-            count_own(prepared.gradients)
+            self._waits.on_step(standing)
+        with self._beginning(standing, left_unseen=bool(members) and not standing):
+            self._in_backward, self._is_asked = None, False
+            put_in_place(stand_ins)
+            self._open.begin(prepared)
+            count_own(standing)
         if not self._returns_early:
-            self._wait()
+            to_the_end(self._wait)
 
     def _finish_begun(self) -> None:
         self._write_rest()
-        if self._begun is not None or self._is_asked:
-            if self._begun is None:
-                self._take()
-            else:
-                with deferred_interrupts():
-                    self._begun.advance()
-                if not self._returns_early:
-                    self._wait()
-            self._begun, self._failures.told_begun = None, True
-        self._failures.forget_forward()
+        if self._is_asked:
+            self._take()
+            self._failures.told_begun = True
 
     @property
     def _returns_early(self) -> bool:
         return self._model_waits and self._overlaps_forward
 
-    def _prepare(self) -> BegunStep:
-        """Do all of a step that may fail and changes nothing."""
+    def _prepare(self) -> tuple[PreparedStep, dict[Member, GradientStandIn]]:
+        """Do all of a step that may fail and changes nothing; return what stands on parameters from its begin, too."""
         begun = self._in_backward
         gradients: dict[Member, torch.Tensor] = {}
         arrivals: dict[Member, Event] = {}
@@ -369,16 +363,11 @@ class HybridDeviceOptimizer(SavedOptimizer):
         else:
             decision = self._decide(arrivals, gradients)
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
-        operations = self._open.prepare(step, arrivals, gradients, factors)
+        prepared = self._open.prepare(step, arrivals, gradients, factors)
         stand_ins = self._gradients.stand_ins(
             arrivals, gradients, begun=step.arrivals, returns_early=self._returns_early
         )
-        others = standing_on(m for m in (*step.arrivals, *arrivals, *gradients) if m not in stand_ins)
-        standing = {**others, **stand_ins}
-        uses_any = bool(step.arrivals or arrivals or gradients)
-        return BegunStep(
-            [partial(put_in_place, stand_ins), *operations], standing, left_unseen=uses_any and not standing
-        )
+        return prepared, stand_ins
 
     def _decide(
         self, sent_off: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
@@ -408,8 +397,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
             return "closed"
         if self._failures.first is not None:
             return "broken"
-        begun = self._begun is not None or self._in_backward is not None or bool(self._unwritten)
-        if begun or self._shares.has_failed_jobs or self._step_is_last(is_unqueued=self._shares.is_unqueued):
+        begun = self._in_backward is not None or bool(self._unwritten)
+        if begun or self._step_is_last(is_unqueued=self._shares.is_unqueued):
             return "begun"
         return "untouched"
 
@@ -425,12 +414,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._finish_begun()
         listed = list(members)
         self._refuse_written(listed)
-        try:
-            self._seen_by_steps(lambda: self._open.wait_for(listed))
-        except Exception:
-            # The step has begun, and not all of it could be carried out behind the forward.
-            self._begun = self._begun or BegunStep([], {})
-            raise
+        self._seen_by_steps(lambda: self._open.wait_for(listed))
 
     @in_turn
     def synchronize(self) -> None:
@@ -455,7 +439,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _refresh(self, members: Sequence[Member]) -> None:
         checks.check_refresh(members)
-        self._open.refresh_masters(members)
+        self._write(lambda: self._open.refresh_masters(members))
 
     def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
@@ -470,13 +454,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _finish_for_close(self) -> None:
         begun_in_backward = self._in_backward is not None and not self._is_asked
         was_told = self._failures.first is not None
-        # What a worker has failed with is raised once, and then tried again.
+        # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
         for is_last in (False, True):
             try:
-                if begun_in_backward:
-                    self._open.drain()
-                else:
-                    self.synchronize()
+                self._open.drain() if begun_in_backward else self.synchronize()
                 break
             except Exception:
                 if was_told:
@@ -490,7 +471,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._backward.close()
         if self._shares is not None:
             self._unclosed.append(self._shares.close)
-        self._shares = self._begun = self._in_backward = None
+        self._shares = self._in_backward = None
         self._unwritten.clear()
 
     def _check_usable(self) -> None:

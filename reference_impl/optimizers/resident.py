@@ -2,25 +2,25 @@
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
 update runs in chunks, and within a member that is longer in parts of it, so that the fp32 copy of the gradients never
-takes more than `WIDENED_ELEMENTS`. Explained in docs/optimizer-offloading.md.
+takes more than `WIDENED_ELEMENTS`. That copy is allocated when the step is prepared: one buffer, which all chunks use
+one after the other. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import WIDENED_ELEMENTS
-from reference_impl.device import REACHED
+from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights
-from reference_impl.optimizers.step import Operation
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +45,8 @@ class ResidentState:
 class ResidentShare:
     """The states of all members with resident elements."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+        self._device = device
         self._algorithm = algorithm
         self._states: dict[Member, ResidentState] = {}
 
@@ -71,22 +72,33 @@ class ResidentShare:
             if state.master is not state.weight:
                 state.master.copy_(state.weight)
 
-    def operations(
+    def prepare(
         self,
-        gradients: Mapping[Member, torch.Tensor],
+        each_gradients: Iterable[Mapping[Member, torch.Tensor]],
         groups: Sequence[Mapping[str, Any]],
         decision: ClipDecision | None,
-    ) -> Iterator[Operation]:
-        """Yield what updates the members that have one of `gradients`, on the live current stream.
+    ) -> list[ResidentUpdate]:
+        """Prepare one update for each mapping, of the members in it that are here; they run one after the other.
 
-        Each gradient is laid out like its parameter. A member that the CPU updates in part keeps its old weight until
+        Gradients are laid out like their parameters. A member that the CPU updates in part keeps its old weight until
         its other part is published.
         """
-        chosen = [self._states[member] for member in gradients if member in self._states]
-        for group, states in _chunks(chosen):
-            yield from _ChunkUpdate(
-                self._algorithm, states, [gradients[s.member] for s in states], groups[group], decision
-            ).operations()
+        updates = []
+        for gradients in each_gradients:
+            states = [self._states[member] for member in gradients if member in self._states]
+            for state in states:
+                state.follow()
+            given = {s: s.member.flat(gradients[s.member])[: s.member.resident] for s in states}
+            updates.append(ResidentUpdate(self._device, self._algorithm, given, groups, decision))
+        self._share_scratch(updates)
+        return updates
+
+    def _share_scratch(self, updates: Sequence[ResidentUpdate]) -> None:
+        longest = max((update.scratch_numel for update in updates), default=0)
+        if longest:
+            scratch = torch.empty(longest, dtype=torch.float32, device=self._device.torch_device)
+            for update in updates:
+                update.scratch = scratch
 
     def new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield what `update` has computed of a split member and its parameter does not hold yet."""
@@ -106,87 +118,95 @@ class ResidentShare:
             yield self._states[member].step
 
 
-class _ChunkUpdate:
-    """The update of some states of one group in one step."""
+class ResidentUpdate:
+    """The update of some states in one step. `run` queues it in `scratch` (fp32, `scratch_numel` elements).
+
+    Args:
+        device: where they are.
+        algorithm: the formula.
+        gradients: the gradient of each state's elements, flat.
+        groups: the hyper-parameters, by group.
+        decision: see `StepPlan`.
+    """
 
     def __init__(
         self,
+        device: Device,
         algorithm: Algorithm,
-        states: Sequence[ResidentState],
-        gradients: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
+        gradients: Mapping[ResidentState, torch.Tensor],
+        groups: Sequence[Mapping[str, Any]],
         decision: ClipDecision | None,
     ) -> None:
+        self._launch = device.launch
         self._algorithm = algorithm
-        self._states = states
         self._gradients = gradients
-        self._group = group
+        self._groups = groups
         self._grad_scale = None if decision is None else decision.grad_scale
         self._found_inf = None if decision is None else decision.found_inf
-        self._steps = [state.step for state in states]
-        self._fp32: list[torch.Tensor] = []
-
-    def operations(self) -> Iterator[Operation]:
-        """Yield what it consists of; all memory is allocated by the first, and again by each part of a long member."""
-        # A member without elements is counted, too.
-        longest = max(1, *(state.member.resident for state in self._states))
-        for start in range(0, longest, WIDENED_ELEMENTS):
-            part = slice(start, start + WIDENED_ELEMENTS)
-            yield partial(self._widen, part)
-            if start == 0:
-                yield self._count
-            yield partial(self._run_kernel, part)
-        if self._found_inf is not None:
-            yield self._uncount_skipped
-        yield self._write_weights
-
-    def _widen(self, part: slice) -> None:
-        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
-        copies = self._grad_scale is not None
-        for state in self._states:
-            state.follow()
-        pairs = zip(self._states, self._gradients, strict=True)
-        given = [
-            _cut(state.member.flat(gradient)[: state.member.resident], part) for state, gradient in pairs
-        ]
-        self._fp32 = [
-            torch.empty_like(each, dtype=torch.float32) if copies or each.dtype is not torch.float32 else each
-            for each in given
-        ]
-        widened = [(to, each) for to, each in zip(self._fp32, given, strict=True) if to is not each]
-        if widened:
-            # One launch for many of them.
-            torch._foreach_copy_([to for to, _ in widened], [each for _, each in widened])
-
-    def _count(self) -> None:
-        torch._foreach_add_(self._steps, 1)
-
-    def _run_kernel(self, part: slice) -> None:
-        states = self._states
-        self._algorithm.update(
-            [_cut(state.master, part) for state in states],
-            self._fp32,
-            [
-                [_cut(state.moments[index], part) for state in states]
-                for index in range(len(self._algorithm.moments))
-            ],
-            self._steps,
-            self._group,
-            grad_scale=self._grad_scale,
-            found_inf=self._found_inf,
+        self._chunks = list(_chunks(list(gradients)))
+        self.scratch_numel = max(
+            (self._copied_numel(chunk, part) for _, chunk in self._chunks for part in _parts(chunk)),
+            default=0,
         )
-        self._fp32 = []
+        self.scratch: torch.Tensor | None = None
 
-    def _uncount_skipped(self) -> None:
-        assert self._found_inf is not None
-        torch._foreach_sub_(self._steps, [self._found_inf] * len(self._steps))
+    def run(self) -> None:
+        """Queue the update on the live current stream; allocates nothing."""
+        for group, states in self._chunks:
+            steps = [state.step for state in states]
+            self._launch(torch._foreach_add_, steps, 1)
+            for part in _parts(states):
+                self._launch(
+                    self._algorithm.update,
+                    [_cut(state.master, part) for state in states],
+                    self._widened(states, part),
+                    [
+                        [_cut(state.moments[index], part) for state in states]
+                        for index in range(len(self._algorithm.moments))
+                    ],
+                    steps,
+                    self._groups[group],
+                    grad_scale=self._grad_scale,
+                    found_inf=self._found_inf,
+                )
+            if self._found_inf is not None:
+                self._launch(torch._foreach_sub_, steps, [self._found_inf] * len(steps))
+            apart = [s for s in states if s.master is not s.weight and not s.member.pieces]
+            if apart:
+                self._launch(
+                    torch._foreach_copy_, [state.weight for state in apart], [state.master for state in apart]
+                )
 
-    def _write_weights(self) -> None:
-        apart = [
-            state for state in self._states if state.master is not state.weight and not state.member.pieces
-        ]
-        if apart:
-            torch._foreach_copy_([state.weight for state in apart], [state.master for state in apart])
+    def _widened(self, states: Sequence[ResidentState], part: slice) -> list[torch.Tensor]:
+        """Return a part of each gradient in fp32, copied to scratch where that is needed."""
+        gradients = [_cut(self._gradients[state], part) for state in states]
+        copies: dict[int, torch.Tensor] = {}
+        begin = 0
+        for index, gradient in enumerate(gradients):
+            if self._is_copied(gradient):
+                assert self.scratch is not None
+                copies[index] = self.scratch[begin : begin + gradient.numel()]
+                begin += aligned(gradient.numel())
+        if copies:
+            # One launch for many of them.
+            self._launch(torch._foreach_copy_, list(copies.values()), [gradients[index] for index in copies])
+        return [copies.get(index, gradient) for index, gradient in enumerate(gradients)]
+
+    def _is_copied(self, gradient: torch.Tensor) -> bool:
+        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
+        return self._grad_scale is not None or gradient.dtype is not torch.float32
+
+    def _copied_numel(self, states: Iterable[ResidentState], part: slice) -> int:
+        """Return how many elements of scratch the copies of a part take."""
+        copied = (each for state in states if self._is_copied(each := self._gradients[state]))
+        return sum(aligned(len(range(each.numel())[part])) for each in copied)
+
+
+def _parts(states: Iterable[ResidentState]) -> list[slice]:
+    """Return the parts in which members of a chunk are updated: one, but for a long member."""
+    # A member without elements is counted, too.
+    longest = max([1, *(state.member.resident for state in states)])
+    return [slice(start, start + WIDENED_ELEMENTS) for start in range(0, longest, WIDENED_ELEMENTS)]
 
 
 def _cut(flat: torch.Tensor, part: slice) -> torch.Tensor:

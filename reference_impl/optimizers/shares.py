@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ import torch
 
 from offload_arithmetic.states import StateBytes, state_bytes
 from offload_arithmetic.update_time import Split
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import Device, Event
 from reference_impl.distributed.fsdp2 import reductions
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.mesh import any_is_sharded
@@ -30,12 +31,29 @@ from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.layout import Member, NewWeights, local_numel, members_of
 from reference_impl.optimizers.options import Options, Streaming
-from reference_impl.optimizers.resident import ResidentShare
-from reference_impl.optimizers.step import Operation
+from reference_impl.optimizers.resident import ResidentShare, ResidentUpdate
 
 if TYPE_CHECKING:
     from reference_impl.optimizers.streamed.chunks import Part
     from reference_impl.optimizers.streamed.share import StreamedShare
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step that can begin: the CPU's part, the gradients, and what the shares have prepared.
+
+    `arrivals` are those of the gradients that the CPU's part takes at the begin, `gradients` those of members with a
+    part on the device. The CPU updates the buckets `first`, by deadline, then `last`, which hold members that stream in
+    part. `split` updates what is resident of members that the CPU updates in part, `whole` that of all others.
+    """
+
+    step: CpuStep
+    arrivals: Mapping[Member, Event]
+    gradients: Mapping[Member, torch.Tensor]
+    first: Sequence[Bucket]
+    last: Sequence[Bucket]
+    split: ResidentUpdate
+    whole: ResidentUpdate
 
 
 class Shares:
@@ -66,7 +84,7 @@ class Shares:
         self._device = device
         self._ranks = options.budgets.ranks
         self._members: list[Member] = []
-        self._resident = ResidentShare(algorithm)
+        self._resident = ResidentShare(device, algorithm)
         self._streamed: StreamedShare | None = None
         self._ahead = 0
         streamed_bytes = 0.0
@@ -194,10 +212,8 @@ class Shares:
         arrivals: Mapping[Member, Event],
         gradients: Mapping[Member, torch.Tensor],
         factors: Sequence[torch.Tensor | float],
-    ) -> list[Operation]:
-        """Prepare a step and return its operations: the device's shares, and by deadline the CPU's.
-
-        Changes nothing when it raises.
+    ) -> PreparedStep:
+        """Prepare a step: allocate and send all that it needs. Changes nothing.
 
         Args:
             step: the CPU share's part, which may have queued some of its buckets already.
@@ -206,43 +222,52 @@ class Shares:
             factors: what `step` multiplies gradients by.
         """
         decision, groups = step.plan.decision, step.plan.groups
-        buckets = [
-            bucket
-            for bucket in self._cpu.buckets_of([*step.arrivals, *arrivals])
-            if bucket not in step.queued
-        ]
+        members = [*step.arrivals, *arrivals]
+        buckets = [bucket for bucket in self._cpu.buckets_of(members) if bucket not in step.queued]
         buckets.sort(key=lambda bucket: bucket.deadline)
-        last = [bucket for bucket in buckets if _streams_in_part(bucket)]
-        first = [bucket for bucket in buckets if not _streams_in_part(bucket)]
         split = {member: gradient for member, gradient in gradients.items() if member.pieces}
         whole = {member: gradient for member, gradient in gradients.items() if not member.pieces}
-        streamed = [member for member in gradients if member.streamed]
         if self._streamed is not None:
             self._streamed.prepare(gradients, decision, groups)
+        of_split, of_whole = self._resident.prepare([split, whole], groups, decision)
         if decision is not None and buckets:
             self._cpu.send(decision, factors)
-        update = _BucketQueue(self._device, self._cpu, step, self._new_weights)
-        operations: list[Operation] = [partial(self._take, step, arrivals, streamed)]
+        last = [bucket for bucket in buckets if _streams_in_part(bucket)]
+        first = [bucket for bucket in buckets if not _streams_in_part(bucket)]
+        return PreparedStep(step, arrivals, gradients, first, last, of_split, of_whole)
+
+    def begin(self, prepared: PreparedStep) -> None:
+        """Begin a prepared step: let it own its gradients, and queue its updates, the CPU's by deadline.
+
+        Only where the device or a worker is lost does it raise.
+        """
+        step = prepared.step
+        self._cpu.take(step, prepared.arrivals)
+        for member in prepared.gradients:
+            # Whoever reads a weight waits from now on.
+            member.pending |= member.streamed > 0
         if self._streamed is not None:
             # Copies of the first chunks out, and of the next ones in, run beside the resident update.
-            operations += [self._streamed.begin, self._streamed.start]
-        operations += self._resident.operations(split, groups, decision)
-        if buckets:
-            operations.append(update.mark)
-        if first:
-            operations.append(partial(update.submit, first))
-        operations += self._resident.operations(whole, groups, decision)
+            self._streamed.begin()
+            self._streamed.start()
+        prepared.split.run()
+        if prepared.first or prepared.last:
+            # Behind the last use of old weights, and the split members' update.
+            last_use, arrived = self._device.record(), self._cpu.arrived()
+            submit = partial(
+                self._cpu.submit,
+                step=step,
+                new_weights=self._new_weights,
+                arrived=arrived,
+                last_use=last_use,
+            )
+        if prepared.first:
+            submit(prepared.first)
+        prepared.whole.run()
         if self._streamed is not None:
-            operations.append(self._streamed.advance)
-        if last:
-            operations.append(partial(update.submit, last))
-        return operations
-
-    def _take(self, step: CpuStep, arrivals: Mapping[Member, Event], streamed: Iterable[Member]) -> None:
-        """Let a step own its gradients; whoever reads a weight waits from now on."""
-        self._cpu.take(step, arrivals)
-        for member in streamed:
-            member.pending = True
+            self._streamed.advance()
+        if prepared.last:
+            submit(prepared.last)
 
     def completed_by(self, member: Member) -> list[Bucket]:
         """Return the buckets of `member` whose gradients have all been sent off, and which no device shares."""
@@ -281,11 +306,6 @@ class Shares:
     def check(self) -> None:
         """Raise what a worker has failed with, see `DeadlineWorkers.check`."""
         self._cpu.check()
-
-    @property
-    def has_failed_jobs(self) -> bool:
-        """Whether a part of an update has failed on a worker and is to be done again."""
-        return self._cpu.has_failed_jobs
 
     @property
     def is_unqueued(self) -> bool:
@@ -342,31 +362,6 @@ class Shares:
         finally:
             # Closing waits itself, and has said so if the device is lost.
             self._dropped.detach()
-
-
-class _BucketQueue:
-    """Submits the buckets of one step behind what the device has been given when `mark` was called."""
-
-    def __init__(
-        self,
-        device: Device,
-        cpu: CpuShare,
-        step: CpuStep,
-        new_weights: Callable[[Member], Iterable[NewWeights]],
-    ) -> None:
-        self._device, self._cpu, self._step, self._new_weights = device, cpu, step, new_weights
-        self._last_use: Event = REACHED
-        self._arrived: Event = REACHED
-
-    def mark(self) -> None:
-        """Remember what the live current stream has now: the last use of old weights, the split members' update."""
-        self._last_use, self._arrived = self._device.record(), self._cpu.arrived()
-
-    def submit(self, buckets: Sequence[Bucket]) -> None:
-        """Queue the updates of `buckets`, all or none."""
-        self._cpu.submit(
-            buckets, self._step, self._new_weights, arrived=self._arrived, last_use=self._last_use
-        )
 
 
 def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) -> StreamedShare:

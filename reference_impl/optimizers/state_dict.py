@@ -11,7 +11,8 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ class SavedOptimizer(HostedOptimizer):
         passes_over_unknown: bool = False,
     ) -> None:
         self._algorithm = algorithm
-        # Loaded states that an error has kept from being written.
-        self._unwritten: deque[tuple[torch.Tensor, Mapping[str, Any]]] = deque()
+        # What a load, or a refresh of masters, has left to write.
+        self._unwritten: deque[Callable[[], None]] = deque()
         super().__init__(params, defaults)
         # The states must not keep their owner alive.
         owner = weakref.proxy(self)
@@ -88,11 +89,16 @@ class SavedOptimizer(HostedOptimizer):
         self._finish_for_saving()
         with deferred_interrupts():
             self.__setstate__({"param_groups": groups})
-            self._unwritten = deque(states.items())
+            self._unwritten = deque(partial(self.state.write, *each) for each in states.items())
             self._write_rest()
 
+    def _write(self, what: Callable[[], None]) -> None:
+        """Write masters; after an error the next call does it again."""
+        self._unwritten.append(what)
+        self._write_rest()
+
     def _write_rest(self) -> None:
-        """Write the states that a load has taken over; after an error the next call goes on."""
+        """Write what a load or a refresh has left; after an error the next call goes on."""
         if not self._unwritten:
             return
         with deferred_interrupts():
@@ -100,7 +106,7 @@ class SavedOptimizer(HostedOptimizer):
             left, self._unwritten = self._unwritten, deque()
             try:
                 while left:
-                    self.state.write(*left[0])
+                    left[0]()
                     left.popleft()
             finally:
                 self._unwritten = left

@@ -7,17 +7,15 @@ for their own weights.
 
 It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
 
-A step that an error interrupts is either untouched or begun, see `status`. A begun one keeps its gradients and its
-clip decision, and the next call finishes it. The next call also finishes an interrupted load or refresh of masters.
+A step that an error interrupts is untouched or has begun, see `status`; a begun one is carried out with its own
+gradients and clip decision. The next call finishes an interrupted load or refresh of masters.
 
 Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ from torch import nn
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.closing import undo_all
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
 from reference_impl.optimizers.forward_waits import forgetful
@@ -43,7 +40,14 @@ from reference_impl.optimizers.state_offload_wrapped import (
     algorithm_of,
     check_group,
 )
-from reference_impl.optimizers.step import Failures, Status, hooked, in_turn, without_gradients
+from reference_impl.optimizers.step import (
+    Failures,
+    Status,
+    hooked,
+    in_turn,
+    to_the_end,
+    without_gradients,
+)
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -126,11 +130,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         )
         self._open_share: StreamedShare | None = share
         self.grad_norm: torch.Tensor | None = None
-        self._failures = Failures(self._status, self._before_forward)
-        # Whether a step has begun that an error has kept from being carried out.
-        self._is_begun = False
-        # What a load or a refresh has left to do.
-        self._left: deque[Callable[[], None]] = deque()
+        self._failures = Failures(self._status)
         # The gradients that a begun update reads, with their versions; and what takes the place of others.
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
         self._stand_ins: dict[Member, GradientStandIn] = {}
@@ -155,24 +155,13 @@ class OptimizerStateOffloader(SavedOptimizer):
             return "closed"
         if self._failures.first is not None:
             return "broken"
-        begun = self._is_begun or self._left or self._step_is_last(is_unqueued=self._open_share.is_begun)
+        begun = self._unwritten or self._step_is_last(is_unqueued=self._open_share.is_begun)
         return "begun" if begun else "untouched"
 
     def _ready(self) -> None:
         """Finish what an error has cut short. Raises RuntimeError where this cannot be used."""
         self._check_usable()
-        self._finish_begun()
-
-    def _finish_begun(self) -> None:
-        if self._is_begun:
-            self._advance()
-            self._wait_for_all()
-            self._is_begun, self._failures.told_begun = False, True
-        while self._left:
-            with deferred_interrupts():
-                self._left[0]()
-                self._left.popleft()
-        self._failures.forget_forward()
+        self._write_rest()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
@@ -269,7 +258,6 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._failures.told_begun and self._used.are_all(self._members.values()):
             return
         self._step()
-        self._is_begun = False
 
     def _step(self) -> None:
         """Prepare a step, begin it, and carry it out as far as nobody else waits for it."""
@@ -293,25 +281,18 @@ class OptimizerStateOffloader(SavedOptimizer):
             return
         read = self._prepare(gradients, decision)
         standing = {**standing_on(self._members.values()), **self._stand_ins}
-        with deferred_interrupts():
-            # First: once the step has begun, it must be known what it was taken from.
-            self._step_begins(standing, left_unseen=not standing)
-            try:
-                self.streamed.begin()
-            except BaseException:
-                self._used.forget()
-                raise
-            self._is_begun = True
+        with self._beginning(standing, left_unseen=not standing):
+            self.streamed.begin()
             self.grad_norm, self._read = decision.norm, read
             for member in gradients:
                 member.pending = True
             self._began(gradients)
             if self._model_waits:
                 put_in_use(read, forgetful(self._wait_for))
-            self._advance()
             count_own(gradients)
+        self.streamed.advance()
         if not self._model_waits:
-            self._wait_for_all()
+            to_the_end(self._wait_for_all)
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""
@@ -331,10 +312,6 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def _began(self, gradients: Mapping[Member, torch.Tensor]) -> None:
         """Take note that the step has begun; does not raise."""
-
-    def _advance(self) -> None:
-        """Carry the begun step out as far as nobody has to ask for it; after an error, go on."""
-        self.streamed.advance()
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -378,12 +355,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         self._failures.check()
         listed = list(members)
         self._refuse_written(listed, self.streamed.is_unqueued)
-        try:
-            self._seen_by_steps(lambda: self._wait_for_updates(listed))
-        except Exception:
-            # Not all of the step could be carried out behind the forward.
-            self._is_begun |= self._open_share.is_begun
-            raise
+        self._seen_by_steps(lambda: self._wait_for_updates(listed))
         self._end_reading(listed)
 
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
@@ -419,8 +391,7 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _refresh(self, members: Sequence[Member]) -> None:
         self._ready()
         self._finish(for_writing=True)
-        self._left.append(partial(self._make_masters, members))
-        self._finish_begun()
+        self._write(lambda: self._make_masters(members))
 
     def _make_masters(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from their weights as they are."""
@@ -451,10 +422,7 @@ class OptimizerStateOffloader(SavedOptimizer):
     def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         self._ready()
         self._finish(for_writing=True)
-        with deferred_interrupts():
-            self.__setstate__({"param_groups": groups})
-            self._left.extend(partial(self.state.write, *each) for each in states.items())
-            self._finish_begun()
+        super()._load(groups, states)
 
     def _finish_for_close(self) -> None:
         # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
@@ -473,7 +441,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         if self._open_share is not None:
             self._unclosed += self._closes(self._open_share)
         self._open_share = None
-        self._left.clear()
+        self._unwritten.clear()
         self._read = {}
 
     def _closes(self, share: StreamedShare) -> list[Callable[[], None]]:

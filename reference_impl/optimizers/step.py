@@ -1,9 +1,9 @@
 """What one optimizer step has decided before any update begins.
 
-A step is prepared, begins and is carried out. Preparing may fail and changes nothing. It begins with one assignment,
-and from there on owns its gradients, hyper-parameters and clip decision (`StepPlan`): every share works from the same
-plan, and nothing in it changes while the step runs. `BegunStep` holds what is left to carry out, so that a later call
-can finish the step. `Failures` records the state in which errors have left an optimizer.
+A step is prepared, then it begins. Preparing allocates and checks all that the step needs; it may fail, and changes
+nothing. From its begin on the step owns its gradients, hyper-parameters and clip decision (`StepPlan`). What is left is
+to queue kernels and copies, inside `as_one`: no signal comes between them, and they fail only where the device or a
+worker is lost. `Failures` records the state in which errors have left an optimizer.
 
 Explained in docs/optimizer-offloading.md, "When something fails".
 """
@@ -15,20 +15,18 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from reference_impl.device import device_is_lost
+from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.clip_decision import ClipDecision
 
-Operation = Callable[[], None]
 Status = Literal["untouched", "begun", "broken", "closed"]
 
 _LEAST_NORMAL = sys.float_info.min
@@ -81,43 +79,48 @@ class StepPlan:
                     )
 
 
-class BegunStep:
-    """The operations of a step that are still to do, in order.
-
-    Each one happens, or raises before it has had an effect. `gradients` are what stood on the parameters when the step
-    was taken; `left_unseen` says that nothing did, because all gradients had left.
-    """
-
-    def __init__(
-        self,
-        operations: Iterable[Operation],
-        gradients: Mapping[Any, torch.Tensor],
-        *,
-        left_unseen: bool = False,
-    ) -> None:
-        self._left = deque(operations)
-        self.gradients = gradients
-        self.left_unseen = left_unseen
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether every operation has happened."""
-        return not self._left
-
-    def advance(self) -> None:
-        """Do what is left; after an error the next call goes on with the operation that has failed."""
-        while self._left:
-            self._left[0]()
-            self._left.popleft()
-
-
 def is_lasting(error: BaseException) -> bool:
     """Return whether the device or a worker is gone after `error`: trying again would not help."""
     return isinstance(error, WorkLostError) or device_is_lost(error)
 
 
 class WorkLostError(RuntimeError):
-    """A worker has failed inside an update: what it was updating is neither old nor new."""
+    """A begun step could not be carried out: what it was updating is neither old nor new."""
+
+
+class as_one(deferred_interrupts):  # noqa: N801 (used like a function, as contextlib's)
+    """Queue kernels and copies of a begun step as one: signals wait until the end, and an error loses the step.
+
+    All memory has been allocated before. Raises WorkLostError from any error inside, but for that of a lost device.
+    """
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Run the handlers of signals, unless the step is lost: its own error says more."""
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            if error is not None and not is_lasting(error):
+                raise _lost_step(error) from error
+
+
+def _lost_step(error: BaseException) -> WorkLostError:
+    return WorkLostError(
+        f"a step that had begun could not be carried out: {error!r}; expected its kernels and copies to be queued, for "
+        "which all memory is there; try loading the last checkpoint into a new optimizer"
+    )
+
+
+def to_the_end(wait: Callable[[], None]) -> None:
+    """Run `wait`, and once more where a signal cuts it short: no model is attached whose forward would wait."""
+    try:
+        wait()
+    except BaseException:
+        wait()
+        raise
 
 
 _NOTE = "optimizer.status is "
@@ -132,16 +135,14 @@ class Failures:
     """Who works with an optimizer, and what errors have left of it.
 
     One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors say what became
-    of the step, and one that has begun is finished by any forward.
+    of the step.
 
     Args:
         status: returns the optimizer's status; not kept alive.
-        finish: finishes a step that has begun; not kept alive.
     """
 
-    def __init__(self, status: Callable[[], Status], finish: Callable[[], None]) -> None:
-        self._status, self._finish = weakref.WeakMethod(status), weakref.WeakMethod(finish)
-        self._hook: RemovableHandle | None = None
+    def __init__(self, status: Callable[[], Status]) -> None:
+        self._status = weakref.WeakMethod(status)
         # Workers never take it: whoever has it may wait for them.
         self.turn = threading.RLock()
         # Whether somebody has heard that a step has begun, and may call step() to go on with it.
@@ -189,22 +190,6 @@ class Failures:
                 error.add_note(f"{_NOTE}{told!r}: {_NOTES[told]}")
             if told == "begun":
                 self.told_begun = True
-                if self._hook is None:
-                    self._hook = register_module_forward_pre_hook(self._before_forward)
-
-    def _before_forward(self, *_: Any) -> None:
-        finish = self._finish()
-        if finish is None:
-            self.forget_forward()
-            return
-        with self.turn, self.told():
-            without_gradients(finish)()
-
-    def forget_forward(self) -> None:
-        """Take the hook on every forward off: nothing is left to finish."""
-        if (hook := self._hook) is not None:
-            hook.remove()
-            self._hook = None
 
 
 # A forked child has none of the threads that may have had their turn.

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device, Event
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.weight_home import refuse_update
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
@@ -30,7 +29,7 @@ from reference_impl.optimizers.step import StepPlan, snapshot
 
 
 class CpuUpdates:
-    """A `CpuShare` of whole parameters, whose steps are prepared, begun and submitted; none, and no threads, for none.
+    """A `CpuShare` of whole parameters, whose steps are prepared and begun; none, and no threads, for none.
 
     Args:
         device: where the weights visit.
@@ -47,8 +46,6 @@ class CpuUpdates:
         self._open_share: CpuShare | None = None
         self._members: set[Member] = set()
         self._prepared: tuple[CpuStep, Mapping[Member, Event]] | None = None
-        # A step that has begun and that the workers do not have yet.
-        self._begun: CpuStep | None = None
 
     def __contains__(self, member: Member) -> bool:
         """Return whether the CPU updates `member`."""
@@ -103,38 +100,24 @@ class CpuUpdates:
             self._prepared = CpuStep(StepPlan(snapshot(groups), decision), indices), ours
 
     def begin(self) -> None:
-        """Begin the prepared step, which owns its gradients from here on; does not raise."""
-        if self._prepared is not None:
-            (self._begun, arrivals), self._prepared = self._prepared, None
-            self._share.take(self._begun, arrivals)
-
-    def submit(self) -> None:
-        """Hand the begun step to the workers, unless they have it. Raises what one has failed with."""
-        if self._begun is None:
+        """Begin the prepared step, which owns its gradients from here on, and hand it to the workers."""
+        if self._prepared is None:
             return
-        buckets = self._share.buckets_of(self._begun.arrivals)
-        # A signal in between would have them do it twice.
-        with deferred_interrupts():
-            self._share.submit(
-                sorted(buckets, key=lambda bucket: bucket.deadline),
-                self._begun,
-                lambda _: (),
-                arrived=self._share.arrived(),
-                last_use=self._device.record(),
-            )
-            self._begun = None
+        (step, arrivals), self._prepared = self._prepared, None
+        self._share.take(step, arrivals)
+        self._share.submit(
+            sorted(self._share.buckets_of(arrivals), key=lambda bucket: bucket.deadline),
+            step,
+            lambda _: (),
+            arrived=self._share.arrived(),
+            last_use=self._device.record(),
+        )
 
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for new weights; the host waits until they are computed."""
         ours = [member for member in members if member in self._members]
         if ours:
-            self.submit()
             self._share.wait_for(ours)
-
-    @property
-    def has_failed_jobs(self) -> bool:
-        """Whether a part of an update has failed and is to be done again."""
-        return self._open_share is not None and self._open_share.has_failed_jobs
 
     def finish(self) -> None:
         """Make the live current stream wait for all new weights, and block until the workers are done."""

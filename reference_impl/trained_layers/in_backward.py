@@ -16,13 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.gradients import Gradients, standing_on
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
-from reference_impl.optimizers.step import Status, StepPlan, in_turn, snapshot
+from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
 from reference_impl.trained_layers.optimizer import READ_IN_A_HOOK, LayersOptimizer, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
@@ -209,16 +208,14 @@ class InBackwardOptimizer(LayersOptimizer):
             self._follow_writes()
             self._plan = StepPlan(snapshot(self.param_groups), None)
         self.streamed.prepare(gradients, None, self._plan.groups)
-        with deferred_interrupts():
-            self._is_begun = True
+        with as_one():
             self.streamed.begin()
             self._updating.update(gradients)
             self._final.clear()
             for member in gradients:
                 member.pending = True
-            self.streamed.advance()
-            self.streamed.queue(gradients)
-            self._is_begun = False
+        self.streamed.advance()
+        self.streamed.queue(gradients)
 
     def _step(self) -> None:
         """Update what is left of the batch."""
@@ -270,9 +267,9 @@ class InBackwardOptimizer(LayersOptimizer):
             elif found is not None:
                 self._keep(member)
 
-    def _finish_begun(self) -> None:
+    def _ready(self) -> None:
         self._check_backward()
-        super()._finish_begun()
+        super()._ready()
         if self._is_asked:
             self._update()
             self._end_step()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -29,7 +29,7 @@ from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_offload import OptimizerStateOffloader
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
-from reference_impl.optimizers.step import Status, in_turn
+from reference_impl.optimizers.step import in_turn
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.trained_layers.cpu_updates import BothParts, CpuUpdates
@@ -352,19 +352,6 @@ class TrainedLayersOptimizer(LayersOptimizer):
         self._cpu.begin()
         self._store.take(gradients)
 
-    def _advance(self) -> None:
-        self._cpu.submit()
-        super()._advance()
-
-    def _status(self) -> Status:
-        told = super()._status()
-        return "begun" if told == "untouched" and self._cpu.has_failed_jobs else told
-
-    def _finish_begun(self) -> None:
-        super()._finish_begun()
-        if self._cpu.has_failed_jobs:
-            self._wait_for_all()
-
     def _wait_for_updates(self, members: Sequence[Member]) -> None:
         self._refuse_written(member for member in members if member in self._cpu)
         # The device gets its work before the host waits for the CPU's.
@@ -381,13 +368,6 @@ class TrainedLayersOptimizer(LayersOptimizer):
 
     def _finished(self, members: Iterable[Member]) -> StateParts:
         return BothParts(super()._finished(members), self._cpu)
-
-    def _finish_for_close(self) -> None:
-        if self._failures.first is None:
-            # What a worker has failed with is raised once; then its work is done again.
-            with suppress(Exception):
-                self._cpu.finish()
-        super()._finish_for_close()
 
     def _closes(self, share: StreamedShare) -> list[Callable[[], None]]:
         return [self._cpu.close, *super()._closes(share)]

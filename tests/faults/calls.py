@@ -185,7 +185,10 @@ def _judged(case: Case) -> Outcome:
         outcome = _AFTER.get(case.call, _after_a_reading)(case, program, told)
     except Exception as later:
         status = getattr(trainee.optimizer, "status", None)
-        outcome = Outcome(Verdict.STUCK, f"{told}; later {told_of(later)}; status {status}")
+        is_lost = injector.may_break and status == "broken" and injector.names(later)
+        outcome = Outcome(
+            Verdict.BROKEN if is_lost else Verdict.STUCK, f"{told}; later {told_of(later)}; status {status}"
+        )
     try:
         program.close()
     except Exception as error:

@@ -6,6 +6,9 @@ moment (step and phase), so that a `Fault` can name one that will be reached.
 
 What the main thread visits is counted by moment. What other threads visit is counted over the whole run, because which
 moment they share with the main thread is chance.
+
+Once a step has begun nothing is allocated (`step.as_one`). So what fails there, other than an allocation, is a queued
+kernel or copy, or Python itself: the step is lost, and the optimizer has to say so.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
+import begun_steps
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -125,6 +129,7 @@ OTHER_KINDS: dict[str, tuple[str, ...]] = {
     "hook": ("user_error",),
 }
 _ON_DEVICE = frozenset({"kernel", *DEVICE_SEAMS})
+_ALLOCATING = frozenset({"allocate", "slab"})
 # A worker that has died inside an update cannot be resumed, whatever killed it.
 WORKER = "@worker"
 
@@ -196,6 +201,8 @@ class Injector:
         self.fault = fault
         self.visits: Counter[Moment] = Counter()
         self.error: BaseException | None = None
+        # Whether it came where a begun step is carried out, and was no lack of memory for an allocation.
+        self.lost_a_step = False
         self.step, self.phase = -1, "build"
         self._lock = threading.Lock()
         self._quiet = False
@@ -213,8 +220,19 @@ class Injector:
         finally:
             self._quiet = before
 
-    def visit(self, seam: str) -> None:
-        """Note a call through `seam`; raises when it is to fail."""
+    @property
+    def may_break(self) -> bool:
+        """Whether an optimizer may give up after the fault, if it says so."""
+        return self.lost_a_step or (self.fault is not None and self.fault.may_break)
+
+    def fail(self, error: BaseException, *, allocates: bool = False) -> None:
+        """Raise the `error` of the fault."""
+        self.error = error
+        self.lost_a_step = begun_steps.carries_out() and (begun_steps.may_allocate() or not allocates)
+        raise error
+
+    def visit(self, seam: str, *, allocates: bool = False) -> None:
+        """Note a call through `seam`, which `allocates` or does not; raises when it is to fail."""
         if undisturbed.active:
             return
         # Autograd's own threads are the training's too.
@@ -233,12 +251,9 @@ class Injector:
                 and self.fault.moment == moment
                 and self.fault.nth == self.visits[moment]
             )
-            if fails:
-                assert self.fault is not None
-                self.error = KINDS[self.fault.kind]()
         if fails:
-            assert self.error is not None
-            raise self.error
+            assert self.fault is not None
+            self.fail(KINDS[self.fault.kind](), allocates=allocates or seam in _ALLOCATING)
 
     def names(self, error: BaseException) -> bool:
         """Return whether `error` is what was injected, or says that it came from it."""
@@ -257,6 +272,7 @@ class Injector:
     def installed(self, device: Device) -> Iterator[Injector]:
         """Patch all seams, of `device`'s class too."""
         with ExitStack() as stack:
+            stack.enter_context(begun_steps.watched())
             for seam, (places, _) in SEAMS.items():
                 owners = [(_owner(module, name), method) for module, name, method in places]
                 found = [
@@ -333,7 +349,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Optimizers name their steps to the profiler, which cannot run out of memory.
         if func.namespace != "profiler":
-            self._injector.visit("operator")
+            self._injector.visit("operator", allocates=begun_steps.allocates(func))
         return func(*args, **(kwargs or {}))
 
 

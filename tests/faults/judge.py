@@ -109,7 +109,7 @@ def judge(case: Case) -> Outcome:
     frames = OTHERS_FRAMES if isinstance(case.fault, TooDeep) else 0
     outcome = deeper(frames, lambda: _judged(case))
     if outcome.verdict.passes and (left := before.more_than()):
-        return Outcome(Verdict.LEAK, f"after close() stay: {left}")
+        return Outcome(Verdict.LEAK, f"after close() stay: {left}; {outcome.detail}")
     return outcome
 
 
@@ -285,19 +285,23 @@ class _Run:
         wanted = undisturbed_until(self._case.setting, stop)
         return not differing(seen, {name: wanted[name] for name in wanted.keys() & seen.keys()})
 
+    @property
+    def _may_break(self) -> bool:
+        return self._injector.may_break or self._case.fault.may_break
+
     def _weights_after_close(self, step: int, phase: str) -> Outcome:
         with self._injector.quietly():
             try:
                 seen = self._trainee.weights()
             except RuntimeError as error:
-                if self._case.fault.may_break:
+                if self._may_break:
                     return Outcome(Verdict.BROKEN, f"a lost device keeps weights after close(): {error}")
                 raise
             runs = {Verdict.SKIPPED: step, Verdict.TAKEN: step + 1}
             for verdict, stop in runs.items():
                 if self._is_after(stop, seen):
                     return Outcome(verdict, f"raised in step {step}, {phase}, then closed")
-        if self._case.fault.may_break:
+        if self._may_break:
             return Outcome(Verdict.BROKEN, f"raised in step {step}, {phase}, then closed")
         return Outcome(
             Verdict.SILENT, f"raised in step {step}, {phase}: after close() weights of neither run"
@@ -313,7 +317,7 @@ class _Run:
         if phase in before_step and self._case.setting.updates_in_backward:
             return self._refuses(step, phase, told)
         status = getattr(self._optimizer, "status", None)
-        if not self._case.fault.may_break or status not in (None, "broken"):
+        if not self._may_break or status not in (None, "broken"):
             return Outcome(Verdict.STUCK, f"{told}; status {status}")
         for name in ("state_dict", "step", "synchronize", "state_dict"):
             try:

@@ -23,7 +23,7 @@ from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.step import Failures
-from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
+from reference_impl.optimizers.streamed import share
 from reference_impl.optimizers.streamed.update import ChunkUpdate
 from reference_impl.trained_layers import shards
 
@@ -59,9 +59,9 @@ def faults() -> list[str]:
             failed.clear()
 
     @around(Injector, "visit")
-    def visit(real: Wrapper, injector: Injector, seam: str) -> None:
+    def visit(real: Wrapper, injector: Injector, seam: str, **options: Any) -> None:
         try:
-            real(injector, seam)
+            real(injector, seam, **options)
         except BaseException:
             failed.append(seam)
             raise
@@ -164,46 +164,14 @@ def step_counted_twice() -> None:
     failed = faults()
 
 
-def begun_step_dropped() -> None:
-    """`zero_grad()` after an error forgets what is left of the step."""
-
-    @around(HybridDeviceOptimizer, "zero_grad")
-    def zero_grad(real: Wrapper, optimizer: Any, **options: Any) -> None:
-        if once(failed):
-            optimizer._begun = None
-        real(optimizer, **options)
-
-    @around(OptimizerStateOffloader, "zero_grad")
-    def zero_grad_of_states(real: Wrapper, optimizer: Any, **options: Any) -> None:
-        if once(failed):
-            optimizer._is_begun = False
-            optimizer.streamed._pipeline._queue.step = None
-        real(optimizer, **options)
-
-    failed = faults()
-
-
 def lost_device_hides_the_rest() -> None:
     """Closing streamed shards stops where the device is lost."""
     shards.past_a_lost_device = nullcontext
 
 
 def rates_of_the_next_batch() -> None:
-    """A begun step is finished with the hyper-parameters of the moment."""
-    _module(HybridDeviceOptimizer).snapshot = list
-
-
-def chunk_lost_without_memory() -> None:
-    """The chunk at whose update a call has had no memory is left out."""
-
-    @around(StreamedPipeline, "_queue_until")
-    def queue_until(real: Wrapper, pipeline: Any, count: int) -> None:
-        try:
-            real(pipeline, count)
-        except MemoryError:
-            if not undisturbed.active and pipeline._unqueued:
-                pipeline._unqueued.popleft()
-            raise
+    """A begun step is carried out with the hyper-parameters of the moment."""
+    share.snapshot = _module(HybridDeviceOptimizer).snapshot = list
 
 
 def few_signals_are_deferred() -> None:
@@ -244,10 +212,8 @@ MUTATIONS: dict[str, Mutation] = {
     "job-dropped": Mutation(job_dropped),
     "worker-error-swallowed": Mutation(worker_error_swallowed),
     "step-counted-twice": Mutation(step_counted_twice),
-    "begun-step-dropped": Mutation(begun_step_dropped, "optimizers:60:120"),
     "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
     "rates-of-the-next-batch": Mutation(rates_of_the_next_batch, "users:0:60"),
-    "chunk-lost-without-memory": Mutation(chunk_lost_without_memory, "python:0:60"),
     "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
     "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import begun_steps
 from injector import Injector, undisturbed
 from interrupts import PACKAGE
 
@@ -41,7 +42,7 @@ class NoMemory:
 
     @property
     def may_break(self) -> bool:
-        """Whether an optimizer may give up after this, if it says so: an update that has failed half-way is lost."""
+        """Whether an optimizer may give up after this wherever it comes: an update that has failed half-way is lost."""
         return not self.on_main
 
     @contextmanager
@@ -49,10 +50,9 @@ class NoMemory:
         """Fail that call of the program inside."""
 
         def fail(where: str) -> None:
-            injector.error = MemoryError(f"injected into {where}")
-            raise injector.error
+            injector.fail(MemoryError(f"injected into {where}"))
 
-        with calls_counted(self.nth, fail, on_main=self.on_main):
+        with begun_steps.watched(), calls_counted(self.nth, fail, on_main=self.on_main):
             yield
 
 

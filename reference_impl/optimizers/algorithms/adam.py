@@ -94,10 +94,11 @@ class Adam:
         """Return the rows of `adam_formula`; `steps` are 0 where the step is skipped."""
         (beta1, beta2), lr, decay = group["betas"], float(group["lr"]), float(group["weight_decay"])
         l2, kept = (0.0, 1 - lr * decay) if self.decoupled else (decay, 1.0)
+        counted = steps.double()
         return rows(
             [sign_of(group), l2, kept, beta1, 1 - beta1, beta2, 1 - beta2, float(group["eps"])],
-            lr / (1 - beta1 ** steps.double()),
-            (1 - beta2 ** steps.double()).rsqrt(),
+            lr / (1 - beta1**counted),
+            (1 - beta2**counted).rsqrt(),
         )
 
     def update(

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
+from reference_impl.memory.ledger import unseen
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
@@ -26,7 +28,6 @@ from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_
 from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
-from reference_impl.optimizers.step import WorkLostError
 
 
 class CpuShare:
@@ -62,8 +63,12 @@ class CpuShare:
         self._numbers = HostArena(device, slab_bytes=2**21)
         self._gradients = gradients or GradientMover(device)
         self._publisher = Publisher(device)
-        self._workers = DeadlineWorkers(threads=options.threads or threads_beside(streamed_bytes))
+        threads = options.threads or threads_beside(streamed_bytes)
+        # An fp32 block for each worker, which takes one with its first task: it stays in the cache of its core.
+        with unseen():
+            self._scratch = [torch.empty(BLOCK_ELEMENTS) for _ in range(threads)]
         self._local = threading.local()
+        self._workers = DeadlineWorkers(threads=threads)
         self._tasks: dict[Bucket, tuple[Task, ...]] = {}
         self._buckets: dict[Piece, Bucket] = {}
 
@@ -198,39 +203,31 @@ class CpuShare:
         for bucket in buckets:
             present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
             tasks = self._tasks[bucket]
-            update = BucketUpdate(step, present, new_weights, last_use)
-            jobs += [Job(bucket.deadline, arrived, _TaskUpdate(self, task, update)) for task in tasks]
+            update = BucketUpdate(step, present, len(tasks), new_weights, last_use)
+            jobs += [Job(bucket.deadline, arrived, partial(self.run_task, task, update)) for task in tasks]
         self._workers.submit(jobs)
         step.queued.update(buckets)
         for bucket in buckets:
             bucket.sent.clear()
 
-    def kernel(self, task: Task, step: CpuStep, present: Container[Member]) -> Callable[[], None]:
-        """Return what updates a task's members that are `present`, on the calling worker; may be called again."""
+    def run_task(self, task: Task, update: BucketUpdate) -> None:
+        """Update a task's members on the calling worker, then send the new weights that are complete with it."""
         self._gradients.drain()
+        step = update.step
         grad_scale, skip = step.scale_and_skip()
-        part = None if skip else present_part(task, present)
-        if part is None:
-            return _nothing
-        scratch = self._scratch()
-        # A thread has a mode of its own, that of the thread that has started it.
-        torch.set_flush_denormal(step.plan.flushes_denormals)
-        parts = list(_by_factors(part, step))
-        for member in part.members:
-            step.count(member)
-
-        def update() -> None:
-            for each, factors in parts:
-                self._kernel.update(each, step.plan.groups[each.group], scratch, grad_scale, factors)
-
-        return update
-
-    def publish(self, member: Member, update: BucketUpdate) -> None:
-        """Send a member's new weight to the device, unless the step is skipped, and let its readers go on."""
-        if not update.step.skips:
-            after = update.last_use or update.step.arrivals[member]
-            self._publisher.publish(member, update.new_weights(member), after=after)
-        self._publisher.release(member)
+        part = None if skip else present_part(task, update.present)
+        if part is not None:
+            step.count(part.members)
+            # A thread has a mode of its own, that of the thread that has started it.
+            torch.set_flush_denormal(step.plan.flushes_denormals)
+            for each, factors in _by_factors(part, step):
+                group = step.plan.groups[each.group]
+                self._kernel.update(each, group, self._own_scratch(), grad_scale, factors)
+        for member in update.finish():
+            if not skip:
+                after = update.last_use or step.arrivals[member]
+                self._publisher.publish(member, update.new_weights(member), after=after)
+            self._publisher.release(member)
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 view) of each part of a moment or `master_param` that is here."""
@@ -239,10 +236,10 @@ class CpuShare:
             whole = bucket.master if name == MASTER else bucket.moments[self._moments.index(name)]
             yield piece.start, whole[piece.offset : piece.offset + piece.numel]
 
-    def _scratch(self) -> torch.Tensor:
-        """Return the calling worker's own fp32 block, which stays in its cache."""
+    def _own_scratch(self) -> torch.Tensor:
+        """Return the calling worker's own fp32 block."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = torch.empty(BLOCK_ELEMENTS)
+            self._local.scratch = self._scratch.pop()
         scratch: torch.Tensor = self._local.scratch
         return scratch
 
@@ -258,11 +255,6 @@ class CpuShare:
         """Raise what a worker has failed with, see `DeadlineWorkers.check`, or that the share is closed."""
         self._workers.check()
 
-    @property
-    def has_failed_jobs(self) -> bool:
-        """Whether a part of an update has failed and is to be done again."""
-        return self._workers.has_failed_jobs
-
     def drain(self) -> None:
         """Wait until all updates are done and their copies have read what they need."""
         self._workers.wait_idle()
@@ -277,40 +269,6 @@ class CpuShare:
         # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
         for piece in self._buckets:
             piece.member.pieces.clear()
-
-
-class _TaskUpdate:
-    """A task of a bucket's update, for a worker: the kernel, then what it completes is published. Each happens once."""
-
-    __slots__ = ("_is_updated", "_share", "_task", "_to_publish", "_token", "_update")
-
-    def __init__(self, share: CpuShare, task: Task, update: BucketUpdate) -> None:
-        self._share, self._task, self._update = share, task, update
-        self._is_updated, self._token = False, object()
-        self._to_publish: list[Member] | None = None
-        update.left.add(self)
-
-    def __call__(self) -> None:
-        """Do what is left of it. Raises WorkLostError from inside the kernel, which cannot be run again."""
-        if not self._is_updated:
-            kernel = self._share.kernel(self._task, self._update.step, self._update.present)
-            try:
-                kernel()
-                self._is_updated = True
-            except BaseException as error:
-                raise WorkLostError(
-                    f"an update on the CPU has failed: {error!r}; expected it to finish; some masters are neither old "
-                    "nor new; try loading the last checkpoint into a new optimizer"
-                ) from error
-        if self._to_publish is None:
-            self._to_publish = self._update.finish(self, self._token)
-        while self._to_publish:
-            self._share.publish(self._to_publish[-1], self._update)
-            self._to_publish.pop()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _by_factors(task: Task, step: CpuStep) -> Iterator[tuple[Task, tuple[float, ...]]]:

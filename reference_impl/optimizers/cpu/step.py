@@ -36,19 +36,12 @@ class CpuStep:
         self._lock = threading.Lock()
         self._numbers: list[float] | None = [1.0, 0.0] if plan.decision is None else None
         self._counted: set[Member] = set()
-        self._counts: dict[Member, torch.Tensor] = {}
-        self._done: dict[Member, dict[object, int]] = {}
-        self._publishers: dict[Member, object] = {}
+        self._updated: Counter[Member] = Counter()
 
     def scale_and_skip(self) -> tuple[torch.Tensor | None, bool]:
         """Return what divides gradients (0-dim fp32 on the host, None for exactly 1) and whether to skip the step."""
         scale, found = self._read()[:2]
         return (None if scale == 1.0 else torch.tensor(scale)), found != 0
-
-    @property
-    def skips(self) -> bool:
-        """Whether the step is skipped."""
-        return self._read()[1] != 0
 
     def factors(self, member: Member) -> tuple[float, ...]:
         """Return what a member's gradient is multiplied by, in order, those of exactly 1 left out."""
@@ -65,46 +58,39 @@ class CpuStep:
                 self._numbers = self.plan.decision.read()
             return self._numbers
 
-    def count(self, member: Member) -> None:
-        """Count the step of `member`, once however many buckets it has, and however often an error ends this."""
+    def count(self, members: Iterable[Member]) -> None:
+        """Count the step of each of `members` once, however many buckets it has."""
         with self._lock:
-            if member not in self._counted:
-                if member not in self._counts:
-                    self._counts[member] = member.step + 1
-                member.step.copy_(self._counts[member])
-                self._counted.add(member)
+            for member in members:
+                if member not in self._counted:
+                    self._counted.add(member)
+                    member.step.add_(1)
 
-    def finish(self, member: Member, pieces: int, *, update: object, job: object) -> bool:
-        """Count the `pieces` of `member` in an update; return whether all are updated, and `job` is to publish it.
-
-        `update` and `job` are tokens: the objects themselves know the step, and only the collector would free them.
-
-        One job is, the first that asks then, and hears so again if it asks again after an error.
-        """
+    def finish(self, pieces: Counter[Member]) -> list[Member]:
+        """Note that so many pieces of each member are updated; return the members of which these were the last ones."""
         with self._lock:
-            done = self._done.setdefault(member, {})
-            done[update] = pieces
-            return (
-                sum(done.values()) == len(member.pieces) and self._publishers.setdefault(member, job) is job
-            )
+            self._updated.update(pieces)
+            return [member for member in pieces if self._updated[member] == len(member.pieces)]
 
 
 class BucketUpdate:
-    """One bucket in one step: what its jobs share, and in `left` those that are still to do.
+    """One bucket in one step: what its `tasks` jobs share.
 
     Args:
         step: the step.
         present: the members that take part, each with its number of pieces in the bucket.
+        tasks: how many jobs update it.
         new_weights: yields the parts of a member that the device has updated and that go out with the CPU's.
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
     """
 
-    __slots__ = ("_lock", "_token", "last_use", "left", "new_weights", "present", "step")
+    __slots__ = ("_left", "_lock", "last_use", "new_weights", "present", "step")
 
     def __init__(
         self,
         step: CpuStep,
         present: Counter[Member],
+        tasks: int,
         new_weights: Callable[[Member], Iterable[NewWeights]],
         last_use: Event | None,
     ) -> None:
@@ -112,22 +98,12 @@ class BucketUpdate:
         self.present = present
         self.new_weights = new_weights
         self.last_use = last_use
-        self.left: set[object] = set()
-        self._lock, self._token = threading.Lock(), object()
+        self._lock, self._left = threading.Lock(), tasks
 
-    def finish(self, job: object, token: object) -> list[Member]:
-        """Count `job` as done; after the last return the members that it is to publish, every piece being updated.
-
-        `token` stands for the job and lives as long as the step.
-
-        After an error it may be called again.
-        """
+    def finish(self) -> list[Member]:
+        """Note that a job is done; after the last one return the members of which every piece is updated."""
         with self._lock:
-            self.left.discard(job)
-            if self.left:
+            self._left -= 1
+            if self._left:
                 return []
-        return [
-            member
-            for member, pieces in self.present.items()
-            if self.step.finish(member, pieces, update=self._token, job=token)
-        ]
+        return self.step.finish(self.present)

@@ -5,9 +5,8 @@ earliest deadline runs first, which hides the most work behind forward and backw
 own and each computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's
 thread setting is not changed.
 
-A job that fails is kept: its error is raised once, by the caller's next call, and the call after that runs the job
-again. If that cannot help (`step.is_lasting`), all work stops, and every call raises.  Explained in
-docs/optimizer-offloading.md, "Timeline of a step".
+All that a job needs was allocated before it was submitted. So one that fails has lost what it was updating: all work
+stops, and every call of the caller raises its error. Explained in docs/optimizer-offloading.md, "Timeline of a step".
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _BYTES_BESIDE_AN_UPDATE = 160
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run` may start once `arrival` is reached; `deadline` is smallest for what is needed first.
-
-    `run` may be called again after it has raised, and then does what it has not done yet.
-    """
+    """`run` may start once `arrival` is reached; `deadline` is smallest for what is needed first."""
 
     deadline: int
     arrival: Event
@@ -75,9 +71,6 @@ class _Queue:
         self.waiting: list[Job] = []
         self.running = 0
         self.closed = False
-        self.lost = False
-        # What a thread has died of, outside its jobs.
-        self.error: BaseException | None = None
 
     def put(self, jobs: Sequence[Job]) -> None:
         with self.changed:
@@ -87,8 +80,8 @@ class _Queue:
     def take(self) -> Job | None:
         """Wait for a job and claim the most urgent one that has arrived; None when the threads should end."""
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.stopped)
-            if self.stopped:
+            self.changed.wait_for(lambda: self.waiting or self.closed)
+            if not self.waiting:
                 return None
             self.running += 1
             try:
@@ -111,23 +104,17 @@ class _Queue:
                 late.add(id(job.arrival))
         return 0
 
-    def finish(self, *, lost: bool) -> None:
+    def finish(self) -> None:
         with self.changed:
             self.running -= 1
-            if lost:
-                self.lost = True
-                self.waiting.clear()
             self.changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, *, drops_jobs: bool = False) -> None:
         with self.changed:
             self.closed = True
-            self.waiting.clear()
+            if drops_jobs:
+                self.waiting.clear()
             self.changed.notify_all()
-
-    @property
-    def stopped(self) -> bool:
-        return self.closed or self.lost
 
     @property
     def is_idle(self) -> bool:
@@ -139,11 +126,8 @@ class DeadlineWorkers:
 
     def __init__(self, *, threads: int) -> None:
         self._queue = _Queue()
-        # Jobs to run again, an error that the caller has not heard of, and the first one after which nothing can go on.
-        # The threads do not hold these, and what an error's traceback holds: it could never be collected.
-        self._failed: list[Job] = []
-        self._unheard: BaseException | None = None
-        self._lasting: BaseException | None = None
+        # What a job has failed with, or a thread has died of. The threads do not hold it: its frames hold this object.
+        self.error: BaseException | None = None
         callers_threads = torch.get_num_threads()
         ready: SimpleQueue[None] = SimpleQueue()
         self._threads = [
@@ -174,54 +158,39 @@ class DeadlineWorkers:
                 if not all(thread.is_alive() for thread in self._threads):
                     raise RuntimeError(
                         "an update thread of the optimizer's has not started; expected memory for it; try fewer threads"
-                    ) from self._queue.error
+                    ) from self.error
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none; raises what a worker has failed with."""
+        """Queue jobs, all or none; raises as `check`."""
         with deferred_interrupts():
             self.check()
             self._queue.put(jobs)
 
     def check(self) -> None:
-        """Raise what a worker has failed with, once where trying again may help; then let it try again.
+        """Raise what a job has failed with: a WorkLostError, or the error of a lost device.
 
         Raises RuntimeError when closed, or when the threads are gone.
         """
-        if self._queue.error is not None and self._lasting is None:
-            self._lasting = _lost_thread(self._queue.error)
-        if self._lasting is not None:
-            raise self._lasting
+        if self.error is not None:
+            if not is_lasting(self.error):
+                self.error = _lost_work(self.error)
+            raise self.error
         if self._queue.closed:
             raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
-        if not self._failed:
-            return
-        with deferred_interrupts():
-            error, self._unheard = self._unheard, None
-            if error is not None:
-                raise error
-            again, self._failed = self._failed, []
-            self._queue.put(again)
-
-    @property
-    def has_failed_jobs(self) -> bool:
-        """Whether some jobs have failed and are to be run again, or to be given up."""
-        return bool(self._failed)
 
     def wait_idle(self) -> None:
-        """Block until every job is done; raises what a worker has failed with."""
-        while True:
+        """Block until every job is done; raises as `check`."""
+        is_over = False
+        while not is_over:
             with deferred_interrupts():
                 with self._queue.changed:
-                    done = self._queue.changed.wait_for(
-                        lambda: self._failed or self._queue.is_idle, timeout=_SLICE_S
+                    is_over = self._queue.changed.wait_for(
+                        lambda: self._queue.closed or self._queue.is_idle, timeout=_SLICE_S
                     )
-                self.check()
-                if done and self._queue.is_idle and not self._failed:
-                    return
                 self._check_threads()
 
     def wait_until(self, done: threading.Event) -> None:
-        """Block until `done` is set by a job; raises what a worker has failed with.
+        """Block until `done` is set by a job; raises as `check`.
 
         Raises RuntimeError when no job is left that could set it.
         """
@@ -229,10 +198,8 @@ class DeadlineWorkers:
             with deferred_interrupts():
                 if done.wait(_SLICE_S):
                     return
-                self.check()
                 self._check_threads()
-                idle = self._queue.is_idle and not self._failed
-                if idle and not done.is_set():
+                if self._queue.is_idle and not done.is_set():
                     raise RuntimeError(
                         "a new weight was waited for whose update has not been queued; expected step() after the "
                         "backward that has started it (backward_overlap='update'); try `with optimizer.accumulate():` "
@@ -240,19 +207,18 @@ class DeadlineWorkers:
                     )
 
     def _check_threads(self) -> None:
+        self.check()
         if not all(thread.is_alive() for thread in self._threads):
-            self.check()
-            self._lasting = _lost_thread(None)
-            raise self._lasting
+            self.error = self.error or _lost_work(None)
+            raise self.error
 
     def close(self) -> None:
-        """Let running jobs finish and stop the threads. Calling it again does nothing."""
+        """Stop the threads once all jobs are done, unless one has failed. Calling it again does nothing."""
         with deferred_interrupts():
             self._queue.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        self._failed.clear()
 
     def run_job(self, job: Job) -> None:
         """Run `job` on the calling worker thread, once its gradients have arrived.
@@ -261,15 +227,6 @@ class DeadlineWorkers:
         """
         job.arrival.synchronize()
         job.run()
-
-    def keep(self, job: Job, error: BaseException) -> bool:
-        """Keep a job that has failed with `error`; return whether all work is lost."""
-        lost = is_lasting(error)
-        if lost:
-            self._lasting = self._lasting or error
-        self._unheard = self._unheard or error
-        self._failed.append(job)
-        return lost
 
 
 # A daemon thread that comes back from torch into a dying interpreter aborts the process.
@@ -283,11 +240,13 @@ def _close_all() -> None:
         workers.close()
 
 
-def _lost_thread(error: BaseException | None) -> WorkLostError:
+def _lost_work(error: BaseException | None) -> WorkLostError:
+    """Return what every call raises from now on, where a job has failed with `error` or, for None, threads are gone."""
     reason = "as at the end of the interpreter, or in a forked process" if error is None else f"of {error!r}"
     lost = WorkLostError(
-        f"a thread of the optimizer's has ended, {reason}; expected all to run until close(); try synchronize() before "
-        "the program ends, or loading the last checkpoint into a new optimizer"
+        f"a thread of the optimizer's has ended, {reason}; expected all to run until close(): some masters may be "
+        "neither old nor new; try synchronize() before the program ends, or loading the last checkpoint into a new "
+        "optimizer"
     )
     lost.__cause__ = error
     return lost
@@ -301,19 +260,15 @@ def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: SimpleQueue
         torch.set_num_threads(1)
         ready.put(None)
         while (job := queue.take()) is not None:
-            lost, workers = False, owner()
-            try:
-                if workers is not None:
-                    with torch.no_grad():
-                        workers.run_job(job)
-            except BaseException as error:
-                if workers is not None:
-                    lost = workers.keep(job, error)
+            workers = owner()
+            if workers is not None:
+                with torch.no_grad():
+                    workers.run_job(job)
             # Before the wait for the next: neither must keep the owner alive.
             del workers, job
-            queue.finish(lost=lost)
+            queue.finish()
     except BaseException as error:
-        # Nobody knows what has become of its job. Nothing is allocated here: memory may be what it lacks.
-        queue.error = error
-        queue.lost = True
-        queue.error.__traceback__ = None
+        if (workers := owner()) is not None:
+            workers.error = workers.error or error
+        # Nobody knows what the job has done. The other threads end, too.
+        queue.close(drops_jobs=True)

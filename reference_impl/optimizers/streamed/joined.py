@@ -88,7 +88,6 @@ class JoinedUpdate:
         # By group, so that each group's numbers are made at once.
         self._members: list[Member] = []
         self._places: dict[Chunk, list[Places]] = {}
-        self._of_members: OfMembers | None = None
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Make the tables of `chunks`, all there are. Changes nothing when it raises."""
@@ -101,32 +100,34 @@ class JoinedUpdate:
         }
         self._members = members
 
-    def begin(self, step: StreamedStep) -> None:
-        """Compute the numbers of all members; those without a gradient stay as they are."""
+    def numbers(self, step: StreamedStep) -> OfMembers | None:
+        """Compute the numbers of all members for `update`; those without a gradient stay as they are."""
         if not self._members:
-            return
+            return None
         numbers, counted = [], []
         for group, alike in groupby(self._members, key=_group):
-            counted.append(torch.stack([step.steps[member] for member in alike]))
+            counted.append(step.counted(list(alike)))
             numbers.append(self._algorithm.numbers_by_step(step.groups[group], counted[-1]))
-        skipped = torch.zeros_like(torch.cat(counted))
+        steps = torch.cat(counted)
+        skipped = torch.zeros_like(steps)
         if step.found_inf is not None:
             skipped += step.found_inf
         for column, member in enumerate(self._members):
             if member not in step.gradients:
                 skipped[column].fill_(1)
-        # They are kept until the next step, which begins behind all updates of this one.
-        self._of_members = OfMembers(
+        return OfMembers(
             _at_least(torch.cat(numbers)).t().contiguous(),
-            _at_least(torch.cat(counted)),
+            _at_least(steps),
             _at_least(skipped),
             skipped.new_ones(()) if step.grad_scale is None else step.grad_scale.clone(),
         )
 
-    def update(self, chunk: Chunk, number: int, operands: packing.PieceOperands) -> None:
+    def update(
+        self, chunk: Chunk, number: int, operands: packing.PieceOperands, members: OfMembers | None
+    ) -> None:
         """Update all pieces of the run of that `number` in `chunk`; `operands` are of the whole run."""
-        assert self._of_members is not None
-        self._run(operands, self._places[chunk][number], self._of_members)
+        assert members is not None
+        self._run(operands, self._places[chunk][number], members)
 
     def build(self, few: Chunk, operands: packing.PieceOperands) -> None:
         """Run the kernel for a chunk that is in no table, whose member has no step: with the numbers of any."""
@@ -142,7 +143,6 @@ class JoinedUpdate:
         """Drop the tables and the chunks that they are of. No update may be running."""
         self._places.clear()
         self._members.clear()
-        self._of_members = None
 
     def _run(self, operands: packing.PieceOperands, places: Places, members: OfMembers) -> None:
         assert isinstance(operands, packing.Operands)
@@ -150,7 +150,7 @@ class JoinedUpdate:
         tensors = (*operands[:4], *operands.moments)
         kind = (self._algorithm.formula, *(None if each is None else each.dtype for each in tensors))
         kernel = packing.compiled(function, *kind)
-        kernel(self._algorithm.formula, operands.each(packing.apart), places, members)
+        self._device.launch(kernel, self._algorithm.formula, operands.each(packing.apart), places, members)
 
     def _places_of(self, run: PieceSpan, columns: Mapping[Member, int]) -> Places:
         pieces = list(run.pieces)

@@ -22,7 +22,7 @@ Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby
 from types import FunctionType, ModuleType
@@ -34,6 +34,7 @@ from torch.nn.functional import pad
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm, Formula, Numbers, group_defaults
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.streamed.step import StreamedStep
 
 Tensors = Sequence[torch.Tensor]
 # Pairs of a tensor and what is to be copied into it.
@@ -162,51 +163,35 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 
-class Resumable:
-    """Runs one kernel after the other, each as one where the device compiles, else block by block.
-
-    A run that has raised goes on where it stopped when it is made again. So each element is changed once, whichever
-    operator fails.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._compiles = device.compiles
-        self._blocks_done = 0
-        # What the block that failed has left to write.
-        self._writes: Writes | None = None
-
-    def run(self, numel: int, whole: Callable[[], None], part: Callable[[slice], Writes]) -> None:
-        """Run `whole`, a compiled kernel over `numel` elements, or make the writes of every `part`."""
-        if self._compiles:
-            whole()
-            return
-        for each in blocks(numel)[self._blocks_done :]:
-            if self._writes is None:
-                self._writes = part(each)
-            write(self._writes)
-            self._writes = None
-            self._blocks_done += 1
-        self._blocks_done = 0
+def block_by_block(numel: int, part: Callable[[slice], Writes]) -> None:
+    """Make the writes of every `part` of `numel` elements: in place of one kernel, where nothing compiles."""
+    for each in blocks(numel):
+        write(part(each))
 
 
 class Packer:
-    """Packs and unpacks on the live current stream; after an error the same call goes on."""
+    """Packs and unpacks on the live current stream."""
 
     def __init__(self, device: Device) -> None:
-        self._kernel = Resumable(device)
+        self._device = device
 
     def unpack(self, halves: Halves) -> None:
         """Write the masters, and take the flags off `exp_avg_sq`."""
-        self._run(lambda: _on_gpu().unpack(halves), _unpacked, halves)
+        if self._device.compiles:
+            self._device.launch(_on_gpu().unpack, halves)
+        else:
+            _in_blocks(_unpacked, halves)
 
     def pack(self, halves: Halves) -> None:
         """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
-        self._run(lambda: _on_gpu().pack(halves), _packed, halves)
+        if self._device.compiles:
+            self._device.launch(_on_gpu().pack, halves)
+        else:
+            _in_blocks(_packed, halves)
 
-    def _run(self, kernel: Callable[[], None], values: Callable[[Halves], Writes], halves: Halves) -> None:
-        self._kernel.run(
-            halves.low.numel(), kernel, lambda part: values(Halves(*(each[part] for each in halves)))
-        )
+
+def _in_blocks(values: Callable[[Halves], Writes], halves: Halves) -> None:
+    block_by_block(halves.low.numel(), lambda part: values(Halves(*(each[part] for each in halves))))
 
 
 def _on_gpu() -> ModuleType:
@@ -381,7 +366,7 @@ class RoundedUpdate:
 
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self._kernel = Resumable(device)
+        self._device = device
         # Of this step, each number as a storage of its own. The compiler would build a kernel for every place that a
         # number has in a table.
         self._apart: dict[torch.Tensor, torch.Tensor] = {}
@@ -394,19 +379,13 @@ class RoundedUpdate:
         table = self._algorithm.numbers_by_step(group_defaults(self._algorithm), self._zero[None])
         return aligned_rows(table)[0]
 
-    def numbers(
-        self,
-        members: Sequence[Member],
-        steps: Mapping[Member, torch.Tensor],
-        groups: Sequence[Mapping[str, object]],
-    ) -> dict[Member, torch.Tensor]:
+    def numbers(self, members: Sequence[Member], step: StreamedStep) -> dict[Member, torch.Tensor]:
         """Return each member's row of numbers for the formula: its group's hyper-parameters at its step."""
         self._apart.clear()
         found: dict[Member, torch.Tensor] = {}
         for group, alike in groupby(sorted(members, key=_group), key=_group):
             listed = list(alike)
-            counted = torch.stack([steps[member] for member in listed])
-            table = self._algorithm.numbers_by_step(groups[group], counted)
+            table = self._algorithm.numbers_by_step(step.groups[group], step.counted(listed))
             found.update(zip(listed, aligned_rows(table), strict=True))
         return found
 
@@ -420,7 +399,7 @@ class RoundedUpdate:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Update one piece; its operands and `Scalars` say what is what. After an error the same call goes on."""
+        """Update one piece; its operands and `Scalars` say what is what."""
         scalars = Scalars(
             first,
             step,
@@ -429,9 +408,11 @@ class RoundedUpdate:
             self._zero if found_inf is None else found_inf,
         )
         formula = self._algorithm.formula
-        self._kernel.run(
+        if self._device.compiles:
+            self._device.launch(operands.launch, formula, scalars, self._own)
+            return
+        block_by_block(
             operands.gradient.numel(),
-            lambda: operands.launch(formula, scalars, self._own),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
 

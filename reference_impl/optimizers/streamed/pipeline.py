@@ -14,10 +14,10 @@ such a slot is free long before one that a copy out still reads, and neither kin
 The pipeline knows chunks and gradients. `share` decides which of them take part and who waits for the weights. Every
 slot is either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
 
-Any operation may raise before it has had an effect, as where memory is short. A step is planned (`plan`, which changes
-nothing), begun (`begin`, assignments alone) and then carried out by whoever calls `advance`, `queue_for` or `finish`:
-operation by operation, each noted once it has happened. The chunk that is being updated stays at the head of the queue
-until it is whole, so the next call goes on exactly where the last one stopped.
+A step is planned (`plan`, which allocates and changes nothing) and begun (`begin`). Then its chunks are queued by
+whoever calls `advance`, `queue_for` or `finish`. The weights of a chunk may have to visit the device first: that may
+raise, and the chunk is then queued by a later call. All else is kernels and copies, for which all memory is there
+(`as_one`).
 
 Explained in docs/optimizer-state-offloading.md, "What happens in a step".
 """
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -38,9 +37,10 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.slots import Slot, Slots
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.step import as_one
 from reference_impl.optimizers.streamed.chunks import Chunk
 from reference_impl.optimizers.streamed.step import StreamedStep
-from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.optimizers.streamed.update import NO_NUMBERS, ChunkUpdate, StepNumbers
 
 # Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
@@ -51,12 +51,14 @@ class ChunkQueue:
     """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
 
     `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
+    `numbers` are those of the kernels.
     """
 
     chunks: list[Chunk]
     chunks_until: Mapping[Member, int]
     step: StreamedStep | None
     at_once: int
+    numbers: StepNumbers = NO_NUMBERS
 
 
 class StreamedPipeline:
@@ -81,14 +83,10 @@ class StreamedPipeline:
         self._queue = ChunkQueue([], {}, None, 0)
         self._unqueued: deque[Chunk] = deque()
         self._unloaded: dict[Slots, deque[Chunk]] = {}
-        # The event behind which the step's updates run; None until what precedes them has happened.
-        self._begun: Event | None = None
-        # How many operations before the first chunk have happened.
-        self._done = 0
+        # The event behind which the step's updates run.
+        self._begun: Event = REACHED
         # By the first chunk of a step, the chunks of the step that came after it.
         self._following: dict[Chunk, list[Chunk]] = {}
-        # The event of the update of the chunk at the head, once it has run.
-        self._head_updated: Event | None = None
         self.updated: dict[Member, Event] = {}
 
     @property
@@ -119,8 +117,7 @@ class StreamedPipeline:
     def synchronize(self) -> None:
         """Block until all that has been queued of the step has happened."""
         for event in (self._begun, *self.updated.values()):
-            if event is not None:
-                event.synchronize()
+            event.synchronize()
         # Whoever reads many states, each of one parameter, would wait for all of them each time.
         self.updated.clear()
 
@@ -151,23 +148,32 @@ class StreamedPipeline:
     def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
         """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once.
 
-        Slots that were freed are allocated again on the live current stream; nothing else changes.
+        Slots that were freed are allocated again on the live current stream, and so is what the kernels need; nothing
+        else changes.
         """
         self._slots.restore()
         self._gradient_slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
-        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead))
+        numbers = self._update.numbers(step, chunks)
+        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead), numbers)
 
     def begin(self, queue: ChunkQueue) -> None:
-        """Begin a step that was planned, once the last one is finished; `advance` carries it out. Does not raise.
+        """Begin a step that was planned, behind the live current stream, once the last one is finished.
 
-        Pieces of members without a gradient stay as they are. The caller keeps what is in the step alive until the
-        events in `updated`.
+        It is counted, and as many chunks come in as there are idle slots. Pieces of members without a gradient stay as
+        they are. The caller keeps what is in the step alive until the events in `updated`.
         """
-        for first in self._queue.chunks[:1]:
-            self._following[first] = queue.chunks
-        self._queue, self._unqueued = queue, deque(queue.chunks)
-        self._begun, self._done = None, 0
+        assert queue.step is not None
+        with as_one():
+            for first in self._queue.chunks[:1]:
+                self._following[first] = queue.chunks
+            self._queue, self._unqueued = queue, deque(queue.chunks)
+            queue.step.count(self._device)
+            self._begun = self._device.record()
+            self._note_unloaded()
+            self._load_idle()
+            if not queue.chunks:
+                self._end_step()
 
     def start(self) -> None:
         """Queue what has come in, behind the live current stream, so that the link is busy from here on."""
@@ -210,7 +216,7 @@ class StreamedPipeline:
                     chunks.popleft()
             except (torch.OutOfMemoryError, MemoryError):
                 # The chunks come in with the step instead.
-                self._settle()
+                return
 
     def free_slots(self) -> None:
         """Free the slots until `plan`, unless a step has begun or chunks have come in: to the live current stream."""
@@ -237,7 +243,6 @@ class StreamedPipeline:
         self._loaded.clear()
         self._unqueued.clear()
         self._unloaded.clear()
-        self._head_updated = None
         self._slots, self._gradient_slots = Slots(self._device), Slots(self._device)
 
     def _slots_for(self, chunk: Chunk) -> Slots:
@@ -245,97 +250,61 @@ class StreamedPipeline:
         return self._gradient_slots if chunk.resident else self._slots
 
     def _queue_until(self, count: int) -> None:
-        """Queue the step's chunks until `count` of them are; what an earlier call has not managed comes first."""
+        """Queue the step's chunks until `count` of them are."""
         step, chunks = self._queue.step, self._queue.chunks
         if step is None:
             return
         missing = min(count, len(chunks)) - (len(chunks) - len(self._unqueued))
-        if missing <= 0 and self._begun is not None:
+        if missing <= 0:
             return
         with deferred_interrupts(), torch.inference_mode(False), torch.no_grad():
-            try:
-                if self._begun is None:
-                    self._start(step)
-                for _ in range(missing):
-                    self._update_next(step)
-            except BaseException:
-                self._settle()
-                raise
-            if not self._unqueued:
-                self._end_step()
-
-    def _settle(self) -> None:
-        """Wait until the device is done, after an operation that was given to a stream may have lost its event."""
-        # The error that led here says more than one of waiting.
-        with suppress(Exception):
-            self._device.synchronize()
-
-    def _start(self, step: StreamedStep) -> None:
-        """Do what the updates of chunks need, once: count the step, and load as many chunks as there are idle slots."""
-        counters = [step.steps[member] for member in step.gradients]
-        if self._done == 0:
-            torch._foreach_add_(counters, 1)
-            self._done = 1
-        if self._done == 1:
-            if step.found_inf is not None:
-                torch._foreach_sub_(counters, [step.found_inf] * len(counters))
-            self._done = 2
-        self._update.begin(step, self._queue.chunks)
-        begun = self._device.record()
-        self._note_unloaded()
-        self._begun = begun
-        self._load_idle()
+            for _ in range(missing):
+                home = self._unqueued[0].home
+                # Before anything else, and on the live current stream, whose memory the weights take.
+                visits = () if home is None else (home.visit(),)
+                with as_one():
+                    self._update_next(step, visits)
+                    if not self._unqueued:
+                        self._end_step()
 
     def _end_step(self) -> None:
         """Copy the next step's first chunks in, each once one of the permanent slots becomes free."""
         self._queue.step = None
         self._slots.retire_extra()
         chunks = self._queue.chunks
-        try:
-            # What came last time, or the same again.
-            for chunk in self._following.get(chunks[0], chunks) if chunks else ():
-                if not self._slots.idle:
-                    return
-                # Gradients on the host are those of the last step yet.
-                if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
-                    self._load(chunk)
-        except (torch.OutOfMemoryError, MemoryError):
-            # They come in with the step instead.
-            self._settle()
+        # What came last time, or the same again.
+        for chunk in self._following.get(chunks[0], chunks) if chunks else ():
+            if not self._slots.idle:
+                return
+            # Gradients on the host are those of the last step yet.
+            if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
+                self._load(chunk)
 
-    def _update_next(self, step: StreamedStep) -> None:
-        """Queue the update of the chunk at the head, and what its slot takes next."""
+    def _update_next(self, step: StreamedStep, visits: Iterable[Event]) -> None:
+        """Queue the update of the chunk at the head, behind its weights' `visits`, and what its slot takes next."""
         chunk = self._unqueued[0]
         slot, arrived = self._slot_of(chunk) if chunk.comes_in else (None, REACHED)
         buffer = chunk.storage if slot is None else chunk.states_in(slot.bytes)
         came_in = None if slot is None else chunk.gradients_in(slot.bytes)
-        home = chunk.home
-        # Before anything else is allocated, and on the live current stream, whose memory the weights take.
-        visits = () if home is None else (home.visit(),)
-        updated = self._update_head(chunk, buffer, step, arrived, *visits, came_in=came_in)
+        with self._device.on_update_stream():
+            for event in (self._begun, arrived, *visits):
+                self._device.wait(event)
+            self._update.run(chunk, buffer, step, self._queue.numbers, came_in)
+            updated = self._device.record()
         free = updated
         if not chunk.resident:
-            free = self._device.copy_out(chunk.storage, buffer, after=(updated,))
-        if home is not None:
+            free = chunk.stored = self._device.copy_out(chunk.storage, buffer, after=(updated,))
+        if chunk.home is not None:
             chunk.at_home = self._send_home(chunk, step, updated)
-            home.leave(chunk.at_home)
-        if not chunk.resident:
-            chunk.stored = free
-        # Before the chunk is off the queue: if this fails, the chunk is still the one that has been updated.
-        self._update.end()
+            chunk.home.leave(chunk.at_home)
+        for piece in chunk.pieces:
+            self.updated[piece.member] = updated
+        self._unqueued.popleft()
         self._loaded.pop(chunk, None)
-        self._pop_head(chunk, updated)
         if slot is not None:
             slots = self._slots_for(chunk)
             slots.give_back(slot, after=free, needed=len(self._unloaded[slots]))
             self._load_idle()
-
-    def _pop_head(self, chunk: Chunk, updated: Event) -> None:
-        """Note that the update of `chunk` has been queued to its end; once it is off the queue, nothing can fail."""
-        for piece in chunk.pieces:
-            self.updated[piece.member] = updated
-        self._unqueued.popleft()
-        self._head_updated = None
 
     def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
         """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""
@@ -352,30 +321,10 @@ class StreamedPipeline:
                 stored = [each for each in stored if isinstance(each, EventGroup)] + [copied]
         return together(*stored)
 
-    def _update_head(
-        self,
-        chunk: Chunk,
-        buffer: torch.Tensor,
-        step: StreamedStep,
-        *after: Event,
-        came_in: torch.Tensor | None = None,
-    ) -> Event:
-        """Run the kernels of `chunk` on the update stream, unless they have run; return the event of their end."""
-        if self._head_updated is None:
-            assert self._begun is not None
-            with self._device.on_update_stream():
-                self._device.wait(self._begun)
-                for event in after:
-                    self._device.wait(event)
-                self._update.run(chunk, buffer, step, came_in)
-                self._head_updated = self._device.record()
-        return self._head_updated
-
     def _slot_of(self, chunk: Chunk) -> tuple[Slot, Event]:
         """Return the slot of `chunk` and the event after which it has come in; load it if it is not loaded."""
         if chunk not in self._loaded:
-            # A load has failed, or there was no slot because the order has changed since the prefetch. What was
-            # loaded last is needed last.
+            # There was no slot, because the order has changed since the prefetch. What was loaded last is needed last.
             slots = self._slots_for(chunk)
             if not slots.idle:
                 self._drop(

@@ -1,9 +1,9 @@
 """The streamed share: the elements of an optimizer's members whose states are on the host between steps.
 
 It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other
-elements of the same members. A step is prepared (`prepare`, which may raise and changes nothing), begun (`begin`,
-which does not raise) and carried out: first by `start` and `advance`, the rest by `wait_for` (for some members) or
-`finish`. Any of these may raise if memory is short, and the next call goes on exactly where it stopped.
+elements of the same members. A step is prepared (`prepare`, which allocates, may raise and changes nothing), begun
+(`begin`) and carried out: first by `start` and `advance`, the rest by `wait_for` (for some members) or `finish`. These
+raise where a weight cannot visit the device, and a later call goes on with its chunk.
 
 Explained in docs/optimizer-state-offloading.md, "Shares".
 """
@@ -28,7 +28,7 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
-from reference_impl.optimizers.step import snapshot
+from reference_impl.optimizers.step import as_one, snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
 from reference_impl.optimizers.streamed.freed_memory import FreedMemory
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
@@ -272,9 +272,9 @@ class StreamedShare:
     ) -> None:
         """Prepare a step, begin it, and queue what is wanted at once; the host waits for nothing."""
         self.prepare(gradients, decision, groups)
-        with deferred_interrupts():
+        with as_one():
             self.begin()
-            self.advance()
+        self.advance()
 
     @torch.no_grad()
     def prepare(
@@ -314,8 +314,9 @@ class StreamedShare:
         split = [place for place, chunk in enumerate(due, start=1) if self._has_split_member(chunk)]
         self._prepared = self._pipeline.plan(due, step, at_once=max(split, default=0))
 
+    @torch.no_grad()
     def begin(self) -> None:
-        """Begin the prepared step, which owns its gradients and decision from here on; does not raise."""
+        """Begin the prepared step, behind the live current stream; it owns its gradients and decision from here on."""
         self._freed.on_step()
         self._prefetchable = None
         queue, self._prepared = self._prepared, None
@@ -326,12 +327,12 @@ class StreamedShare:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Queue the begun step's first chunks, behind the live current stream; after an error, go on."""
+        """Queue the begun step's first chunks."""
         self._pipeline.start()
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Queue what the begun step wants at once, behind the live current stream; after an error, go on."""
+        """Queue what the begun step wants at once."""
         self._pipeline.advance()
 
     def _has_split_member(self, chunk: Chunk) -> bool:
@@ -375,8 +376,6 @@ class StreamedShare:
         apart = self._weights.kept_apart(member)
         if apart is None:
             return None
-        # It has been, unless queueing has failed.
-        self._pipeline.queue_for([member], ahead=False)
         return *apart, self._pipeline.updated.get(member, REACHED)
 
     @torch.no_grad()

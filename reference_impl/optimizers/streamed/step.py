@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reference_impl.device import Event
+from reference_impl.device import Device, Event
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.streamed.chunks import StreamedWeights
@@ -22,8 +22,8 @@ class StreamedStep:
     """What one optimizer step applies.
 
     `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
-    memory. `steps` are the step counters, 0-dim fp32 on the device, and count this step already. `groups` are the
-    hyper-parameters by group. Without a `decision` gradients are used as they are.
+    memory. `steps` are the step counters, 0-dim fp32 on the device, which count this step from its begin on. `groups`
+    are the hyper-parameters by group. Without a `decision` gradients are used as they are.
     Of chunks whose gradients are on the host `gradients` only names the members; each of those on the host is whole
     after its member's event in `arrived`, and is multiplied by each of its `factors`, in its own dtype.
     """
@@ -39,6 +39,18 @@ class StreamedStep:
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return the gradient of `piece`, flat."""
         return piece.member.flat(self.gradients[piece.member])[piece.start : piece.stop]
+
+    def counted(self, members: Sequence[Member]) -> torch.Tensor:
+        """Return the counters of `members` as they will be from the step's begin on: fp32, one dimension."""
+        counted = torch.stack([self.steps[member] for member in members]).add_(1)
+        return counted if self.found_inf is None else counted.sub_(self.found_inf)
+
+    def count(self, device: Device) -> None:
+        """Count the step."""
+        counters = [self.steps[member] for member in self.gradients]
+        device.launch(torch._foreach_add_, counters, 1)
+        if self.found_inf is not None:
+            device.launch(torch._foreach_sub_, counters, [self.found_inf] * len(counters))
 
     @property
     def grad_scale(self) -> torch.Tensor | None:

@@ -4,9 +4,8 @@ Where all states are fp32 while they are updated, torch's own fused kernel runs,
 masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and
 `compact`. Updates run one after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
-A chunk's update is a few operations, and any of them may raise before it has had an effect. `ChunkUpdate` counts those
-that are done, so that the same call, made again, goes on with the one that has failed: the fused kernel must not run
-twice on the same states.
+What the kernels of a step need beside the chunks (`StepNumbers`) is made before the step begins: from then on nothing
+is allocated.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -35,8 +35,18 @@ from reference_impl.optimizers.streamed.chunks import (
     scale_of,
 )
 from reference_impl.optimizers.streamed.compact import CompactOperands
-from reference_impl.optimizers.streamed.joined import JoinedUpdate
+from reference_impl.optimizers.streamed.joined import JoinedUpdate, OfMembers
 from reference_impl.optimizers.streamed.step import StreamedStep
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of one step for kernels that do everything: a row for each member, and those of joined updates."""
+
+    rows: Mapping[Member, torch.Tensor]
+    joined: OfMembers | None
+
+
+NO_NUMBERS = StepNumbers({}, None)
 
 
 class ChunkUpdate:
@@ -48,10 +58,6 @@ class ChunkUpdate:
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
         self._joined = JoinedUpdate(device, algorithm)
-        self._numbers: Mapping[Member, torch.Tensor] = {}
-        # How many operations of the chunk that is being updated are done, and how many products before them.
-        self._done = 0
-        self._scaled = 0
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running.
@@ -100,54 +106,49 @@ class ChunkUpdate:
                 found_inf=None,
             )
 
-    def begin(self, step: StreamedStep, chunks: Sequence[Chunk]) -> None:
-        """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run."""
-        if self._device.compiles:
-            self._joined.begin(step)
+    def numbers(self, step: StreamedStep, chunks: Sequence[Chunk]) -> StepNumbers:
+        """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run.
+
+        They are kept until the next step has begun, which does so behind all updates of this one.
+        """
         one_by_one = (chunk for chunk in chunks if chunk.rounded and not self._joins(chunk))
         rounded = (piece.member for chunk in one_by_one for piece in chunk.pieces)
         members = [member for member in dict.fromkeys(rounded) if member in step.gradients]
-        # They are kept until the next step, which begins behind all updates of this one.
-        self._numbers = self._rounded.numbers(members, step.steps, step.groups)
+        joined = self._joined.numbers(step) if self._device.compiles else None
+        return StepNumbers(self._rounded.numbers(members, step), joined)
 
     def _joins(self, chunk: Chunk) -> bool:
         return self._device.compiles and bool(chunk.joint_runs)
 
     def run(
-        self, chunk: Chunk, buffer: torch.Tensor, step: StreamedStep, came_in: torch.Tensor | None = None
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        step: StreamedStep,
+        numbers: StepNumbers,
+        came_in: torch.Tensor | None = None,
     ) -> None:
         """Update the states in `buffer`, which is laid out like the chunk's storage, and the weights of its pieces.
 
         Pieces of members without a gradient stay as they are. `came_in` are the gradients of all elements where they
-        come from the host, flat. Called again before `end`, with the same arguments, it does what it has not done yet.
+        come from the host, flat.
         """
         pieces = [piece for piece in chunk.pieces if piece.member in step.gradients]
         if came_in is None:
             gradients = {piece: step.gradient(piece) for piece in pieces}
         else:
             gradients = {piece: _part(came_in, piece) for piece in pieces}
-            self._scale(gradients, step)
+            for piece, gradient in gradients.items():
+                for factor in step.factors.get(piece.member, ()):
+                    self._device.launch(gradient.mul_, factor)
         if self._joins(chunk) and chunk.joins_in_scratch:
-            self._run_in_scratch(chunk, buffer, gradients, step)
+            self._run_in_scratch(chunk, buffer, gradients, step, numbers.joined)
         elif self._joins(chunk):
-            self._run_joined(chunk, buffer, came_in, step)
+            self._run_joined(chunk, buffer, came_in, step, numbers.joined)
         elif chunk.rounded:
-            self._run_rounded(chunk, buffer, gradients, step)
+            self._run_rounded(chunk, buffer, gradients, step, numbers.rows)
         else:
             self._run_exact(chunk, buffer, gradients, step)
-
-    def _scale(self, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep) -> None:
-        """Multiply gradients by the factors of their members."""
-        products = [
-            (each, by) for piece, each in gradients.items() for by in step.factors.get(piece.member, ())
-        ]
-        for gradient, factor in products[self._scaled :]:
-            gradient.mul_(factor)
-            self._scaled += 1
-
-    def end(self) -> None:
-        """Forget how far the chunk has come: the next `run` is of another."""
-        self._done = self._scaled = 0
 
     def close(self) -> None:
         """Drop the scratch and the tables. No update may be running."""
@@ -161,82 +162,86 @@ class ChunkUpdate:
         pieces = list(gradients)
         weights = [step.weights.of(piece) for piece in pieces]
         widened = [self._scratch.gradient(piece) for piece in pieces]
-        if self._done == 0:
-            # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
-            torch._foreach_copy_(widened, list(gradients.values()))
-            self._scratch.unpack(chunk, buffer, step.weights)
-            self._done = 1
+        # The kernel writes the scaled gradient back, so an fp32 gradient is copied too.
+        self._device.launch(torch._foreach_copy_, widened, list(gradients.values()))
+        self._scratch.unpack(chunk, buffer, step.weights)
         states = self._scratch.states(chunk, buffer)
         masters = states.get(MASTER, chunk.masters)
-        if self._done == 1:
-            self._algorithm.update(
-                weights if masters is None else _cut(masters, pieces),
-                widened,
-                [_cut(states[name], pieces) for name in self._algorithm.moments],
-                [step.steps[piece.member] for piece in pieces],
-                step.groups[chunk.group],
-                grad_scale=step.grad_scale,
-                found_inf=step.found_inf,
+        self._device.launch(
+            self._algorithm.update,
+            weights if masters is None else _cut(masters, pieces),
+            widened,
+            [_cut(states[name], pieces) for name in self._algorithm.moments],
+            [step.steps[piece.member] for piece in pieces],
+            step.groups[chunk.group],
+            grad_scale=step.grad_scale,
+            found_inf=step.found_inf,
+        )
+        self._scratch.pack(chunk, buffer)
+        if chunk.has(LOW):
+            self._device.launch(
+                torch._foreach_copy_, weights, [self._scratch.weight(piece) for piece in pieces]
             )
-            self._done = 2
-        if self._done == 2:
-            self._scratch.pack(chunk, buffer)
-            if chunk.has(LOW):
-                torch._foreach_copy_(weights, [self._scratch.weight(piece) for piece in pieces])
-            elif masters is not None:
-                torch._foreach_copy_(weights, _cut(masters, pieces))
-            self._done = 3
+        elif masters is not None:
+            self._device.launch(torch._foreach_copy_, weights, _cut(masters, pieces))
 
     def _run_joined(
-        self, chunk: Chunk, buffer: torch.Tensor, came_in: torch.Tensor | None, step: StreamedStep
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        came_in: torch.Tensor | None,
+        step: StreamedStep,
+        numbers: OfMembers | None,
     ) -> None:
         """Run the one kernel that does everything, once for all pieces that lie side by side."""
-        for number, (span, pieces) in list(enumerate(chunk.joint_runs))[self._done :]:
+        for place, (span, pieces) in enumerate(chunk.joint_runs):
             if any(piece.member in step.gradients for piece in pieces):
                 gradient = step.gradient(span) if came_in is None else _part(came_in, span)
                 operands = self._operands(chunk, buffer, span, gradient, step.weights.of(span))
-                self._joined.update(chunk, number, operands)
-            self._done += 1
+                self._joined.update(chunk, place, operands, numbers)
 
     def _run_in_scratch(
-        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        gradients: Mapping[Piece, torch.Tensor],
+        step: StreamedStep,
+        numbers: OfMembers | None,
     ) -> None:
         """Copy gradients and weights into scratch, run the one kernel that does everything, copy new weights out."""
         ((whole, _),) = chunk.joint_runs
         # Of pieces that have no gradient too: a lower half belongs to its weight.
         weights = {piece: step.weights.of(piece) for piece in chunk.pieces}
         scratch = {piece: self._scratch.weight(piece) for piece in chunk.pieces}
-        if self._done == 0:
-            widened = [self._scratch.gradient(piece) for piece in gradients]
-            torch._foreach_copy_(widened, list(gradients.values()))
-            self._done = 1
-        if self._done == 1:
-            torch._foreach_copy_(list(scratch.values()), list(weights.values()))
-            self._done = 2
-        if self._done == 2:
-            gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
-            self._joined.update(chunk, 0, self._operands(chunk, buffer, whole, gradient, weight))
-            self._done = 3
-        if self._done == 3:
-            torch._foreach_copy_(
-                [weights[piece] for piece in gradients], [scratch[piece] for piece in gradients]
-            )
-            self._done = 4
+        widened = [self._scratch.gradient(piece) for piece in gradients]
+        self._device.launch(torch._foreach_copy_, widened, list(gradients.values()))
+        self._device.launch(torch._foreach_copy_, list(scratch.values()), list(weights.values()))
+        gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
+        self._joined.update(chunk, 0, self._operands(chunk, buffer, whole, gradient, weight), numbers)
+        self._device.launch(
+            torch._foreach_copy_,
+            [weights[piece] for piece in gradients],
+            [scratch[piece] for piece in gradients],
+        )
 
     def _run_rounded(
-        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
+        self,
+        chunk: Chunk,
+        buffer: torch.Tensor,
+        gradients: Mapping[Piece, torch.Tensor],
+        step: StreamedStep,
+        numbers: Mapping[Member, torch.Tensor],
     ) -> None:
         """Run the one kernel that does everything, once a piece."""
-        for piece, gradient in list(gradients.items())[self._done :]:
+        for piece, gradient in gradients.items():
             self._rounded.update(
                 self._operands(chunk, buffer, piece, gradient, step.weights.of(piece)),
                 first=chunk.noise_offsets[piece],
                 step=step.steps[piece.member],
-                numbers=self._numbers[piece.member],
+                numbers=numbers[piece.member],
                 grad_scale=step.grad_scale,
                 found_inf=step.found_inf,
             )
-            self._done += 1
 
     def _operands(
         self,
@@ -323,7 +328,8 @@ class Scratch:
     def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> None:
         """Make `states` of `chunk`, which `buffer` holds, valid."""
         if chunk.has(LOW):
-            torch._foreach_copy_(
+            self._device.launch(
+                torch._foreach_copy_,
                 [self.weight(piece) for piece in chunk.pieces],
                 [weights.of(piece) for piece in chunk.pieces],
             )

@@ -13,7 +13,6 @@ from optimizer_training import (
     assert_same_weights,
     hold_updates,
     hybrid,
-    replace_job,
     train,
     twins,
 )
@@ -79,32 +78,6 @@ def test_a_loaded_model_refreshes_masters(device, make):
     for index, param in enumerate(p for p in model.parameters()):
         if index in state:
             assert torch.equal(state[index]["master_param"].to(param), param)
-
-
-def test_a_task_that_fails_before_its_update_is_reported_and_done_by_the_next_call(device, make, monkeypatch):
-    model, plain = twins(device)
-    optimizer = make(model, cpu=CpuUpdate(bucket_elements=448))
-    before = copy.deepcopy(model.state_dict())
-    calls = []
-
-    def dies_midway(workers, job, run):
-        calls.append(1)
-        if len(calls) == 4:
-            raise OSError("the disk is on fire")
-        run(workers, job)
-
-    replace_job(monkeypatch, dies_midway)
-    data = batches(device.torch_device, 1)
-    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), data)
-    model(data[0]).backward()
-    with pytest.raises(OSError, match="the disk is on fire"):
-        optimizer.step()
-    assert optimizer.status == "begun"
-    device.synchronize()
-    for (name, now), new in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(now, before[name]) or torch.equal(now, new)
-    optimizer.step()
-    assert_same_weights(model, plain)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 import threading
 import time
 from contextlib import suppress
@@ -10,13 +11,16 @@ import pytest
 import torch
 from failing_device import FailAt
 from optimizer_reference import batches
-from optimizer_training import assert_same_weights, hybrid, reference, replace_job, streaming, train, twins
+from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
 from reference_impl import CpuUpdate
 from reference_impl.memory.host import HostMemoryError, host_book
 from reference_impl.optimizers import Adam
+from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.update import CpuKernel
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.parameter_state import OptimizerState
+from reference_impl.optimizers.step import WorkLostError
 
 
 def fail_once(monkeypatch, owner, name, error, *, at=1):
@@ -76,37 +80,72 @@ def test_a_load_that_an_error_has_cut_short_is_finished_by_the_next_call(
 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("fraction", [0.0, 0.5])
-@pytest.mark.parametrize("following", ["step", "synchronize", "state_dict", "zero_grad", "forward", "model"])
-def test_a_step_that_has_begun_is_finished_by_the_next_call(
-    device, make, monkeypatch, attached, fraction, following
+@pytest.mark.parametrize("build", [hybrid, streaming])
+def test_a_kernel_that_finds_no_memory_to_be_loaded_into_is_launched_again(
+    device, monkeypatch, attached, fraction, build
 ):
-    """Its own clip decision is used, and nothing is done twice."""
+    """As CUDA loads it with its first launch; nothing is done twice."""
     model, plain = twins(device)
-    optimizer, other = (make(net, offload_fraction=fraction, max_grad_norm=0.1) for net in (model, plain))
+    share = {"offload_fraction": fraction} if build is hybrid else {"fraction": 1 - fraction}
+    data = batches(device.torch_device, 3)
+    with (
+        build(model, max_grad_norm=0.1, **share) as optimizer,
+        build(plain, max_grad_norm=0.1, **share) as other,
+    ):
+        if attached:
+            optimizer.attach(model)
+        train(plain, other, data)
+        for owner, name in ((Adam, "update"), (torch, "_foreach_add_"), (torch, "_foreach_copy_")):
+            left = fail_once(monkeypatch, owner, name, out_of_memory())
+            train(model, optimizer, [data.pop(0)])
+            assert not left
+        assert_same_states(optimizer, other)
+        assert_same_weights(model, plain)
+
+
+# A seam, and the call of it that fails.
+AFTER_THE_BEGIN = {
+    "a kernel, twice": (Adam, "update", torch.OutOfMemoryError("CUDA out of memory")),
+    "a new weight's copy": (Publisher, "publish", torch.OutOfMemoryError("CUDA out of memory")),
+    "a worker's task": (DeadlineWorkers, "run_job", MemoryError("no memory")),
+    "inside a worker's update": (CpuKernel, "update", ValueError("inside")),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("seam", AFTER_THE_BEGIN)
+def test_what_fails_once_a_step_has_begun_breaks_the_optimizer_and_says_so(
+    device, monkeypatch, attached, seam
+):
+    owner, name, error = AFTER_THE_BEGIN[seam]
+    model, _ = twins(device)
+    optimizer = hybrid(model, offload_fraction=0.5)
     if attached:
         optimizer.attach(model)
-    data = batches(device.torch_device, 4)
-    train(model, optimizer, data[:1])
-    train(plain, other, data)
-    (model(data[1])).backward()
-    with monkeypatch.context() as failing:
-        fail_once(failing, Adam, "update", out_of_memory())
-        with pytest.raises(torch.OutOfMemoryError) as caught:
-            optimizer.step()
-    assert optimizer.status == "begun"
-    assert any("begun" in note for note in caught.value.__notes__)
-    if following == "forward":
-        model(data[2])
-    elif following == "model":
-        model.zero_grad()
-        torch.nn.Linear(1, 1)(torch.ones(1))
-    else:
-        getattr(optimizer, following)()
-    optimizer.zero_grad()
-    assert optimizer.status == "untouched"
-    train(model, optimizer, data[2:])
-    assert_same_states(optimizer, other)
-    assert_same_weights(model, plain)
+    model(batches(device.torch_device, 1)[0]).backward()
+
+    def failing(*_, **__):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, failing)
+        with pytest.raises(WorkLostError, match=r"try .*loading the last checkpoint into a new") as caught:
+            (optimizer.step(), optimizer.synchronize())
+    assert str(error) in str(caught.value)
+    assert "'broken'" in caught.value.__notes__[-1]
+    assert optimizer.status == "broken"
+    calls = (
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.synchronize,
+        optimizer.zero_grad,
+        optimizer.state_dict,
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=re.escape(str(error))):
+            call()
+    optimizer.close()
+    assert optimizer.status == "closed"
 
 
 @pytest.mark.parametrize("backward_overlap", ["nothing", "gradients"])
@@ -150,42 +189,6 @@ def test_a_gradient_that_cannot_be_sent_leaves_the_batch_to_be_left_out(device, 
     model.zero_grad()
     train(model, optimizer, data[2:])
     assert_same_states(optimizer, other)
-
-
-@pytest.mark.parametrize("attached", [False, True])
-def test_new_weights_that_cannot_be_sent_are_sent_by_the_next_call(device, make, monkeypatch, attached):
-    model, plain = twins(device)
-    optimizer = make(model, cpu=CpuUpdate(bucket_elements=448, threads=1))
-    if attached:
-        optimizer.attach(model)
-    data = batches(device.torch_device, 2)
-    train(plain, reference(plain), data)
-    model(data[0]).backward()
-    publisher = optimizer._open._cpu._publisher
-    with monkeypatch.context() as failing:
-        fail_once(failing, type(publisher), "publish", out_of_memory(), at=3)
-        with pytest.raises(torch.OutOfMemoryError):
-            (optimizer.step(), optimizer.synchronize())
-    assert optimizer.status == "begun"
-    optimizer.synchronize()
-    optimizer.zero_grad()
-    train(model, optimizer, data[1:])
-    assert_same_weights(model, plain)
-
-
-def test_an_error_inside_the_kernel_of_a_worker_breaks_it(device, monkeypatch):
-    model, _ = twins(device)
-    optimizer = hybrid(model)
-    model(batches(device.torch_device, 1)[0]).backward()
-    fail_once(monkeypatch, CpuKernel, "update", ValueError("inside"))
-    with pytest.raises(RuntimeError, match="inside"):
-        optimizer.step()
-    assert optimizer.status == "broken"
-    for call in (optimizer.step, optimizer.state_dict, optimizer.synchronize, optimizer.state_dict):
-        with pytest.raises(RuntimeError, match="inside"):
-            call()
-    optimizer.close()
-    assert optimizer.status == "closed"
 
 
 def test_a_lost_device_breaks_it(device, monkeypatch):
@@ -265,73 +268,8 @@ def test_threads_of_a_dropped_optimizer_end(device, threads):
     assert alive() <= before
 
 
-def test_a_task_that_never_starts_keeps_a_batch_begun_until_it_does(device, make, monkeypatch):
-    model, plain = twins(device)
-    optimizer = make(model)
-    optimizer.attach(model)
-    fails = [MemoryError("no memory")]
-
-    def run_or_fail(workers, job, run):
-        if fails:
-            raise fails.pop()
-        run(workers, job)
-
-    replace_job(monkeypatch, run_or_fail)
-    data = batches(device.torch_device, 2)
-    train(plain, reference(plain), data)
-    model(data[0]).backward()
-    optimizer.step()
-    with pytest.raises(MemoryError):
-        optimizer.synchronize()
-    assert optimizer.status == "begun"
-    optimizer.zero_grad()
-    train(model, optimizer, data[1:])
-    assert_same_weights(model, plain)
-
-
-@pytest.mark.parametrize("following", ["zero_grad", "state_dict", "synchronize", "step", "forward", "close"])
-def test_a_step_that_hears_of_a_worker_s_error_in_backward_is_finished(device, monkeypatch, following):
-    """step() was called, so what backward had begun is a step like any other."""
-    model, plain = twins(device)
-    optimizer = hybrid(model, backward_overlap="update")
-    backward_is_over, fails = threading.Event(), [MemoryError("no memory")]
-
-    def run_or_fail(workers, job, run):
-        backward_is_over.wait(10)
-        if fails:
-            raise fails.pop()
-        run(workers, job)
-
-    replace_job(monkeypatch, run_or_fail)
-    data = batches(device.torch_device, 2)
-    train(plain, reference(plain), data[:1] if following == "close" else data)
-    model(data[0]).backward()
-    backward_is_over.set()
-    wait_until(lambda: optimizer._open.has_failed_jobs)
-    with pytest.raises(MemoryError):
-        optimizer.step()
-    assert optimizer.status == "begun"
-    if following == "forward":
-        model(data[1])
-    else:
-        getattr(optimizer, following)()
-    if following != "close":
-        optimizer.zero_grad()
-        train(model, optimizer, data[1:])
-        optimizer.close()
-    assert_same_weights(model, plain)
-
-
-def wait_until(condition):
-    stop = time.monotonic() + 10
-    while not condition() and time.monotonic() < stop:
-        time.sleep(0.001)
-    assert condition()
-
-
 @pytest.mark.parametrize("wrapper", [hybrid, streaming])
-@pytest.mark.parametrize("begun", [False, True])
-def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper, begun):
+def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper):
     """GradScaler multiplies its scale by what stands on the optimizer, and takes it off only after a step."""
     # CUDA's GradScaler has no kernel for gradients in bf16.
     model, plain = twins(device, torch.float32)
@@ -347,15 +285,14 @@ def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapp
         taken.zero_grad()
 
     with monkeypatch.context() as failing:
-        owner, name = (Adam, "update") if begun else (torch, "_foreach_norm")
-        fail_once(failing, owner, name, out_of_memory())
+        fail_once(failing, torch, "_foreach_norm", out_of_memory())
         with pytest.raises(torch.OutOfMemoryError):
             scaled(model, optimizer, scalers[0], data[0])
-    assert optimizer.status == ("begun" if begun else "untouched")
+    assert optimizer.status == "untouched"
     optimizer.zero_grad()
     for batch in data[1:]:
         scaled(model, optimizer, scalers[0], batch)
-    for batch in data if begun else data[1:]:
+    for batch in data[1:]:
         scaled(plain, other, scalers[1], batch)
     assert_same_states(optimizer, other)
     assert_same_weights(model, plain)

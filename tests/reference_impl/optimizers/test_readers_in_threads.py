@@ -10,7 +10,7 @@ import torch
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
-from reference_impl.optimizers.step import BegunStep
+from reference_impl.optimizers.resident import ResidentUpdate
 from reference_impl.optimizers.streamed.share import StreamedShare
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -97,8 +97,8 @@ def test_one_thread_carries_out_a_begun_step(device, monkeypatch, build, call):
     data = batches(device.torch_device, 3)
     with build(plain) as reference:
         train(plain, reference, data)
-    owner = StreamedShare if build is streaming else BegunStep
-    real, inside, together, readers, raised = owner.advance, set(), [], [], []
+    owner, name = (StreamedShare, "advance") if build is streaming else (ResidentUpdate, "run")
+    real, inside, together, readers, raised = getattr(owner, name), set(), [], [], []
     optimizer = build(model)
     optimizer.attach(model)
     read = reading(model, optimizer, data, states=True)[call]
@@ -109,22 +109,19 @@ def test_one_thread_carries_out_a_begun_step(device, monkeypatch, build, call):
         except BaseException as error:
             raised.append(error)
 
-    def advance(step):
+    def carried_out(*arguments):
         inside.add(threading.get_ident())
         together.append(len(inside))
         if not readers:
-            # Whoever reads a weight waits for it from the second operation on.
-            for _ in range(2 if owner is BegunStep else 0):
-                step._left.popleft()()
             readers.append(threading.Thread(target=reads))
             readers[0].start()
             readers[0].join(0.05)
             together.append(0 if readers[0].is_alive() else 2)
-        real(step)
+        real(*arguments)
         inside.discard(threading.get_ident())
 
     train(model, optimizer, data[:1])
-    monkeypatch.setattr(owner, "advance", advance)
+    monkeypatch.setattr(owner, name, carried_out)
     train(model, optimizer, data[1:])
     readers[0].join()
     optimizer.close()

@@ -314,7 +314,9 @@ def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, inter
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [0, 1, 4])
-def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkeypatch, interpreted, fails_at):
+def test_a_kernel_that_finds_no_memory_to_be_loaded_into_is_launched_again(
+    monkeypatch, interpreted, fails_at
+):
     """No piece is updated twice, and none is left out."""
     kernel = interpreted("compact_kernel")
     device, update = Device.of("cpu"), kernel.update
@@ -336,10 +338,8 @@ def test_a_kernel_that_cannot_be_launched_once_leaves_a_step_that_goes_on(monkey
         model(data[1]).square().mean().backward()
         with monkeypatch.context() as once:
             once.setattr(kernel, "update", failing)
-            with pytest.raises(torch.OutOfMemoryError):
-                optimizer.step()
-        assert optimizer.status == "begun"
-        optimizer.synchronize()
+            optimizer.step()
+            optimizer.synchronize()
         optimizer.zero_grad()
         plain(data[1]).square().mean().backward()
         other.step()

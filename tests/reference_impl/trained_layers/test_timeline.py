@@ -158,8 +158,8 @@ def clocks(monkeypatch):
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: device))
     run, resize = ChunkUpdate.run, streamed_block.resize_storage
 
-    def timed(self, chunk, buffer, step, came_in=None):
-        run(self, chunk, buffer, step, came_in)
+    def timed(self, chunk, buffer, step, numbers, came_in=None):
+        run(self, chunk, buffer, step, numbers, came_in)
         written = [step.weights.of(piece) for piece in chunk.pieces]
         read = [step.gradient(piece) for piece in chunk.pieces] if came_in is None else [came_in]
         device.run("an update", device.update_ms, reads=read, writes=[buffer, *written])
@@ -283,16 +283,16 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
 def cpu(clocks, monkeypatch):
     """Workers that update when the clocks say so: one thread, which takes so many ms for a layer."""
     thread = SimpleNamespace(layer_ms=0.0, now=0.0, done={})
-    release, share = Publisher.release, CpuShare.kernel
+    release, share = Publisher.release, CpuShare.run_task
 
     def submit(workers, jobs):
         for job in sorted(jobs, key=lambda job: job.deadline):
             thread.now = max(thread.now, job.arrival.time)
             job.run()
 
-    def kernel(cpu_share, task, step, present):
+    def run_task(cpu_share, task, update):
         thread.now += thread.layer_ms
-        return share(cpu_share, task, step, present)
+        share(cpu_share, task, update)
 
     def released(publisher, member):
         thread.done[publisher.flag(member)] = thread.now
@@ -304,7 +304,7 @@ def cpu(clocks, monkeypatch):
 
     monkeypatch.setattr(DeadlineWorkers, "submit", submit)
     monkeypatch.setattr(DeadlineWorkers, "wait_until", wait_until)
-    monkeypatch.setattr(CpuShare, "kernel", kernel)
+    monkeypatch.setattr(CpuShare, "run_task", run_task)
     monkeypatch.setattr(Publisher, "release", released)
     return thread
 

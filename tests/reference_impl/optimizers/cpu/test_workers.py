@@ -95,16 +95,17 @@ def raising(error):
     raise error
 
 
-def test_a_job_that_fails_is_reported_once_and_runs_again(workers):
-    ran, errors = [], [ZeroDivisionError("first"), ZeroDivisionError("second")]
-    workers.submit([Job(0, REACHED, lambda: raising(errors.pop(0)) if errors else ran.append(0))])
-    for told in ("first", "second"):
-        with pytest.raises(ZeroDivisionError, match=told):
-            workers.wait_idle()
-        assert workers.has_failed_jobs
-    workers.wait_idle()
-    assert ran == [0]
-    assert not workers.has_failed_jobs
+def test_a_job_that_fails_has_lost_what_it_was_updating(workers):
+    ran = []
+    workers.submit(
+        [Job(0, REACHED, lambda: raising(ZeroDivisionError("inside"))), Job(1, REACHED, ran.append)]
+    )
+    calls = [workers.wait_idle, workers.check, lambda: workers.submit([Job(0, REACHED, lambda: None)])]
+    for call in calls * 2:
+        with pytest.raises(WorkLostError, match=r"inside.*try .*loading the last checkpoint") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert ran == []
 
 
 def test_an_error_that_lasts_stops_the_rest_and_stays(workers):
@@ -136,7 +137,7 @@ def test_threads_end_with_their_owner(threads, fails):
     mine = [each for each in threading.enumerate() if each.name == "offload-update"][-threads:]
     workers.submit([Job(0, REACHED, lambda: 1 // 0 if fails else None)])
     if fails:
-        while not workers.has_failed_jobs:
+        while workers.error is None:
             pass
     else:
         workers.wait_idle()

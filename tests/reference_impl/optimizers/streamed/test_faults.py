@@ -1,12 +1,14 @@
-"""A step fails at each of its operations in turn; whatever the program does then, the step was made or it was not.
+"""A step fails at each of its operations in turn: it was made, it was not, or the optimizer says that it is lost.
 
-Every operator of torch, every copy and every event of one step raises once, before it has an effect. Then the program
-steps again, leaves the batch out, saves, goes on with the next forward, or closes, and all weights and states are
-compared, bit for bit, with the undisturbed runs.
+Every operator of torch, every copy and every event of one step raises once, before it has an effect. It may lose the
+step only once that has begun, and only where nothing is allocated. Else the program steps again, leaves the batch out,
+saves, goes on with the next forward, or closes, and all weights and states are compared, bit for bit, with the
+undisturbed runs.
 """
 
 from functools import cache
 
+import begun_steps
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,11 +19,11 @@ from reference_impl.memory.host import host_book
 from reference_impl.memory.slots import Slots
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.layout import MASTER, Member
+from reference_impl.optimizers.step import WorkLostError
 from reference_impl.optimizers.streamed import pipeline
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.pipeline import StreamedPipeline
 from reference_impl.optimizers.streamed.share import StreamedShare
-from reference_impl.optimizers.streamed.storage import StateFormat
 
 OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 FORMS = {
@@ -47,7 +49,9 @@ class Faults(TorchDispatchMode):
 
     def __init__(self, monkeypatch, at=None):
         super().__init__()
-        self.at, self.count, self.armed, self.kind = at, 0, False, torch.OutOfMemoryError
+        self.at, self.count, self.armed = at, 0, False
+        # Whether what has failed may lose a step, and all that was allocated once one had begun.
+        self.may_lose, self.allocated = False, []
         for name in self.SEAMS:
             monkeypatch.setattr(CpuTwin, name, self._visited(getattr(Device, name, None), name))
 
@@ -55,21 +59,24 @@ class Faults(TorchDispatchMode):
         real = CpuTwin.__dict__.get(name, real)
 
         def visited(*args, **options):
-            self.visit()
+            self.visit(name)
             return real(*args, **options)
 
         return visited
 
-    def visit(self):
+    def visit(self, name, allocates=False):
         if self.armed:
             self.count += 1
+            if allocates and not begun_steps.may_allocate():
+                self.allocated.append(name)
             if self.count == self.at:
-                raise self.kind("CUDA out of memory (injected)")
+                self.may_lose = begun_steps.carries_out() and name not in self.allocated
+                raise torch.OutOfMemoryError("CUDA out of memory (injected)")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         # torch's own mark around step().
         if func.namespace != "profiler":
-            self.visit()
+            self.visit(str(func), begun_steps.allocates(func))
         return func(*args, **(kwargs or {}))
 
 
@@ -127,11 +134,12 @@ def assert_same(ours, theirs):
 
 
 def operations(monkeypatch, form, attached, during):
-    """Return how many operations there are."""
-    with monkeypatch.context() as patched:
+    """Return how many operations there are, none of which allocates once the step has begun."""
+    with monkeypatch.context() as patched, begun_steps.watched():
         run, faults = Run(form, attached), Faults(patched)
         disturbed(run, faults, during)
         run.optimizer.close()
+    assert faults.allocated == []
     return faults.count
 
 
@@ -146,7 +154,7 @@ def disturbed(run, faults, during):
     try:
         with faults:
             run.optimizer.step() if during == "step" else run.model(run.batches[FAULTY + 1])
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, WorkLostError) as error:
         return error
     finally:
         faults.armed = False
@@ -154,10 +162,18 @@ def disturbed(run, faults, during):
 
 def expect_exact(monkeypatch, form, attached, at, action, during="step"):
     before = host_book.reserved_bytes
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, begun_steps.watched():
         run, faults = Run(form, attached), Faults(patched, at)
         error = disturbed(run, faults, during)
         status = run.optimizer.status
+        if isinstance(error, WorkLostError):
+            assert faults.may_lose
+            assert status == "broken"
+            with pytest.raises(RuntimeError, match="loading the last checkpoint"):
+                getattr(run.optimizer, action if action in ("state_dict", "synchronize") else "step")()
+            run.optimizer.close()
+            assert host_book.reserved_bytes == before
+            return
         taken = during == "forward" or error is None or status == "begun"
         if error is not None:
             assert status in ("begun", "untouched")
@@ -216,84 +232,6 @@ def test_a_forward_that_fails_while_the_update_is_queued_loses_nothing(monkeypat
 
 def members_of(model):
     return [Member(param, 0, order, resident=0) for order, param in enumerate(model.parameters())]
-
-
-def shared(monkeypatch, at):
-    """Update a share of two layers, one of them split, while operation `at` fails; return all that it has made."""
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(*(torch.nn.Linear(20, 20, dtype=torch.bfloat16) for _ in range(2)))
-    members = members_of(model)
-    share = StreamedShare(
-        Device.of("cpu"), Adam(), chunk_bytes=12 * 128, state_format=StateFormat(hi_lo_masters=True)
-    )
-    parts = {member: Part(range(member.param.numel())) for member in members}
-    share.add(parts | {members[0]: Part(streamed=range(64, 320), is_split=True)})
-    group = {**Adam().defaults, **OPTIONS}
-    for index in range(3):
-        gradients = {member: torch.randn_like(member.param) for member in members}
-        with monkeypatch.context() as patched:
-            faults = Faults(patched, at if index == 1 else None)
-            share.prepare(gradients, None, [group])
-            # They belong to the step once it is prepared.
-            group = {**group, "lr": group["lr"] / 2}
-            share.begin()
-            faults.armed = True
-            try:
-                with faults:
-                    share.advance()
-            except torch.OutOfMemoryError:
-                assert share.is_begun
-            faults.armed = False
-        _, split, _ = share.split_weights(members[0])
-        split = split.clone()
-    share.finish(for_writing=False)
-    found = [split, *(param.detach().clone() for param in model.parameters())]
-    found += [
-        part.clone()
-        for member in members
-        for name in ("exp_avg", "exp_avg_sq", MASTER)
-        for _, part in share.parts(member, name)
-    ]
-    found += [step.clone() for step in share.steps.values()]
-    share.close()
-    return faults.count, found
-
-
-def test_a_share_goes_on_where_an_error_has_stopped_it(monkeypatch):
-    """With weights that are kept apart, whose reader comes first."""
-    monkeypatch.setattr(pipeline, "_QUEUED_AHEAD", 2)
-    _, wanted = shared(monkeypatch, None)
-    for at in range(1, 200, 4):
-        _, found = shared(monkeypatch, at)
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert torch.equal(ours, theirs), at
-
-
-def test_slots_are_all_there_after_many_failures(monkeypatch):
-    run, wanted = Run("bf16", False), undisturbed("bf16", False, None)
-    real, count = Adam.update, 0
-
-    def failing(*args, **options):
-        nonlocal count
-        count += 1
-        if count % 2:
-            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
-        real(*args, **options)
-
-    monkeypatch.setattr(Adam, "update", failing)
-    for index in range(STEPS):
-        run.backward(index)
-        for _ in range(100):
-            try:
-                run.optimizer.step()
-            except torch.OutOfMemoryError:
-                continue
-            break
-        run.optimizer.zero_grad()
-    assert count > 30
-    assert len(run.optimizer.streamed.loaded) == 3
-    assert_same(run.snapshot(), wanted)
-    run.optimizer.close()
 
 
 def test_no_memory_for_extra_slots_and_prefetches_is_no_error(monkeypatch):
