@@ -216,12 +216,15 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
         Again, it goes on with what could not be given back, and then does nothing. Raises, once all is given back, what
         has kept a step from being finished; a broken optimizer closes quietly. An interrupt leaves it open or closed.
+        A RecursionError does so too: where there is more room, another call finishes the step.
         """
         if not self._closed:
             checks.check_alive(closed=False, made_by=self._pid)
         try:
             if not self._closed:
                 self._finish_for_close()
+        except RecursionError:
+            raise
         except Exception as error:
             close_behind(error, self._give_back)
             raise

@@ -171,3 +171,40 @@ def test_closing_again_finishes_what_an_interrupt_has_left(device, build, places
         loss().backward()
         del model, loss, optimizer, closes
         gc.collect()
+
+
+def with_frames_left(left, call):
+    """Call where Python still has room for so many frames; return whether that was enough."""
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back
+
+    def down(more):
+        return call() if more <= 0 else down(more - 1)
+
+    try:
+        # Itself, `down` and what it calls are frames, too.
+        down(sys.getrecursionlimit() - depth - left - 1)
+    except RecursionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("build", [*BUILDS, "gradients"])
+def test_closing_with_too_little_room_for_calls_drops_no_step(device, build):
+    """As in a library that closes what it has opened while it hands on a RecursionError."""
+    model, loss, optimizer, closes = opened(device, build)
+    loss().backward()
+    optimizer.step()
+    closes.close()
+    new, enough = weights(model), []
+    for left in range(3, 60, 4):
+        model, loss, optimizer, closes = opened(device, build)
+        loss().backward()
+        optimizer.step()
+        enough.append(with_frames_left(left, closes.close))
+        closes.close()
+        assert all(map(torch.equal, weights(model), new)), left
+        assert optimizer.status == "closed"
+    assert not enough[0]
+    assert enough[-1]
