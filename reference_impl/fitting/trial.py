@@ -23,6 +23,7 @@ from reference_impl.memory.closing import closed_behind
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
 from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.step import WorkLostError
 from reference_impl.verification.apply import AppliedPlan, apply_plan
 from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
@@ -215,9 +216,12 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
                 if not short_of:
                     raise
                 # What the step's frames hold has to go before the plan can be taken off: weights may come back.
-                traceback.clear_frames(error.__traceback__)
-                # A frame that is cleared has its function yet, and so what a closure holds: the arguments of a module.
-                error.__traceback__ = None
+                for each in (error, error.__cause__):
+                    if each is not None:
+                        traceback.clear_frames(each.__traceback__)
+                        # A frame that is cleared has its function yet, and so what a closure holds: the arguments of a
+                        # module.
+                        each.__traceback__ = None
                 # Torch's CPU engine has the nodes of a failed backward until the next one, and they their weights.
                 ledger.lift_limit()
                 # An update that has begun in backward is missed there; weights that are not back, by `Before.restore`.
@@ -258,6 +262,9 @@ def _closed_behind(applied: AppliedPlan, ledger: Ledger) -> Iterator[AppliedPlan
 
 def _short_of(error: BaseException) -> str:
     """Return what had no room, or nothing for another error."""
+    if isinstance(error, WorkLostError) and error.__cause__ is not None:
+        # A step had begun and found no memory: what it was taken from is lost, and `Before` has it.
+        return _short_of(error.__cause__)
     if isinstance(error, BudgetError) or device_is_full(error):
         return "device"
     if "cudaHostRegister" in str(error):

@@ -94,11 +94,11 @@ class ResidentShare:
         return updates
 
     def _share_scratch(self, updates: Sequence[ResidentUpdate]) -> None:
+        # Of empty shards, too: their views are of a tensor on the device.
         longest = max((update.scratch_numel for update in updates), default=0)
-        if longest:
-            scratch = torch.empty(longest, dtype=torch.float32, device=self._device.torch_device)
-            for update in updates:
-                update.scratch = scratch
+        scratch = torch.empty(longest, dtype=torch.float32, device=self._device.torch_device)
+        for update in updates:
+            update.scratch = scratch
 
     def new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield what `update` has computed of a split member and its parameter does not hold yet."""

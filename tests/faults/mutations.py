@@ -214,6 +214,6 @@ MUTATIONS: dict[str, Mutation] = {
     "step-counted-twice": Mutation(step_counted_twice),
     "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
     "rates-of-the-next-batch": Mutation(rates_of_the_next_batch, "users:0:60"),
-    "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
+    "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:130:140"),
     "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }

@@ -13,7 +13,7 @@ from rank_processes import run_as_torchrun, run_ranks
 from skill_tools.bundle import root
 
 BROKEN = "the memory of this rank is broken"
-WORK_LOST = f"WorkLostError: an update on the CPU has failed: OSError('{BROKEN}')"
+WORK_LOST = f"WorkLostError: a thread of the optimizer's has ended, of OSError('{BROKEN}')"
 CASES = [
     ("fsdp2", "update", WORK_LOST),
     ("fsdp2", "wait", f"OSError: {BROKEN}"),

@@ -284,7 +284,7 @@ LOOPS = [
 ]
 # What is refused by name, which the page says.
 NOT_OFFERED = r"none with backward_overlap='update'"
-READS_A_GRADIENT = r"aten\.add_\.Tensor reads .*try backward_overlap='nothing'"
+READS_A_GRADIENT = r"aten\.add_\.Tensor reads .*or backward_overlap='nothing'"
 REFUSED = {
     (layer_drop_and_clipping, in_backward): rf"a norm .*{NOT_OFFERED}",
     (gradient_noise, in_backward): rf"aten\.add_\.Tensor .*{NOT_OFFERED}",
@@ -296,7 +296,7 @@ REFUSED = {
     (sam, half): READS_A_GRADIENT,
     (sam, in_three_shares): READS_A_GRADIENT,
     (sam, in_backward): rf"aten\.add_\.Tensor .*{NOT_OFFERED}",
-    (sam, layers): r"aten\.add_\.Tensor reads .*try param\.register_hook\(\)",
+    (sam, layers): r"aten\.add_\.Tensor reads .*or param\.register_hook\(\)",
     (meta_learning, layers): r"create_graph=True .*expected create_graph=False",
 }
 SERVED = [(loop, make) for loop in LOOPS for make in BUILDS if (loop, make) not in REFUSED]

@@ -183,7 +183,7 @@ def test_compiled_follows_the_source(halved):
     eager.step(gradients(100_032, Device.of("cpu")))
 
     class Pretends:
-        compiles, torch_device = True, torch.device("cpu")
+        compiles, torch_device, launch = True, torch.device("cpu"), Device.of("cpu").launch
 
     compiled.kernel = RoundedUpdate(Pretends(), compiled.algorithm)
     compiled.step(gradients(100_032, Device.of("cpu")))
