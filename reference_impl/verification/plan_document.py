@@ -40,7 +40,7 @@ SECTIONS = frozenset(
             "layout",
             "machine",
         ),
-        *("budget", "decisions", "assumptions", "fitted", "ways", "rests_most_on"),
+        *("budget", "decisions", "assumptions", "fitted", "ways", "rests_most_on", "question"),
     )
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")
