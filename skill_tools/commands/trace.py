@@ -98,12 +98,10 @@ def _object(entries: Mapping[str, Any]) -> str:
 def _profile(
     config: str, dtype: str, lora_rank: int | None, images: int | None, on_step: measuring.OnStep
 ) -> dict[str, Any]:
-    on_step("loading torch and transformers", 0, 3)
     hugging_face = reference("reference_impl.verification.hugging_face")
     trace_profile = reference("reference_impl.verification.trace_profile")
     try:
         entries = hugging_face.read_config(config)
-        on_step("building the model without memory", 1, 3)
         model = hugging_face.model_from(entries, dtype)
         name = type(model).__name__
         images = hugging_face.images_of(config) if images is None else images
@@ -124,7 +122,8 @@ def _profile(
             attempt="offload trace MODEL_FOLDER, whose config.json has the model's class under architectures",
         ) from None
     try:
-        on_step(f"tracing steps of {name}", 2, 3)
+        # Progress begins where the input is known to be a model: a refusal is one line.
+        on_step(f"tracing steps of {name}", 0, 1)
         # A profile asks for twice or three times its length.
         tokens = hugging_face.tokens_to_trace(model, 3 if images else 2)
         document: dict[str, Any] = trace_profile.profile_model(
