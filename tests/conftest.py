@@ -19,6 +19,9 @@ MODULE = pytest.StashKey[Path]()
 
 # No test depends on what somebody has probed on this machine.
 os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
+# Nor on a terminal: readline, which pytest loads, leaves a width in the environment of its worker processes.
+for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """What the pages tell a reader to type works: shell lines against a run of their own, Python as it stands."""
 
 import contextlib
+import importlib.util
 import re
 import shlex
 import shutil
@@ -68,9 +69,10 @@ def test_a_python_snippet_of_a_page_runs(
 ) -> None:
     """Alone, as somebody copies it: nothing is defined before, and the folder is empty."""
     for module in re.findall(r"^from (transformers|accelerate|peft|lightning)\b", snippet, re.MULTILINE):
-        pytest.importorskip(
-            module, reason=f"needs {module}: pip install -c constraints.txt '.[reference,trainers]'"
-        )
+        found = importlib.util.find_spec(module)
+        # A folder of tests may have its name.
+        if found is None or found.origin is None:
+            pytest.skip(f"needs {module}: pip install -c constraints.txt '.[reference,trainers]'")
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.chdir(tmp_path)
