@@ -155,6 +155,9 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         self._failures.told_begun = False
         self._step_stream = stream
 
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
+        """Hear that `step(closure)` raises."""
+
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
         """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""
         if self._waits is not None and self._waits.has_run_since_step:

@@ -290,6 +290,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._step()
             return loss
 
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
+        """Ask for what backward has begun, where a hook in front of `step()` has kept it from asking."""
+        self._is_asked = self._is_asked or (closure is None and self._in_backward is not None)
+
     @in_turn
     def _finish_earlier(self, *, asks: bool) -> None:
         """Finish the step or the load before; `asks` says that no closure comes before the next step."""

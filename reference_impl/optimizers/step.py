@@ -209,6 +209,8 @@ class _Fails(Protocol):
     # Who trains: not a reader that happens to carry out what this thread has asked for.
     _step_thread: int
 
+    def _step_has_raised(self, *args: Any, **named: Any) -> None: ...
+
 
 _Optimizer = TypeVar("_Optimizer", bound=_Fails)
 _P = ParamSpec("_P")
@@ -277,6 +279,8 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
             try:
                 return run(optimizer, *args, **named)
             except BaseException as error:
+                # A hook of the user's may have raised in front of it.
+                optimizer._step_has_raised(*args, **named)
                 optimizer._failures.tell(error)
                 raise
             finally:

@@ -7,7 +7,7 @@ import torch
 from layers_trainee import batches as ids_of
 from layers_trainee import decoder, streamed
 from optimizer_reference import batches
-from optimizer_training import hybrid, streaming, twins
+from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
 from reference_impl.verification.model import decoder_loss
 
@@ -192,3 +192,28 @@ def test_gradients_are_free_once_they_are_dropped_behind_the_optimizer(device):
         gradient = weakref.ref(next(loop.model.parameters()).grad)
         loop.model.zero_grad()
         assert gradient() is None
+
+
+def test_a_hook_that_raises_in_front_of_step_keeps_nobody_from_finishing_what_backward_has_begun(device):
+    """With `backward_overlap="update"` the batch cannot be left out any more: the next call takes the step."""
+    model, plain = twins(device)
+    data = batches(device.torch_device, 2)
+    with hybrid(plain, backward_overlap="update") as reference:
+        train(plain, reference, data)
+    with hybrid(model, backward_overlap="update") as optimizer:
+        optimizer.attach(model)
+
+        def refuse(*_):
+            raise ValueError("not today")
+
+        model(data[0]).backward()
+        hook = optimizer.register_step_pre_hook(refuse)
+        with pytest.raises(ValueError, match="not today") as raised:
+            optimizer.step()
+        hook.remove()
+        assert "'begun'" in "".join(raised.value.__notes__)
+        optimizer.zero_grad()
+        model(data[1]).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert_same_weights(model, plain)
