@@ -13,6 +13,11 @@ from typing import Any
 _NOTHING = dis.opmap["NOP"]
 
 
+def does_something(frame: FrameType) -> bool:
+    """Return whether the bytecode that `frame` is at can raise, or let a signal's handler run."""
+    return frame.f_code.co_code[frame.f_lasti] != _NOTHING
+
+
 @contextmanager
 def fails_before(nth: int, files: tuple[str, ...], *, but_lines: tuple[str, ...] = ()) -> Iterator[list[int]]:
     """Fail before bytecode `nth` of files whose paths end like `files`; yield the list of how many there were.
@@ -23,8 +28,7 @@ def fails_before(nth: int, files: tuple[str, ...], *, but_lines: tuple[str, ...]
 
     def each(frame: FrameType, event: str, argument: Any) -> Any:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).lstrip()
-        does = frame.f_code.co_code[frame.f_lasti] != _NOTHING
-        if event == "opcode" and does and not line.startswith(but_lines):
+        if event == "opcode" and does_something(frame) and not line.startswith(but_lines):
             count[0] += 1
             if count[0] == nth:
                 raise MemoryError(f"before bytecode {nth}")
