@@ -24,7 +24,10 @@ def tier(device, tmp_path):
 
 
 def source(tier, value=1):
-    return torch.full((SIZE,), value, dtype=torch.uint8, device=tier.device.torch_device)
+    """Bytes that are there: where kernels run later, `REACHED` would not wait for them."""
+    filled = torch.full((SIZE,), value, dtype=torch.uint8, device=tier.device.torch_device)
+    tier.device.synchronize()
+    return filled
 
 
 def store(tier, value=1):

@@ -196,7 +196,7 @@ def test_a_disk(device, tmp_path):
     other_bytes = stored_bytes.flip(0)
 
     def stores(source: torch.Tensor) -> None:
-        stored = tier.store(source, after=REACHED)
+        stored = tier.store(source, after=device.record())
         try:
             target = torch.empty_like(source)
             stored.prepare()

@@ -1,6 +1,5 @@
 import torch
 
-from reference_impl.device import REACHED
 from reference_impl.memory.disk import DiskSpace, DiskTier
 
 
@@ -24,7 +23,7 @@ def test_more_is_loaded_ahead_than_the_staging_memory_holds(device, tmp_path):
 def test_what_was_loaded_can_be_loaded_again(device, tmp_path):
     tier = DiskTier(device, DiskSpace(path=tmp_path, limit_bytes=2**22, staging_bytes=2**21))
     source = torch.arange(2**12, device=device.torch_device).view(torch.uint8)
-    stored = tier.store(source, after=REACHED)
+    stored = tier.store(source, after=device.record())
     for _ in range(3):
         target = torch.empty_like(source)
         stored.load(target).synchronize()

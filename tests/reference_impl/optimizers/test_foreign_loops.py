@@ -359,7 +359,9 @@ def test_ctrl_c_in_what_grad_scaler_does_around_the_step(device, build, is_taken
     """Torch multiplies its scale by the one that it has not deleted."""
 
     def weights(interrupted):
-        model, data = fresh(device), batches(device.torch_device, 4)
+        # GradScaler has no CUDA kernel for bf16 gradients.
+        dtype = torch.float32 if device.is_accelerator else torch.bfloat16
+        model, data = fresh(device, dtype), batches(device.torch_device, 4)
         with build(model, backward_overlap="nothing") if build is half else build(model) as optimizer:
             scaler = new_scaler()
             for index, batch in enumerate(data):

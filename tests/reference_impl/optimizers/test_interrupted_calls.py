@@ -81,7 +81,7 @@ CALLS = {
     "load_state_dict": lambda optimizer: optimizer.load_state_dict(optimizer.state_dict()),
     "refresh_masters": lambda optimizer: optimizer.refresh_masters(),
     "add_param_group": lambda optimizer: optimizer.add_param_group(
-        {"params": [torch.nn.Parameter(torch.ones(8))]}
+        {"params": [torch.nn.Parameter(torch.ones_like(optimizer.param_groups[0]["params"][0]))]}
     ),
 }
 
