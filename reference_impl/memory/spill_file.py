@@ -67,7 +67,7 @@ class SpillFile:
                 "expected a writable directory; try another path",
             ) from error
         if free_bytes < limit_bytes:
-            self._closing()
+            self.close()
             raise DiskError(
                 "reserve space",
                 self._path,
@@ -135,7 +135,9 @@ class SpillFile:
 
     def close(self) -> None:
         """Give the disk its space back. Calling it again does nothing."""
-        self._closing()
+        # A finalizer that is cut short between its two halves is over, and has done nothing.
+        with deferred_interrupts():
+            self._closing()
         self._descriptor = -1
 
     def _transfer(

@@ -357,6 +357,15 @@ def saved_in_between() -> RuntimeError:
     )
 
 
+def forward_before_begun_step() -> RuntimeError:
+    """Return the error for a backward over weights that a begun step, which has failed, has not made new."""
+    return RuntimeError(
+        "a backward came before the step that had begun was done, so its forward has used old weights; expected a call "
+        "of the optimizer after the error of step(); try model.zero_grad() and optimizer.synchronize(), then this "
+        "batch again, or attach(model), whose forward waits"
+    )
+
+
 def closed_in_between() -> RuntimeError:
     """Return the error for closing there."""
     return RuntimeError(

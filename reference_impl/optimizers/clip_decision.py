@@ -115,5 +115,6 @@ class ClipDecision:
         assert self._arrival is not None
         self._arrival.synchronize()
         numbers: list[float] = self._host.tolist()
-        self._free()
+        with deferred_interrupts():
+            self._free()
         return numbers

@@ -19,6 +19,7 @@ from reference_impl.optimizers.clip_decision import norms_of
 from reference_impl.optimizers.gradient_in_use import itself
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
+from reference_impl.optimizers.step import WorkLostError
 
 # Of a storage: by the tensor, and by the object that stands for the storage here.
 _USES_OF_ONE_TENSOR = 2
@@ -381,6 +382,52 @@ class UsedGradients:
         if used is None or used() is not gradient or version != _writes_of(gradient):
             return False
         return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
+
+
+class AskedGradients:
+    """What stands on `members` when `step()` asks for the rest of an update that backward has begun.
+
+    The rest is of these gradients, however often it fails, and whatever stands on the parameters then.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        standing = ((member.param, member.param.grad) for member in members)
+        self._asked = [
+            (param, gradient, _writes_of(gradient)) for param, gradient in standing if gradient is not None
+        ]
+
+    def use(self, take: Callable[[], None]) -> None:
+        """Call `take` while these gradients stand on their parameters; what has replaced them stands there again then.
+
+        Raises WorkLostError where somebody has written one of them.
+        """
+        for param, gradient, writes in self._asked:
+            stands = unwrapped(gradient)
+            is_dropped = isinstance(stands, GradientStandIn) and stands.dropped
+            if is_dropped or _writes_of(gradient) != writes:
+                raise WorkLostError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} was written after step() had raised, "
+                    "and before the update that backward had begun was done; expected it to stay until the optimizer "
+                    "has gone on; try loading the last checkpoint into a new optimizer"
+                )
+        replaced = [
+            (param, gradient, param.grad) for param, gradient, _ in self._asked if param.grad is not gradient
+        ]
+        now = [(param, stands) for param, _, stands in replaced]
+        try:
+            try:
+                _put_on((param, gradient) for param, gradient, _ in replaced)
+                take()
+            finally:
+                _put_on(now)
+        finally:
+            # An interrupt may have come before the same line above.
+            _put_on(now)
+
+
+def _put_on(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for param, gradient in gradients:
+        param.grad = gradient
 
 
 def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:

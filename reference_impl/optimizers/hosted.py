@@ -156,7 +156,10 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         self._step_stream = stream
 
     def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
-        """Hear that `step(closure)` raises."""
+        """Hear that `step(closure)` raises: where no model's forward would wait for new weights, wait for them now."""
+        if not self._returns_early:
+            with suppress(Exception):
+                self.synchronize()
 
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
         """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""
@@ -321,6 +324,10 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     def _model_waits(self) -> bool:
         """Whether a model is attached that waits for its weights, so that `step()` need not."""
         return self._waits is not None and self._gathers_can_wait
+
+    @property
+    def _returns_early(self) -> bool:
+        return self._model_waits
 
     def _order_gathers(self, *, all_are_new: bool) -> None:
         """Let FSDP2's gathers run behind what the live current stream has waited for, see `ForwardWaits`."""

@@ -5,8 +5,7 @@ updated on the CPU. Another share may be kept on the host and stream through the
 Gradients of the CPU share are offloaded during backward, and all shares are updated in the order of the next forward,
 behind its compute.
 
-It does not shard: each rank offloads what it is given. It does not offload activations or weights. Explained in
-docs/optimizer-offloading.md.
+It shards nothing, and offloads no activations or weights. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,13 @@ from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
 from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradients import Gradients, factors_of, put_in_place, standing_on
+from reference_impl.optimizers.gradients import (
+    AskedGradients,
+    Gradients,
+    factors_of,
+    put_in_place,
+    standing_on,
+)
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import count_own
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
@@ -40,7 +45,6 @@ from reference_impl.optimizers.step import (
     hooked,
     in_turn,
     snapshot,
-    to_the_end,
     without_gradients,
 )
 
@@ -116,10 +120,9 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._overlaps_forward = options.cpu.overlap_forward
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
-        # The update that backward has begun and step() goes on with.
+        # The update that backward has begun, and the gradients of a step() that was called to go on with it.
         self._in_backward: CpuStep | None = None
-        # Whether step() was called and has failed before it could go on with what backward has begun.
-        self._is_asked = False
+        self._asked: AskedGradients | None = None
         self._refused_in_between = False
         self._failures = Failures(self._status)
         self._shares: Shares | None = None
@@ -207,6 +210,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
         """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` start what it completes."""
         member = self._members[param]
+        if self._asked is not None and not self._model_waits:
+            raise checks.forward_before_begun_step()
         if reduced is None and self._waits is not None and self._open.prefetches:
             self._open.gradient_is_final(member)
         leaves = member.pieces and self._gradients.leave_in_backward(member, reduced)
@@ -263,7 +268,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._shares is not None:
             self._check_between_steps(checks.update_begun)
             self._check_usable()
-            if self._is_asked:
+            if self._asked is not None:
                 self._finish_begun()
             self._used.forget()
             self._shares.discard(self._members.values())
@@ -292,14 +297,17 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
         """Ask for what backward has begun, where a hook in front of `step()` has kept it from asking."""
-        self._is_asked = self._is_asked or (closure is None and self._in_backward is not None)
+        if closure is None:
+            self._ask()
+        super()._step_has_raised(closure)
 
     @in_turn
     def _finish_earlier(self, *, asks: bool) -> None:
         """Finish the step or the load before; `asks` says that no closure comes before the next step."""
         # From here on no call refuses to finish what backward has begun, whatever is raised below.
-        was_asked = self._is_asked
-        self._is_asked = was_asked or (asks and self._in_backward is not None)
+        was_asked = self._asked is not None
+        if asks:
+            self._ask()
         self._check_usable()
         self._device.refuse_capture("optimizer offload")
         if was_asked or self._unwritten:
@@ -312,8 +320,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
             return
         self._follow_groups()
         self._follow_writes()  # before the step is asked for: it waits for updates, which would carry that out
-        self._is_asked = self._in_backward is not None
+        self._ask()
         self._take()
+
+    def _ask(self) -> None:
+        """Ask for the rest of what backward has begun, once."""
+        if self._in_backward is not None and self._asked is None:
+            self._asked = AskedGradients(self._members.values())
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
@@ -328,17 +341,17 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._waits is not None:
             self._waits.on_step(standing)
         with self._beginning(standing, left_unseen=bool(members) and not standing):
-            self._in_backward, self._is_asked = None, False
+            self._in_backward = self._asked = None
             put_in_place(stand_ins)
             self._open.begin(prepared)
             count_own(standing)
         if not self._returns_early:
-            to_the_end(self._wait)
+            self._wait()
 
     def _finish_begun(self) -> None:
         self._write_rest()
-        if self._is_asked:
-            self._take()
+        if self._asked is not None:
+            self._asked.use(self._take)
             self._failures.told_begun = True
 
     @property
@@ -411,7 +424,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._shares is None:
             # While this waited for its turn somebody has closed it, and finished all.
             return
-        if self._is_reader and self._in_backward is not None and not self._is_asked:
+        if self._is_reader and self._in_backward is not None and self._asked is None:
             # Weights stay old until step(), or are new: nothing can be waited for meanwhile.
             return
         self._check_usable()
@@ -447,7 +460,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
-        if self._in_backward is not None and not self._is_asked and self._failures.first is None:
+        if self._in_backward is not None and self._asked is None and self._failures.first is None:
             self._refused_in_between = True
             raise refusal()
 
@@ -456,7 +469,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self.synchronize()
 
     def _finish_for_close(self) -> None:
-        begun_in_backward = self._in_backward is not None and not self._is_asked
+        begun_in_backward = self._in_backward is not None and self._asked is None
         was_told = self._failures.first is not None
         # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
         for is_last in (False, True):
@@ -475,7 +488,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._backward.close()
         if self._shares is not None:
             self._unclosed.append(self._shares.close)
-        self._shares = self._in_backward = None
+        self._shares = self._in_backward = self._asked = None
         self._unwritten.clear()
 
     def _check_usable(self) -> None:

@@ -45,7 +45,6 @@ from reference_impl.optimizers.step import (
     Status,
     hooked,
     in_turn,
-    to_the_end,
     without_gradients,
 )
 from reference_impl.optimizers.streamed.chunks import Part
@@ -291,8 +290,8 @@ class OptimizerStateOffloader(SavedOptimizer):
                 put_in_use(read, forgetful(self._wait_for))
             count_own(gradients)
         self.streamed.advance()
-        if not self._model_waits:
-            to_the_end(self._wait_for_all)
+        if not self._returns_early:
+            self._wait_for_all()
 
     def _to_use(self) -> dict[Member, torch.Tensor]:
         """Return the gradients of this step."""

@@ -114,15 +114,6 @@ def _lost_step(error: BaseException) -> WorkLostError:
     )
 
 
-def to_the_end(wait: Callable[[], None]) -> None:
-    """Run `wait`, and once more where a signal cuts it short: no model is attached whose forward would wait."""
-    try:
-        wait()
-    except BaseException:
-        wait()
-        raise
-
-
 _NOTE = "optimizer.status is "
 _NOTES = {
     "untouched": "the step has changed nothing: step() again, or leave the batch out with zero_grad()",

@@ -33,6 +33,7 @@ SLOW = {
     "layers": 20 * TIMES,
     "shards": 20 * TIMES,
     "signals": 8 * TIMES,
+    "users-signals": 20 * TIMES,
     "layers-signals": 5 * TIMES,
     "shards-signals": 5 * TIMES,
     "memory": 25 * TIMES,
@@ -43,7 +44,7 @@ TOGETHER = [
     ["optimizers"],
     ["users", "python"],
     ["calls", "calls-signals", "readers"],
-    ["layers", "signals", "layers-signals"],
+    ["layers", "signals", "users-signals", "layers-signals"],
     ["shards", "shards-signals"],
     ["memory", "memory-signals"],
 ]

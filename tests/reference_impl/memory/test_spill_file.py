@@ -6,6 +6,9 @@ import textwrap
 
 import pytest
 import torch
+from injector import Injector
+from interrupts import Interrupt
+from python_faults import deeper
 
 from reference_impl.device import Device
 from reference_impl.memory.slab import Slab
@@ -116,6 +119,30 @@ def test_more_than_the_disk_has_is_refused_at_once(tmp_path):
     with pytest.raises(DiskError, match="GiB needed"):
         SpillFile(tmp_path, limit_bytes=2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_close_that_is_cut_short_anywhere_is_finished_by_the_next(tmp_path):
+    def cut_short(closed_within):
+        file = SpillFile(tmp_path, limit_bytes=LIMIT)
+        descriptor, outcome = file._descriptor, "closed"
+        try:
+            closed_within(file.close)
+        except (RecursionError, KeyboardInterrupt) as error:
+            outcome = type(error).__name__
+        file.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+        return outcome
+
+    def interrupted(close, nth):
+        with Interrupt(nth, also=("/weakref.py",)).comes(Injector()):
+            close()
+
+    limit = sys.getrecursionlimit()
+    deep = {cut_short(lambda close, room=room: deeper(limit - room, close)) for room in range(200, 0, -1)}
+    assert deep == {"RecursionError", "closed"}
+    signals = {cut_short(lambda close, nth=nth: interrupted(close, nth)) for nth in range(1, 250)}
+    assert signals == {"KeyboardInterrupt", "closed"}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`status` tells the truth, and what the page says to do for it neither uses gradients twice nor loses a step."""
 
+import signal
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from layers_trainee import decoder, streamed
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
+from reference_impl import CpuUpdate
 from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -217,3 +219,125 @@ def test_a_hook_that_raises_in_front_of_step_keeps_nobody_from_finishing_what_ba
         optimizer.step()
         optimizer.synchronize()
         assert_same_weights(model, plain)
+
+
+def reference(device, batches):
+    model = twins(device)[0]
+    with hybrid(model, **UPDATING) as optimizer:
+        train(model, optimizer, batches)
+    return model
+
+
+# What stays on the device is updated in step() alone, with the gradient that stands there.
+UPDATING = {
+    "offload_filter": lambda param: param.dim() > 1,
+    "backward_overlap": "update",
+    "cpu": CpuUpdate(bucket_elements=256),
+}
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError, RecursionError])
+def test_what_is_left_of_an_update_in_backward_uses_its_own_gradients(device, monkeypatch, attached, error):
+    """The model drops them, and not the optimizer, which has heard of the step."""
+    model, data = twins(device)[0], batches(device.torch_device, 3)
+    plain = reference(device, data)
+    with hybrid(model, **UPDATING) as optimizer:
+        if attached:
+            optimizer.attach(model)
+        model(data[0]).backward()
+        with monkeypatch.context() as patch:
+            fails_once(patch, optimizer, error)
+            with pytest.raises(error):
+                optimizer.step()
+        assert optimizer.status == "begun"
+        model.zero_grad()
+        train(model, optimizer, data[1:])
+        assert_same_weights(model, plain)
+
+
+@EACH
+@ATTACHED
+def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
+    device, monkeypatch, build, attached
+):
+    """The next forward waits where a model is attached, and nobody does where none is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Loop(device, build, attached=attached) as loop:
+        begins = loop.optimizer._step_begins
+
+        def begin(*args, **named):
+            begins(*args, **named)
+            signal.raise_signal(signal.SIGINT)
+
+        loop.backward(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(loop.optimizer, "_step_begins", begin)
+            with pytest.raises(KeyboardInterrupt):
+                loop.optimizer.step()
+        signal.signal(signal.SIGINT, before)
+        assert loop.optimizer.status == "begun"
+        loop.model.zero_grad()
+        for index in (1, 2):
+            loop.backward(index)
+            loop.optimizer.step()
+            loop.model.zero_grad()
+        assert_equal(loop, device, build, 3)
+
+
+def fails_once(patch, optimizer, error):
+    real, failed = optimizer._shares.prepare, []
+
+    def prepare(*args):
+        if not failed:
+            failed.append(True)
+            raise error
+        return real(*args)
+
+    patch.setattr(optimizer._shares, "prepare", prepare)
+
+
+def fails_always(patch, optimizer):
+    def prepare(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    patch.setattr(optimizer._shares, "prepare", prepare)
+
+
+def test_a_forward_over_old_weights_is_refused_where_no_model_is_attached(device, monkeypatch):
+    model, data = twins(device)[0], batches(device.torch_device, 2)
+    plain = reference(device, data)
+    with hybrid(model, **UPDATING) as optimizer:
+        model(data[0]).backward()
+        with monkeypatch.context() as patch:
+            fails_always(patch, optimizer)
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        assert optimizer.status == "begun"
+        model.zero_grad()
+        with pytest.raises(
+            RuntimeError, match=r"its forward has used old weights.*try model.zero_grad\(\) and opt"
+        ):
+            model(data[1]).backward()
+        # The remedy that it names.
+        model.zero_grad()
+        optimizer.synchronize()
+        train(model, optimizer, data[1:])
+        assert_same_weights(model, plain)
+
+
+def test_gradients_that_somebody_has_set_to_zero_lose_the_rest_of_an_update_by_name(device, monkeypatch):
+    model, data = twins(device)[0], batches(device.torch_device, 1)
+    with hybrid(model, **UPDATING) as optimizer:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        with monkeypatch.context() as patch:
+            fails_always(patch, optimizer)
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+        model.zero_grad(set_to_none=False)
+        with pytest.raises(
+            RuntimeError, match=r"written after step\(\) had raised.*try loading the last checkpoint"
+        ):
+            optimizer.synchronize()
+        assert optimizer.status == "broken"
