@@ -3,6 +3,7 @@
     python benchmarks/optimizer.py --out optimizer.json            # the published model, needs a large GPU
     python benchmarks/optimizer.py --tiny                          # the same code at toy size, also on the CPU twin
     python benchmarks/optimizer.py --rows streamed --trace trace.json --trace-row "8 GB"  # with a Perfetto trace
+    python benchmarks/optimizer.py --rows muon --out muon.json     # Muon for the matrices, ratios to Muon on the GPU
     python benchmarks/optimizer.py --rows none --tokens 8192 --trace trace.json --figure timeline.svg  # one step, drawn
 
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import muon_rows
 import torch
 from caches import forget_caches
 from cpu_lane import add_lane, watched_updates
@@ -140,7 +142,12 @@ def rows() -> dict[str, Build]:
     table["torchao 100% bf16 states"] = torchao_offload
     for fraction in (0.25, 0.5, 1.0):
         table[f"megatron {fraction:.0%}"] = megatron_offload(fraction)
-    return table
+    return {**table, **muon_rows.rows(OPTIONS)}
+
+
+def base_of(row: str) -> str:
+    """Return the row that the ratio of `row` is to."""
+    return muon_rows.NOTHING_OFFLOADED if row.startswith("muon") else "none"
 
 
 @contextmanager
@@ -293,15 +300,16 @@ def main() -> None:
     wanted = [part for part in args.rows.split(",") if part]
     for total in [128] if args.tiny else [int(part) for part in args.tokens.split(",")]:
         results: dict[str, Any] = {}
-        for name, build in rows().items():
-            if wanted and name != "none" and not any(part in name for part in wanted):
-                continue
+        table = rows()
+        asked = [name for name in table if not wanted or any(part in name for part in wanted)]
+        for name in dict.fromkeys(each for row in asked for each in (base_of(row), row)):
+            build = table[name]
             try:
                 results[name] = measure(build, shape, device, total // tokens, tokens)
             except ImportError as missing:
                 results[name] = {"left out": str(missing)}
                 continue
-            ratio = results[name]["step_s"] / results["none"]["step_s"]
+            ratio = results[name]["step_s"] / results[base_of(name)]["step_s"]
             results[name] = {"ratio": ratio, **results[name]}
             print(
                 total,

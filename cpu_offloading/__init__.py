@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         probe,
         trace,
     )
-    from reference_impl.optimizers import SGD, Adam
+    from reference_impl.optimizers import SGD, Adam, Muon
     from reference_impl.trained_layers import chunked_cross_entropy
     from skill_tools import __version__
 
@@ -40,6 +40,7 @@ __all__ = [
     "CpuUpdate",
     "FrozenLayerStreamer",
     "HybridDeviceOptimizer",
+    "Muon",
     "OptimizerStateOffloader",
     "ShardStreamer",
     "Streaming",
@@ -56,6 +57,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "Adam": "reference_impl.optimizers",
+    "Muon": "reference_impl.optimizers",
     "SGD": "reference_impl.optimizers",
     "__version__": "skill_tools",
     "chunked_cross_entropy": "reference_impl.trained_layers",

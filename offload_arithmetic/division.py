@@ -38,6 +38,26 @@ def offload_last(parts: Sequence[Part], wanted: int) -> None:
         wanted -= taken
 
 
+class PartOfUnits(Part, Protocol):
+    """A part of units that nothing cuts."""
+
+    @property
+    def unit(self) -> int:
+        """Elements of each unit; 0 only where there are none at all."""
+
+
+def offload_last_units(parts: Sequence[PartOfUnits], wanted: int) -> None:
+    """Let the last units of `parts`, which are in forward order and all resident, leave: `wanted` elements, rounded.
+
+    A unit leaves if half of it is wanted.
+    """
+    for part in reversed(parts):
+        if part.unit:
+            units = min(max(wanted + part.unit // 2, 0) // part.unit, part.resident // part.unit)
+            part.resident -= units * part.unit
+            wanted -= units * part.unit
+
+
 def first_unit_streams(streamed: float, offloaded: float) -> bool:
     """Return whether the first unit streams, where a share `streamed` of all, or a part of `offloaded`, does.
 

@@ -18,7 +18,7 @@ Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md
 
 from typing import TYPE_CHECKING, Any
 
-from reference_impl.optimizers.algorithms import SGD, Adam
+from reference_impl.optimizers.algorithms import SGD, Adam, Muon
 from reference_impl.optimizers.hybrid import HybridDeviceOptimizer
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 
@@ -31,6 +31,7 @@ __all__ = [
     "Budgets",
     "CpuUpdate",
     "HybridDeviceOptimizer",
+    "Muon",
     "OptimizerStateOffloader",
     "Streaming",
 ]

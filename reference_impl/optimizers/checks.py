@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
 from reference_impl.memory.absent import is_absent
-from reference_impl.optimizers.algorithms import Algorithm, group_defaults
+from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
+from reference_impl.optimizers.formulas import is_of_matrices, known_options
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate
 
@@ -34,19 +35,23 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_options(
-    algorithm: Algorithm, hyper_parameters: Mapping[str, Any], fraction: float, overlap: str | None
+    algorithms: Collection[AnyAlgorithm],
+    hyper_parameters: Mapping[str, Any],
+    fraction: float,
+    overlap: str | None,
 ) -> None:
-    """Raise TypeError for an unknown hyper-parameter, ValueError for one that is not served or out of range."""
+    """Raise TypeError for a hyper-parameter that no formula has, ValueError for one not served or out of range."""
     check_fraction("offload_fraction", fraction)
     if overlap not in (None, *get_args(BackwardOverlap)):
         raise ValueError(f"backward_overlap is {overlap!r}; expected one of {get_args(BackwardOverlap)}")
-    known = group_defaults(algorithm)
-    unknown = set(hyper_parameters) - set(known)
+    known = {name for each in algorithms for name in group_defaults(each)}
+    unknown = set(hyper_parameters) - known
     if unknown:
         raise TypeError(
             f"option {sorted(unknown)[0]!r} is not supported; expected some of {sorted(known)}; try leaving it out"
         )
-    check_group(algorithm, {"params": [], **known, **hyper_parameters})
+    for each in algorithms:
+        check_group(each, {"params": [], **group_defaults(each), **known_options(each, hyper_parameters)})
 
 
 def check_fraction(name: str, fraction: float) -> None:
@@ -57,7 +62,9 @@ def check_fraction(name: str, fraction: float) -> None:
         )
 
 
-def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets) -> None:
+def check_split(
+    split: Any, fraction: float, algorithms: Sequence[AnyAlgorithm], *, filtered: bool, budgets: Budgets
+) -> None:
     """Raise ValueError for shares that are none, or for options that contradict each other."""
     if split is None or split == "auto":
         shares = None
@@ -81,6 +88,39 @@ def check_split(split: Any, fraction: float, *, filtered: bool, budgets: Budgets
         raise ValueError(
             "budgets were given, which choose a split; expected split='auto' with them; try that, or leave them out"
         )
+    if any(map(is_of_matrices, algorithms)):
+        _check_matrices(split)
+
+
+def _check_matrices(split: Any) -> None:
+    """Raise ValueError for a `split`, as it was given, that leaves no place to matrices which a formula needs whole.
+
+    They never go to the CPU, where Newton and Schulz's iteration takes minutes: 6e13 operations a step for 1.4e9
+    parameters.
+    """
+    if split == "auto":
+        raise ValueError(
+            "split is 'auto' and a group is updated in matrices; expected shares, because the choice reckons with "
+            "formulas of elements alone; try offload_fraction, or three shares"
+        )
+    if split is not None and split[2] > 0 and split[1] == 0:
+        raise ValueError(
+            f"split is {tuple(split)} and a group is updated in matrices, which the CPU share does not hold: products "
+            "of matrices would take it minutes; expected a streamed share for them; try offload_fraction=1.0, with "
+            "which matrices stream and the CPU updates the rest"
+        )
+
+
+def check_no_embeddings(model: nn.Module, members: Mapping[torch.Tensor, Member]) -> None:
+    """Raise ValueError where a formula of matrices updates the table of an embedding, whose rows are vectors."""
+    for name, module in model.named_modules():
+        weight = module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
+        member = None if weight is None else members.get(weight)
+        if member is not None and member.matrices is not None:
+            raise ValueError(
+                f"{name}.weight is the table of an embedding, and {type(member.matrices).__name__} updates matrices; "
+                "expected it in a group of AdamW, as are heads that share it and vectors; try a group without use_muon"
+            )
 
 
 def check_cpu(options: CpuUpdate) -> None:
@@ -93,7 +133,7 @@ def check_cpu(options: CpuUpdate) -> None:
         )
 
 
-def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
+def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
     """Raise for a parameter group that cannot be offloaded.
 
     Keys that the algorithm does not know (`name`, `initial_lr`, ...) stay in the group. ValueError for an option that

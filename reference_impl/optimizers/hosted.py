@@ -267,8 +267,8 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
         return self._members
 
-    def take_place_of(self, given: torch.optim.Optimizer) -> None:
-        """Let `given`, which a scheduler or scaler may hold, have these groups, and refuse what needs states.
+    def take_place_of(self, given: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> None:
+        """Let `given`, which a scheduler or scaler may hold, have `groups`, by default all; refuse what needs states.
 
         To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
         """
@@ -291,7 +291,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         ):
             register_undoably(register, refuse, self._unclosed)
         self.register_step_post_hook(note_step)
-        given.param_groups = self.param_groups
+        given.param_groups = self.param_groups if groups is None else groups
 
     @in_turn
     def attach(self, model: nn.Module) -> None:
@@ -301,6 +301,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
         checks.check_model(model, serves_data_parallel=True)
+        checks.check_no_embeddings(model, self._members)
         missing = missing_name(model)
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)

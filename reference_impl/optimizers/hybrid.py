@@ -20,10 +20,11 @@ from reference_impl.device import Event
 from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.algorithms import Adam, Algorithm, group_defaults
+from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm, group_defaults
 from reference_impl.optimizers.backward_hooks import BackwardHooks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide
 from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.formulas import formulas_in
 from reference_impl.optimizers.gradients import (
     AskedGradients,
     Gradients,
@@ -67,7 +68,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         budgets: what `auto` may use for states, and this machine's rates.
         streaming: how the streamed share's states cross the link.
         cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
-        algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords.
+        algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords. Groups
+            with `use_muon=True` or an `algorithm` of their own are updated in whole matrices, never on the CPU.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
             DTensors of one mesh, whose norm is summed over it.
@@ -98,7 +100,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         budgets: Budgets | None = None,
         streaming: Streaming | None = None,
         cpu: CpuUpdate | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | MatrixAlgorithm | None = None,
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
         backward_overlap: checks.BackwardOverlap | None = None,
@@ -108,13 +110,13 @@ class HybridDeviceOptimizer(SavedOptimizer):
             budgets=budgets or Budgets(), streaming=streaming or Streaming(), cpu=cpu or CpuUpdate()
         )
         options = take_moved_keywords(given, hyper_parameters)
-        algorithm = algorithm or Adam()
-        checks.check_options(algorithm, hyper_parameters, offload_fraction, backward_overlap)
+        params, algorithms, self._default_matrices = formulas_in(params, algorithm)
+        checks.check_options(algorithms, hyper_parameters, offload_fraction, backward_overlap)
         checks.check_split(
-            split, offload_fraction, filtered=offload_filter is not None, budgets=options.budgets
+            split, offload_fraction, algorithms, filtered=bool(offload_filter), budgets=options.budgets
         )
         checks.check_cpu(options.cpu)
-        self._filter = offload_filter
+        self._filter, self._hyper_parameters = offload_filter, hyper_parameters
         self._max_grad_norm = max_grad_norm
         self._backward_overlap = backward_overlap or "gradients"
         self._overlaps_forward = options.cpu.overlap_forward
@@ -129,8 +131,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self.grad_norm: torch.Tensor | None = None
         super().__init__(
             params,
-            {**group_defaults(algorithm), **hyper_parameters},
-            algorithm,
+            {**group_defaults(algorithms[0]), **hyper_parameters},
+            algorithms[0],
             shows_steps=True,
             masters_of_all=self._masters_of_all,
             passes_over_unknown=self._passes_over_unknown,
@@ -148,6 +150,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             split=split or (1 - offload_fraction, 0.0, offload_fraction),
             options=options,
             whole_members=self._whole_members,
+            matrices=self._matrices_by_param,
         )
         self.split = self._shares.split
         self._gradients = Gradients(
@@ -166,18 +169,18 @@ class HybridDeviceOptimizer(SavedOptimizer):
     @in_turn
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the fraction applies to it by itself."""
-        super().add_param_group(param_group)
+        self._add_with_formula(param_group, self._hyper_parameters)
         try:
             self._check_group(self.param_groups[-1])
             if self._shares is not None:
                 self.synchronize()
                 self._admit_new()
         except BaseException:
-            self.param_groups.pop()
+            self._take_back_group()
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        checks.check_group(self._algorithm, group)
+        checks.check_group(self._algorithms[-1], group)
 
     @without_gradients
     def _admit_new(self) -> None:
@@ -187,7 +190,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
         params = [each for each in trained if each[0] not in self._members]
         self._check_new(param for param, _ in params)
-        members = self._open.lay_out(params, first_order=len(self._members), offload=self._filter)
+        members = self._open.lay_out(params, len(self._members), self._filter, self._matrices)
         self._open.add(members)
         with deferred_interrupts():
             self._members.update((member.param, member) for member in members)
@@ -372,7 +375,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             if gradient is not None and (member.on_device or not member.pieces):
                 gradients[member] = gradient
         if self._open.prefetches or any(member.streamed for member in gradients):
-            checks.check_used_in_time(member for member in gradients if member.streamed)
+            checks.check_used_in_time(member for member in gradients if member.streamed or member.matrices)
         factors, indices = factors_of(arrivals)
         if begun is not None:
             begun.plan.check_unchanged(self.param_groups, self.defaults)

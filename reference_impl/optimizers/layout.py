@@ -9,18 +9,20 @@ tensors behind it are `cpu.buckets` and `streamed.chunks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from offload_arithmetic.division import alternate, offload_last
+from offload_arithmetic.division import alternate, offload_last, offload_last_units
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import REACHED, Event
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
+from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.stand_in import unwrapped
 
 # The names that a state_dict has beside the algorithm's moments.
@@ -38,7 +40,8 @@ class Member:
     compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
     where a master was loaded that rounds to it: until it changes, they belong together. `watched` is the weight as
     autograd counts its writes, at `version` and `address` when its master was the same; None where nobody can write it
-    but the optimizer. `home` is where the weight lives that only visits the device.
+    but the optimizer. `home` is where the weight lives that only visits the device. `matrices` is the formula that
+    updates it as whole matrices, on the device alone; None where the optimizer's formula of elements does.
     """
 
     param: torch.Tensor
@@ -60,6 +63,7 @@ class Member:
     version: int = 0
     address: int = 0
     home: WeightHome | None = None
+    matrices: MatrixAlgorithm | None = None
 
     def __post_init__(self) -> None:
         """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
@@ -86,6 +90,24 @@ class Member:
     def put(self, gradient: torch.Tensor) -> None:
         """Let `gradient`, of the shape of this rank's own tensor, stand on the parameter."""
         self.param.grad = shard_like(self.param, gradient)
+
+    @property
+    def unit(self) -> int:
+        """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other."""
+        if self.matrices is None:
+            return 1
+        local = self.param_local
+        matrix = local[0].numel() if local.dim() == 3 and len(local) else local.numel()
+        is_stack = local.dim() == 3 and self.stride[0] == matrix and matrix % ALIGNMENT_ELEMENTS == 0
+        return matrix if is_stack else local.numel()
+
+    def matrices_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the matrices whose elements `flat` has, whole ones, with the strides of the parameter."""
+        shape = self.param_local.shape
+        if len(shape) == 2:
+            return [flat.as_strided(shape, self.stride)]
+        matrix = shape[1] * shape[2]
+        return list(flat.as_strided((flat.numel() // matrix, *shape[1:]), self.stride).unbind())
 
     @property
     def on_device(self) -> int:
@@ -184,26 +206,37 @@ def members_of(
     streamed: float = 0.0,
     ahead: int = 0,
     reductions: Mapping[torch.Tensor, object] | None = None,
+    matrices: Sequence[MatrixAlgorithm | None] = (),
 ) -> list[Member]:
     """Split `params` (each with its group, in forward order) into resident and offloaded elements.
 
     `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded. The share
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
     before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
-    whose gradients are reduced with others.
+    whose gradients are reduced with others. `matrices` has the formula of each group that updates matrices: of these
+    the last `fraction` is offloaded, too, in whole ones, and all of it streams.
     """
-    listed = list(params)
     members = [
-        Member(param, group, first_order + index, resident=local_numel(param))
-        for index, (param, group) in enumerate(listed)
+        Member(
+            param,
+            group,
+            first_order + index,
+            resident=local_numel(param),
+            matrices=matrices[group] if matrices else None,
+        )
+        for index, (param, group) in enumerate(params)
     ]
+    cut, whole = ([m for m in members if (m.matrices is None) == is_cut] for is_cut in (True, False))
     if offload is not None:
         for member in members:
             if offload(member.param):
                 member.resident = 0
     else:
-        offload_last(members, round(fraction * sum(local_numel(param) for param, _ in listed)))
-    alternate(_units(members, reductions or {}), streamed, ahead)
+        for alike, leave in ((cut, offload_last), (whole, offload_last_units)):
+            leave(alike, round(fraction * sum(member.resident for member in alike)))
+    for member in whole:
+        member.streamed = member.on_cpu
+    alternate(_units(cut, reductions or {}), streamed, ahead)
     return members
 
 

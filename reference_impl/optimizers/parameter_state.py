@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from reference_impl.distributed.mesh import local_of, shard_like
-from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.algorithms import Algorithm, AnyAlgorithm
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.module_load import note_loaded
 from reference_impl.optimizers.saved_checks import check_state
@@ -179,9 +179,9 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     Args:
         members: the trained parameters; more may be added later.
-        algorithm: names the states.
+        algorithm: names the states of members that no formula of matrices updates.
         finished: see `FinishedParts`.
-        shows_steps: False leaves `step` out, as torch's SGD does.
+        shows_steps: False leaves `step` out, as torch's SGD does; formulas of matrices say it themselves.
         masters_of_all: fp32 parameters, which are their own masters, show a `master_param` too.
         passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
     """
@@ -200,7 +200,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self.algorithm = algorithm
         self.lists_everyone = False
         self._finished = finished
-        self._steps = (STEP,) if shows_steps else ()
+        self._shows_steps = shows_steps
         self._masters_of_all = masters_of_all
         self._passed_over = passes_over_unknown
 
@@ -208,10 +208,18 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         """Return a parameter's state, also before its first step."""
         return ParameterState(self._stored(param))
 
+    def _algorithm_of(self, member: Member) -> AnyAlgorithm:
+        return member.matrices or self.algorithm
+
     def _stored(self, param: torch.Tensor) -> StoredState:
         member = self.members[param]
         shows_master = param.dtype != torch.float32 or self._masters_of_all
-        names = (*self._steps, *self.algorithm.moments, *([MASTER] if shows_master else []))
+        shows_step = self._shows_steps if member.matrices is None else member.matrices.counts_steps
+        names = (
+            *([STEP] if shows_step else []),
+            *self._algorithm_of(member).moments,
+            *([MASTER] if shows_master else []),
+        )
         return StoredState(member, names, self._finished, passed_over=self._passed_over)
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
@@ -239,17 +247,19 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     def checked(self, label: str, param: torch.Tensor, values: Any) -> dict[str, Any]:
         """Return `values` as `write` takes them, see `check_state`; KeyError for a parameter that is not trained."""
+        member = self.members[param]
+        algorithm = self._algorithm_of(member)
         if self._passed_over and isinstance(values, Mapping):
-            known = (STEP, *self.algorithm.moments, MASTER)
+            known = (STEP, *algorithm.moments, MASTER)
             values = {name: value for name, value in values.items() if name in known}
-        return check_state(label, values, self.members[param], self.algorithm)
+        return check_state(label, values, member, algorithm)
 
     @without_gradients
     def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `checked` values; what they lack starts anew."""
         target, member = self._stored(param), self.members[param]
         target[STEP] = values.get(STEP, 0)
-        for name in self.algorithm.moments:
+        for name in self._algorithm_of(member).moments:
             target[name] = values.get(name, torch.zeros(()))
         if MASTER in values:
             target[MASTER] = values[MASTER]

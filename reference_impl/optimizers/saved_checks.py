@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from reference_impl.optimizers.algorithms import Algorithm, group_defaults
+from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
 from reference_impl.optimizers.checks import check_group
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 
@@ -38,8 +38,8 @@ def check_document(document: Any) -> tuple[Groups, Mapping[Any, Any]]:
     return document["param_groups"], document["state"]
 
 
-def check_groups(saved: Groups, groups: Groups, algorithm: Algorithm) -> None:
-    """Refuse saved groups of other sizes than `groups`, and with hyper-parameters that cannot be used."""
+def check_groups(saved: Groups, groups: Groups, algorithms: Sequence[AnyAlgorithm]) -> None:
+    """Refuse saved groups of other sizes than `groups`, and with hyper-parameters that its formula cannot use."""
     for index, group in enumerate(saved):
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
             raise ValueError(
@@ -59,14 +59,14 @@ def check_groups(saved: Groups, groups: Groups, algorithm: Algorithm) -> None:
         )
     if len(set(keys)) != len({id(param) for group in groups for param in group["params"]}):
         raise ValueError("params of param_groups name a parameter twice; expected each one once")
-    for index, group in enumerate(saved):
+    for index, (group, algorithm) in enumerate(zip(saved, algorithms, strict=True)):
         try:
             check_group(algorithm, {**group_defaults(algorithm), **group, "params": []})
         except ValueError as error:
             raise ValueError(f"in param_groups[{index}]: {error}") from None
 
 
-def check_state(label: str, saved: Any, member: Member, algorithm: Algorithm) -> dict[str, Any]:
+def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm) -> dict[str, Any]:
     """Return the states of one parameter as they are to be written; nothing for a parameter without a step."""
     if not isinstance(saved, Mapping):
         raise ValueError(

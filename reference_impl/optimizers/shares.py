@@ -25,7 +25,7 @@ from reference_impl.distributed.mesh import any_is_sharded
 from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
@@ -69,6 +69,8 @@ class Shares:
         split: the shares (resident, streamed, CPU), or `auto`.
         options: see `Options`.
         whole_members: never split a member between buckets of the CPU share.
+        matrices: the formulas of those of `params` that are updated in matrices: these stay or stream, and the split
+            between streaming and the CPU is that of all others.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Shares:
         split: tuple[float, float, float] | Literal["auto"],
         options: Options,
         whole_members: bool,
+        matrices: Mapping[torch.Tensor, MatrixAlgorithm],
     ) -> None:
         self._device = device
         self._ranks = options.budgets.ranks
@@ -88,8 +91,9 @@ class Shares:
         self._streamed: StreamedShare | None = None
         self._ahead = 0
         streamed_bytes = 0.0
-        if split == "auto" or split[1] > 0 or options.streaming != Streaming():
+        if split == "auto" or split[1] > 0 or options.streaming != Streaming() or matrices:
             self._streamed = _streamed_share(device, algorithm, options.streaming)
+            params = [param for param in params if param not in matrices]
             sizes = [(local_numel(param), param.element_size()) for param in params]
             each = _state_bytes(sizes, device, algorithm, options.streaming)
             streamed_bytes = each.streamed
@@ -103,7 +107,11 @@ class Shares:
                     each,
                     device,
                     options.budgets,
-                    ring_bytes=self._streamed.ring_bytes(params),
+                    ring_bytes=self._streamed.ring_bytes(
+                        members_of(
+                            [(param, 0) for param in params], first_order=0, fraction=1.0, offload=None
+                        )
+                    ),
                     # How much does come in, the length of a backward says, which nobody knows yet. Of sharded
                     # parameters as much stays on the device.
                     hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(params) else 2),
@@ -124,9 +132,9 @@ class Shares:
     def lay_out(
         self,
         params: Iterable[tuple[torch.Tensor, int]],
-        *,
         first_order: int,
         offload: Callable[[torch.Tensor], bool] | None,
+        matrices: Sequence[MatrixAlgorithm | None],
     ) -> list[Member]:
         """Say which elements of `params` belong to which share, see `members_of`; `add` makes their state."""
         return members_of(
@@ -137,6 +145,7 @@ class Shares:
             ahead=max(self._ahead - sum(member.streamed for member in self._members), 0),
             offload=offload,
             reductions=reductions(),
+            matrices=matrices,
         )
 
     def add(self, members: Sequence[Member]) -> None:
@@ -147,7 +156,7 @@ class Shares:
         self._require_room(members)
         try:
             for member in members:
-                if member.resident or not (member.streamed or member.on_cpu):
+                if member.matrices is None and (member.resident or not (member.streamed or member.on_cpu)):
                     self._resident.add(member)
             self._cpu.add(members)
             # Last, because it takes back itself what it has not finished.
@@ -245,7 +254,7 @@ class Shares:
         self._cpu.take(step, prepared.arrivals)
         for member in prepared.gradients:
             # Whoever reads a weight waits from now on.
-            member.pending |= member.streamed > 0
+            member.pending |= self._streamed is not None and member in self._streamed
         if self._streamed is not None:
             # Copies of the first chunks out, and of the next ones in, run beside the resident update.
             self._streamed.begin()
@@ -339,7 +348,7 @@ class Shares:
 
     def copies(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 values) of each part of a state that streams."""
-        if self._streamed is not None and member.streamed:
+        if self._streamed is not None and member in self._streamed:
             self._streamed.finish(for_writing=False)
             yield from self._streamed.parts(member, name)
 
@@ -378,14 +387,18 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
 
 
 def _parts(members: Iterable[Member]) -> dict[Member, Part]:
-    """Return what streams of each of `members`."""
+    """Return what streams of each of `members`, and of matrices what stays, too."""
     from reference_impl.optimizers.streamed.chunks import Part
 
     # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.
     return {
-        member: Part(range(member.resident, member.on_device), is_split=member.on_cpu > 0)
+        member: Part(
+            range(member.resident, member.on_device),
+            range(member.resident if member.matrices else 0),
+            is_split=member.on_cpu > 0,
+        )
         for member in members
-        if member.streamed
+        if member.streamed or member.matrices
     }
 
 

@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.optimizers.algorithms import Algorithm, group_defaults
+from reference_impl.optimizers.algorithms import Algorithm, AnyAlgorithm, MatrixAlgorithm, group_defaults
 from reference_impl.optimizers.checks import check_thread
+from reference_impl.optimizers.formulas import known_options, matrices_of
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.parameter_state import OptimizerState, StateParts
 from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
 from reference_impl.optimizers.step import in_turn
-
-# Which of torch's kernels computes the same bits as ours, whatever the user's groups say.
-KERNEL = {"foreach": None, "fused": True}
 
 
 class SavedOptimizer(HostedOptimizer):
@@ -35,11 +33,13 @@ class SavedOptimizer(HostedOptimizer):
 
     Args:
         params, defaults: as in `torch.optim.Optimizer`.
-        algorithm: names the states and hyper-parameters.
+        algorithm: names the states and hyper-parameters of groups that no formula of matrices updates.
         shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
     """
 
     _states: OptimizerState | None = None
+    # The formula of groups that name none.
+    _default_matrices: MatrixAlgorithm | None = None
     _stepped_by: threading.Thread | None = None
 
     def __init__(
@@ -53,6 +53,8 @@ class SavedOptimizer(HostedOptimizer):
         passes_over_unknown: bool = False,
     ) -> None:
         self._algorithm = algorithm
+        # The formula of each group that is updated in matrices.
+        self._matrices: list[MatrixAlgorithm | None] = []
         # What a load, or a refresh of masters, has left to write.
         self._unwritten: deque[Callable[[], None]] = deque()
         super().__init__(params, defaults)
@@ -67,6 +69,44 @@ class SavedOptimizer(HostedOptimizer):
             passes_over_unknown=passes_over_unknown,
         )
         self.register_step_pre_hook(_before_step)
+
+    def _add_with_formula(self, param_group: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """Add a group that may name a formula of matrices; `options` are hyper-parameters of groups that lack them.
+
+        A group has the hyper-parameters of its formula alone, as in torch's class.
+        """
+        matrices = matrices_of(param_group, self._default_matrices)
+        algorithm = matrices or self._algorithm
+        # Another optimizer may be made of the same groups.
+        param_group = {name: value for name, value in param_group.items() if name != "algorithm"}
+        given = set(param_group)
+        for name, value in {**group_defaults(algorithm), **known_options(algorithm, options)}.items():
+            param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in self.defaults.keys() - group_defaults(algorithm).keys() - given:
+            group.pop(name, None)
+        self._matrices.append(matrices)
+
+    def _take_back_group(self) -> None:
+        """Forget the group that was added last."""
+        self.param_groups.pop()
+        self._matrices.pop()
+
+    @property
+    def _matrices_by_param(self) -> dict[torch.Tensor, MatrixAlgorithm]:
+        """The formulas of parameters that are updated in matrices."""
+        return {
+            param: matrices
+            for group, matrices in zip(self.param_groups, self._matrices, strict=True)
+            for param in group["params"]
+            if matrices is not None
+        }
+
+    @property
+    def _algorithms(self) -> list[AnyAlgorithm]:
+        """The formula of each group."""
+        return [matrices or self._algorithm for matrices in self._matrices]
 
     @abstractmethod
     def _finished(self, members: Iterable[Member]) -> StateParts:
@@ -137,14 +177,15 @@ class SavedOptimizer(HostedOptimizer):
         self._follow_writes()
         keys: dict[torch.Tensor, int] = {}
         groups = []
-        for group in self.param_groups:
+        for group, algorithm in zip(self.param_groups, self._algorithms, strict=True):
             for param in group["params"]:
                 keys.setdefault(param, len(keys))
             groups.append(
                 {
-                    **group_defaults(self._algorithm),
+                    **group_defaults(algorithm),
                     **{name: value for name, value in group.items() if name != "params"},
-                    **KERNEL,
+                    # Whatever the user's group says.
+                    **algorithm.kernels,
                     "params": [keys[param] for param in group["params"]],
                 }
             )
@@ -169,7 +210,7 @@ class SavedOptimizer(HostedOptimizer):
             replaced = before(self, document)
             document = document if replaced is None else replaced
         saved_groups, saved = check_document(document)
-        check_groups(saved_groups, self.param_groups, self._algorithm)
+        check_groups(saved_groups, self.param_groups, self._algorithms)
         params = dict(_keyed(self.param_groups, saved_groups))
         for key in saved:
             if key not in params:
@@ -199,8 +240,9 @@ class SavedOptimizer(HostedOptimizer):
 
         List and groups stay the same objects: another optimizer may share them, see `take_place_of`.
         """
-        for ours, group in zip(self.param_groups, loaded["param_groups"], strict=True):
-            taken = {**group_defaults(self._algorithm), **group, **KERNEL}
+        listed = zip(self.param_groups, loaded["param_groups"], self._algorithms, strict=True)
+        for ours, group, algorithm in listed:
+            taken = {**group_defaults(algorithm), **group, **algorithm.kernels}
             ours.clear()
             ours.update(taken)
 

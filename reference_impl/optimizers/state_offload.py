@@ -1,6 +1,6 @@
 """Optimizer states that are kept on the host and copied to the GPU for their update.
 
-`OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam or SGD with momentum. Between steps moments
+`OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam, SGD with momentum or Muon. Between steps moments
 and fp32 masters are in pinned host memory; `step()` streams them through a few device buffers, where the same fused
 kernel updates them. With a model attached all of this runs behind the next forward, whose modules wait on the device
 for their own weights.
@@ -26,6 +26,7 @@ from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.clip_decision import ClipDecision, decide, norms_of
+from reference_impl.optimizers.formulas import matrices_of
 from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradient_in_use import in_use, put_in_use, take_out
 from reference_impl.optimizers.gradients import standing_on, version_of
@@ -37,8 +38,10 @@ from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.state_dict import SavedOptimizer
 from reference_impl.optimizers.state_offload_wrapped import (
     StreamedParts,
-    algorithm_of,
     check_group,
+    divided,
+    joined,
+    wrapped_in,
 )
 from reference_impl.optimizers.step import (
     Failures,
@@ -65,7 +68,8 @@ class OptimizerStateOffloader(SavedOptimizer):
     learning-rate scheduler of either works; its states are taken over.
 
     Args:
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
+            of the others, which this steps together; with or without states.
         fraction: share of the elements whose states are offloaded, exact to 64; those that the forward uses last are
             offloaded first.
         chunk_bytes: most bytes of states that one copy moves.
@@ -97,7 +101,7 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         fraction: float = 1.0,
         chunk_bytes: int = STATE_CHUNK_BYTES,
@@ -109,9 +113,10 @@ class OptimizerStateOffloader(SavedOptimizer):
         **old_states: Any,
     ) -> None:
         form = form_of(states, old_states, stacklevel=3)
-        algorithm = algorithm_of(optimizer)
+        wrapped = wrapped_in(optimizer)
+        algorithm = wrapped.algorithm
         checks.check_fraction("fraction", fraction)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = [param for group in wrapped.groups for param in group["params"]]
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
         self._device = checks.one_device(params)
         self._fraction = fraction
@@ -133,20 +138,23 @@ class OptimizerStateOffloader(SavedOptimizer):
         # The gradients that a begun update reads, with their versions; and what takes the place of others.
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
         self._stand_ins: dict[Member, GradientStandIn] = {}
-        given = dict(optimizer.state)
+        given = [dict(each.state) for each in wrapped.optimizers]
         try:
-            super().__init__(
-                optimizer.param_groups, optimizer.defaults, algorithm, shows_steps=algorithm.counts_steps
-            )
-            self.param_groups = optimizer.param_groups
-            self._states_of_frozen = dict(given)
+            super().__init__(wrapped.groups, wrapped.defaults, algorithm, shows_steps=algorithm.counts_steps)
+            self._counts = [len(each.param_groups) for each in wrapped.optimizers]
+            self.param_groups, self._matrices = wrapped.groups, wrapped.matrices
+            self._default_matrices = wrapped.matrices[0] if all(wrapped.matrices) else None
+            self._states_of_frozen = {param: state for each in given for param, state in each.items()}
             self._admit()
-            self.take_place_of(optimizer)
+            for each in wrapped.optimizers:
+                self.take_place_of(each, each.param_groups)
             self._made()
-            optimizer.state.clear()
+            for each in wrapped.optimizers:
+                each.state.clear()
         except BaseException as error:
             self._abandon(error)
-            optimizer.state.update(given)
+            for each, taken in zip(wrapped.optimizers, given, strict=True):
+                each.state.update(taken)
             raise
 
     def _status(self) -> Status:
@@ -163,7 +171,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         self._write_rest()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to this and to the wrapped optimizer; the fraction applies to it by itself."""
+        """Add a group to this and to the wrapped optimizer, if it is one; the fraction applies to it by itself."""
         if self._states is None:
             super().add_param_group(param_group)
             return
@@ -172,12 +180,13 @@ class OptimizerStateOffloader(SavedOptimizer):
     @in_turn
     def _add_group(self, param_group: dict[str, Any]) -> None:
         self._ready()
-        super().add_param_group(param_group)
+        is_default = matrices_of(param_group, self._default_matrices) == self._default_matrices
+        self._add_with_formula(param_group, self.defaults if is_default else {})
         try:
-            check_group(self._algorithm, self.param_groups[-1])
+            check_group(self._algorithms[-1], self.param_groups[-1])
             self._admit_new()
         except BaseException:
-            self.param_groups.pop()
+            self._take_back_group()
             raise
 
     @without_gradients
@@ -209,7 +218,13 @@ class OptimizerStateOffloader(SavedOptimizer):
 
     def _lay_out(self, params: Sequence[tuple[torch.Tensor, int]]) -> list[Member]:
         """Say which elements of `params`, each with its group, stay and which stream."""
-        return members_of(params, first_order=len(self._members), fraction=self._fraction, offload=None)
+        return members_of(
+            params,
+            first_order=len(self._members),
+            fraction=self._fraction,
+            offload=None,
+            matrices=self._matrices,
+        )
 
     def _parts(self, members: Iterable[Member]) -> dict[Member, Part]:
         """Return which elements of `members` the streamed share holds."""
@@ -417,6 +432,20 @@ class OptimizerStateOffloader(SavedOptimizer):
         self._ready()
         self._finish(for_writing=False)
         return super().state_dict()
+
+    @in_turn
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the `state_dict` of each wrapped optimizer, as its own class loads it.
+
+        A group that was added later is the last one's.
+        """
+        left = len(self.param_groups) - sum(self._counts)
+        return divided(self.state_dict(), [*self._counts[:-1], self._counts[-1] + left])
+
+    @in_turn
+    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load what `state_dicts` or the wrapped optimizers' classes have returned; raises as `load_state_dict`."""
+        self.load_state_dict(joined(state_dicts))
 
     def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         self._ready()

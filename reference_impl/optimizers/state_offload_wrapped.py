@@ -6,22 +6,70 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm
+from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.saved_checks import check_document
 from reference_impl.optimizers.streamed.share import StreamedShare
 
 
+class Wrapped(NamedTuple):
+    """The optimizers that one takes the place of, the formula of those that update elements, and all groups.
+
+    `matrices` has the formula of each group that is updated in matrices.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    algorithm: Algorithm
+    matrices: list[MatrixAlgorithm | None]
+    groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+
+def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:
+    """Return what is known of one optimizer, or of several that are stepped together.
+
+    Raises TypeError and ValueError for those that cannot be wrapped, or not together.
+    """
+    optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    others = [each for each in optimizers if type(each) is not torch.optim.Muon]
+    algorithms = list(dict.fromkeys(map(algorithm_of, others)))
+    if not optimizers or len(algorithms) > 1:
+        raise ValueError(
+            f"given were {', '.join(type(each).__name__ for each in optimizers) or 'no optimizers'}; expected "
+            "torch.optim.Muon, one other whose formula is of elements, or both; try [Muon, AdamW]"
+        )
+    matrices: list[MatrixAlgorithm | None] = []
+    for each in optimizers:
+        matrices += [None if each in others else Muon()] * len(each.param_groups)
+    groups = [group for each in optimizers for group in each.param_groups]
+    for formula, group in zip(matrices, groups, strict=True):
+        if formula is not None:
+            check_group(formula, group)
+    if len(optimizers) == 1:
+        groups, defaults = optimizers[0].param_groups, optimizers[0].defaults
+    else:
+        # No option holds for all groups.
+        defaults = {}
+    return Wrapped(optimizers, algorithms[0] if algorithms else Adam(), matrices, groups, defaults)
+
+
 def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
-    """Return the formula of a wrapped optimizer.
+    """Return the formula of a wrapped optimizer that updates elements.
 
     Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves, and as `check_group`.
     """
     algorithm: Algorithm
+    if type(optimizer) is torch.optim.Muon:
+        raise TypeError(
+            "torch.optim.Muon updates whole matrices, which stream where weights stay on the device; expected "
+            "torch.optim.AdamW, Adam or SGD; try OptimizerStateOffloader"
+        )
     if type(optimizer) is torch.optim.AdamW:
         algorithm = Adam()
     elif type(optimizer) is torch.optim.Adam:
@@ -31,20 +79,51 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     else:
         raise TypeError(
             f"the formula of {type(optimizer).__name__} is not among those that update offloaded states here; expected "
-            "torch.optim.AdamW, Adam or SGD, and none of their subclasses; try AdamW(fused=True)"
+            "torch.optim.AdamW, Adam, SGD or Muon, and none of their subclasses; try AdamW(fused=True)"
         )
     for group in optimizer.param_groups:
         check_group(algorithm, group)
     return algorithm
 
 
-def check_group(algorithm: Algorithm, group: Mapping[str, Any]) -> None:
+def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that the update in chunks does not have, or a parameter it cannot take."""
-    if group.get("fused") is not True:
+    if algorithm.kernels and group.get("fused") is not True:
         raise ValueError(f"fused is {group.get('fused')}; expected True; try fused=True")
     checks.check_group(algorithm, group)
-    if group.get("momentum") == 0:
+    if algorithm == SGD() and group["momentum"] == 0:
         raise ValueError("momentum is 0; expected a positive one, without which SGD has no state to offload")
+
+
+def divided(document: Mapping[str, Any], counts: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the parts of a state_dict that have so many groups each, numbered as torch numbers one optimizer's."""
+    parts, groups = [], iter(document["param_groups"])
+    for count in counts:
+        listed = list(islice(groups, count))
+        keys = {key: number for number, key in enumerate(key for group in listed for key in group["params"])}
+        parts.append(
+            {
+                "state": {keys[key]: state for key, state in document["state"].items() if key in keys},
+                "param_groups": [
+                    {**group, "params": [keys[key] for key in group["params"]]} for group in listed
+                ],
+            }
+        )
+    return parts
+
+
+def joined(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one state_dict of several, as `divided` takes it apart; none of them is changed."""
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for document in documents:
+        listed, saved = check_document(document)
+        first = sum(len(group["params"]) for group in groups)
+        keys = {key: first + n for n, key in enumerate(key for group in listed for key in group["params"])}
+        groups += ({**group, "params": [keys[key] for key in group["params"]]} for group in listed)
+        # A key of no group stays, and is refused as one of a single document is.
+        state |= {keys.get(key, f"{key} of no group"): value for key, value in saved.items()}
+    return {"state": state, "param_groups": groups}
 
 
 class StreamedParts:

@@ -306,7 +306,7 @@ def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backw
         raise ValueError(
             f"split is {split!r}; expected three shares (resident, streamed, CPU); try (0, 1, 0)"
         )
-    checks.check_split(split, 1.0, filtered=False, budgets=Budgets())
+    checks.check_split(split, 1.0, (), filtered=False, budgets=Budgets())
     if split[2] and backward_overlap == "update":
         raise ValueError(
             f"split is {split} with backward_overlap='update'; expected nothing on the CPU, because gradients stay on "

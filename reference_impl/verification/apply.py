@@ -25,9 +25,9 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
+from reference_impl.optimizers.algorithms.base import FUSED
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
-from reference_impl.optimizers.state_dict import KERNEL
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
@@ -283,13 +283,13 @@ def _optimizer(
 
 def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Let the groups name torch's fused kernel, whose bits those have that take them over; return what undoes it."""
-    before = [{name: group[name] for name in KERNEL} for group in optimizer.param_groups]
+    before = [{name: group[name] for name in FUSED} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group.update(KERNEL)
+        group.update(FUSED)
 
     def undo() -> None:
         for index, group in enumerate(optimizer.param_groups):
-            of_added = {name: optimizer.defaults[name] for name in KERNEL}
+            of_added = {name: optimizer.defaults[name] for name in FUSED}
             group.update(before[index] if index < len(before) else of_added)
 
     return undo

@@ -4,11 +4,31 @@ Explained in docs/optimizer-offloading.md. Terms:
 
 - algorithm: a formula with its hyper-parameters and the names of its states.
 - moments: its fp32 states an element, named as `torch.optim` names them.
+- matrix algorithm: a formula that updates whole matrices; those of elements may be cut anywhere.
 - block: a contiguous range of a bucket that fits a core's cache.
 """
 
 from reference_impl.optimizers.algorithms.adam import Adam, root
-from reference_impl.optimizers.algorithms.base import Algorithm, Formula, Numbers, group_defaults
+from reference_impl.optimizers.algorithms.base import (
+    Algorithm,
+    AnyAlgorithm,
+    Formula,
+    Numbers,
+    group_defaults,
+)
+from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm
+from reference_impl.optimizers.algorithms.muon import Muon
 from reference_impl.optimizers.algorithms.sgd import SGD
 
-__all__ = ["SGD", "Adam", "Algorithm", "Formula", "Numbers", "group_defaults", "root"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "Algorithm",
+    "AnyAlgorithm",
+    "Formula",
+    "MatrixAlgorithm",
+    "Muon",
+    "Numbers",
+    "group_defaults",
+    "root",
+]

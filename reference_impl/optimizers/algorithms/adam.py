@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reference_impl.optimizers.algorithms.base import (
+    FUSED,
     Formula,
     Numbers,
     Tensors,
@@ -29,6 +30,11 @@ class Adam:
     """Adam, with decoupled weight decay (AdamW) or with weight decay added to the gradient."""
 
     decoupled: bool = True
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """The fused one."""
+        return FUSED
 
     @property
     def defaults(self) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """What an update formula is, and what its forms share.
 
-An algorithm says one formula in three forms, all over fp32:
+An algorithm of elements says one formula in three forms, all over fp32 (`matrices` has those of whole matrices):
 
 - `update`: lists of views in one call of torch's fused kernel, on any device. It is the kernel that `torch.optim`
   calls with `fused=True`, so results are bitwise torch's on the same device.
@@ -29,8 +29,12 @@ Numbers = torch.Tensor | Sequence[torch.Tensor]
 Formula = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers], Sequence[torch.Tensor]]
 
 
-class Algorithm(Protocol):
+class AnyAlgorithm(Protocol):
     """One optimizer formula; `defaults` names its hyper-parameters, `moments` its fp32 states."""
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """Options of torch's class that choose among its kernels, with those of the same bits as ours."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -49,7 +53,11 @@ class Algorithm(Protocol):
         """Names of the per-element states, as `torch.optim` writes them in a state_dict."""
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for a hyper-parameter outside its range."""
+        """Raise ValueError for a hyper-parameter outside its range, or a parameter that the formula cannot update."""
+
+
+class Algorithm(AnyAlgorithm, Protocol):
+    """A formula that updates each element by itself, so that its states may be cut anywhere."""
 
     def numbers(self, group: Mapping[str, Any]) -> list[float]:
         """Return a group's hyper-parameters as `cpu_kernel` reads them."""
@@ -93,12 +101,13 @@ class Algorithm(Protocol):
         """
 
 
-def group_defaults(algorithm: Algorithm) -> dict[str, Any]:
-    """Return every key that a group of torch's class has, so that its checkpoints and ours have the same.
+# Of torch's classes that have a fused kernel.
+FUSED: Mapping[str, Any] = {"foreach": None, "fused": True}
 
-    `fused=True` says which of torch's kernels computes the same bits.
-    """
-    return {**algorithm.defaults, **algorithm.fixed, "foreach": None, "fused": True}
+
+def group_defaults(algorithm: AnyAlgorithm) -> dict[str, Any]:
+    """Return every key that a group of torch's class has, so that its checkpoints and ours have the same."""
+    return {**algorithm.defaults, **algorithm.fixed, **algorithm.kernels}
 
 
 def check_learning_rate(group: Mapping[str, Any]) -> None:

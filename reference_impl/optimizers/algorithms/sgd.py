@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reference_impl.optimizers.algorithms.base import (
+    FUSED,
     Formula,
     Numbers,
     Tensors,
@@ -26,6 +27,11 @@ from reference_impl.optimizers.algorithms.base import (
 @dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent with momentum, without dampening."""
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """The fused one."""
+        return FUSED
 
     @property
     def defaults(self) -> Mapping[str, Any]:

@@ -3,7 +3,8 @@
 A chunk belongs to one parameter group, so that one fused kernel call updates it. Its fields lie one after the other
 (master | exp_avg | exp_avg_sq, in fp32 or in fewer bits as in `packing` and `compact`), so that one copy each way moves
 it. Cuts are multiples of `ALIGNMENT_ELEMENTS` and every piece starts at one, so the update gives the same bits as for
-whole parameters. A chunk that stays on the device has the same form. This module has geometry and views only.
+whole parameters. Where a formula updates whole matrices a chunk has one or more of these, and nothing cuts one. A chunk
+that stays on the device has the same form. This module has geometry and views only.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -11,7 +12,7 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -22,12 +23,15 @@ from offload_arithmetic.division import aligned
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import REACHED, Event
 from reference_impl.memory.weight_home import WeightHome
+from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.layout import Member, Piece
 
 # The field that is no state: the low bits of masters.
 LOW = "master_low"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
 COMPACT_ALIGNMENT = 8 * ALIGNMENT_ELEMENTS
+# The launches of a matrix's update, in those of a fused kernel's.
+_COST_OF_MATRIX = 4
 # Of storage, whose copies take the launches of one kernel.
 _COST_1_BYTES = 128 * 2**20
 _SECTION_BYTES = 256
@@ -134,6 +138,11 @@ class Chunk:
         return self.pieces[0].member.home
 
     @property
+    def matrices(self) -> MatrixAlgorithm | None:
+        """The formula that updates the pieces as whole matrices; None where that of elements does."""
+        return self.pieces[0].member.matrices
+
+    @property
     def comes_in(self) -> bool:
         """Whether its update needs a slot: for states that are on the host, or for gradients alone."""
         return not self.resident or self.gradients is not None
@@ -176,6 +185,8 @@ class Chunk:
         bf16 moments take a compiled kernel a piece, or a run of `joint_runs`, of 0.2 to 0.5 ms, compact states one that
         no guards of the compiler precede. Long storage comes in in many parts.
         """
+        if self.matrices is not None:
+            return _COST_OF_MATRIX * sum(-(-piece.numel // piece.member.unit) for piece in self.pieces)
         kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
         return max((1 if self.compact else 4) * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
@@ -292,11 +303,14 @@ def plan_chunks(
     that visit the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks
     are as long but the last: a short one would have its copies and kernels all the same. Lengths and the places of
     pieces in a chunk are multiples of `alignment`, itself one of `ALIGNMENT_ELEMENTS`. Pieces follow the order of the
-    forward.
+    forward. Matrices that a formula updates as such are not cut, and a chunk has at least one of them.
     """
-    plans = []
+    plans: list[tuple[tuple[Piece, ...], int]] = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
         members = sorted(alike, key=lambda member: member.order)
+        if members[0].matrices is not None:
+            plans += _plan_matrices({member: ranges[member] for member in members}, elements, alignment)
+            continue
         total = sum(_rounded_up(len(ranges[member]), alignment) for member in members)
         count = -(-total // elements(members[0]))
         most = _rounded_up(-(-total // max(count, 1)), alignment)
@@ -315,6 +329,28 @@ def plan_chunks(
         if pieces:
             plans.append((tuple(pieces), offset))
     return plans
+
+
+def _plan_matrices(
+    ranges: Mapping[Member, range], elements: Callable[[Member], int], alignment: int
+) -> Iterator[tuple[tuple[Piece, ...], int]]:
+    """Yield the pieces of each chunk, whole matrices in the order of `ranges`, and its length with gaps."""
+    pieces: list[Piece] = []
+    offset = 0
+    for member, left in ranges.items():
+        start, stop = left.start, left.stop
+        while start < stop:
+            fitting = max(elements(member) - offset, 0) // member.unit
+            if pieces and not fitting:
+                yield tuple(pieces), offset
+                pieces, offset = [], 0
+                continue
+            piece = Piece(member, start, min(start + max(fitting, 1) * member.unit, stop), offset)
+            pieces.append(piece)
+            start = piece.stop
+            offset += _rounded_up(piece.numel, alignment)
+    if pieces:
+        yield tuple(pieces), offset
 
 
 def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:

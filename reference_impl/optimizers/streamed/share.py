@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event
@@ -31,9 +30,11 @@ from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import as_one, snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
 from reference_impl.optimizers.streamed.freed_memory import FreedMemory
+from reference_impl.optimizers.streamed.matrices import matrix_work_bytes
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
+from reference_impl.optimizers.streamed.states import StreamedStates
 from reference_impl.optimizers.streamed.step import StreamedStep
-from reference_impl.optimizers.streamed.storage import StateFormat, StateStorage, StreamedStates
+from reference_impl.optimizers.streamed.storage import Kind, StateFormat, StateStorage
 
 
 class StreamedShare:
@@ -41,8 +42,9 @@ class StreamedShare:
 
     Args:
         device: where the parameters are.
-        algorithm: the formula, which torch's fused kernel runs on the device.
-        chunk_bytes: most bytes of a chunk.
+        algorithm: the formula, which torch's fused kernel runs on the device; of members that have one of `matrices`,
+            that.
+        chunk_bytes: most bytes of a chunk, or of all but a matrix that is longer.
         device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. What it
             allows beyond three is for extra slots, see `on_gradient`. Of sharded parameters as many states stay on the
             device instead: backward frees little there, since the gradients of the shards grow meanwhile, and what
@@ -157,10 +159,10 @@ class StreamedShare:
 
     def _in_budget(self, parts: Mapping[Member, Part]) -> tuple[int, int]:
         """Return how many slots the budget allows, and how many bytes of states it holds, `parts` included."""
-        params = [member.param for member in (*self.steps, *parts)]
-        if not params:
+        members = (*self.steps, *parts)
+        if not members:
             return LEAST_SLOTS, 0
-        slot_bytes, scratch_bytes = self._sizes(params)
+        slot_bytes, scratch_bytes = self._sizes(members)
         spare_bytes = self._prefetch_bytes
         if self._budget_bytes is not None:
             needed = LEAST_SLOTS * slot_bytes + scratch_bytes
@@ -171,7 +173,7 @@ class StreamedShare:
                     f"{slot_bytes} bytes, and {scratch_bytes} for gradients and unpacked states; try smaller "
                     "chunk_bytes"
                 )
-        if any_is_sharded(params):
+        if any_is_sharded(member.param for member in members):
             return LEAST_SLOTS, spare_bytes
         return LEAST_SLOTS + spare_bytes // slot_bytes, 0
 
@@ -184,8 +186,8 @@ class StreamedShare:
             return found
         for member in sorted(parts, key=lambda member: member.order):
             part, each_bytes = parts[member], self._storage.state_bytes(member)
-            # The CPU publishes the new weights of such a member together.
-            if part.is_split:
+            # The CPU publishes the new weights of a split member together, and nothing cuts a matrix.
+            if part.is_split or member.matrices is not None:
                 continue
             count = min(int(left_bytes / each_bytes), len(part.streamed))
             if count < len(part.streamed):
@@ -199,17 +201,17 @@ class StreamedShare:
     def _bytes_held(self, parts: Mapping[Member, Part]) -> float:
         return sum(len(part.held) * self._storage.state_bytes(member) for member, part in parts.items())
 
-    def _sizes(self, params: Iterable[torch.Tensor]) -> tuple[int, int]:
+    def _sizes(self, members: Collection[Member]) -> tuple[int, int]:
         """Return the bytes of a slot, and of the scratch of one chunk."""
-        kinds = {(param.dtype, isinstance(param, DTensor)) for param in params}
+        kinds = {Kind.of(member) for member in members}
         return (
-            max(self._storage.slot_bytes(dtype) for dtype, _ in kinds),
-            max(self._storage.scratch_bytes(dtype, is_sharded=is_sharded) for dtype, is_sharded in kinds),
+            max(map(self._storage.slot_bytes, kinds)),
+            max(map(self._storage.scratch_bytes, kinds)) + matrix_work_bytes(members),
         )
 
-    def ring_bytes(self, params: Iterable[torch.Tensor]) -> int:
-        """Return the device bytes of the permanent slots and the scratch of one chunk: the least for `params`."""
-        slot_bytes, scratch_bytes = self._sizes(params)
+    def ring_bytes(self, members: Collection[Member]) -> int:
+        """Return the device bytes of the permanent slots and the scratch of one chunk: the least for `members`."""
+        slot_bytes, scratch_bytes = self._sizes(members)
         return LEAST_SLOTS * slot_bytes + scratch_bytes
 
     @property

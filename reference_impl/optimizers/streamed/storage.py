@@ -1,25 +1,27 @@
 """Where states are between steps: chunks in pinned host memory, reserved at once, or on the device.
 
-`StateFormat` says which states a chunk has and in which dtypes, `StateStorage` makes the chunks, and `StreamedStates`
-reads and writes the states of single members, always in fp32, for whoever saves, loads or shows them.
+`StateFormat` says which states a chunk has and in which dtypes, and `StateStorage` makes the chunks. Whoever saves,
+loads or shows the states of single members goes through `states`.
 
 Explained in docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.states import Form, form
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
-from reference_impl.optimizers.algorithms import Algorithm
+from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.options import States
 from reference_impl.optimizers.streamed import compact, packing
@@ -28,10 +30,8 @@ from reference_impl.optimizers.streamed.chunks import (
     Chunk,
     Field,
     Part,
-    StreamedWeights,
     alignment_of,
     bytes_of,
-    flat_weight,
     plan_chunks,
     scale_of,
     slot_bytes,
@@ -91,6 +91,19 @@ class StateFormat:
             )
         return cls(compact_low_bits=int(states.removeprefix("compact-")))
 
+    def of_matrices(self) -> StateFormat:
+        """Return the format of states that a formula of matrices updates, in whole masters.
+
+        Its moments have signs of their own, which leave no bit for the flag of lower halves. Raises ValueError for a
+        form that such states do not have.
+        """
+        if self.compact_low_bits is not None or self.moments_dtype != torch.float32:
+            raise ValueError(
+                "a group is updated in matrices and states are not 'exact'; expected exact ones, because a formula of "
+                "matrices reads whole moments in fp32; try states='exact'"
+            )
+        return replace(self, hi_lo_masters=False)
+
     @property
     def form(self) -> Form:
         """The bytes of a streamed element."""
@@ -149,8 +162,22 @@ class StateFormat:
             )
 
 
+class Kind(NamedTuple):
+    """What chunks of members have in common: how their states are stored, and the longest unit that nothing cuts."""
+
+    dtype: torch.dtype
+    is_sharded: bool = False
+    matrices: MatrixAlgorithm | None = None
+    unit: int = 1
+
+    @classmethod
+    def of(cls, member: Member) -> Kind:
+        """Return that of a member."""
+        return cls(member.dtype, isinstance(member.param, DTensor), member.matrices, member.unit)
+
+
 class StateStorage:
-    """Makes chunks of at most `chunk_bytes`, as stored, and owns the host memory behind them.
+    """Makes chunks of at most `chunk_bytes`, as stored, or of one matrix, and owns the host memory behind them.
 
     Args:
         device: where resident chunks, masters that stay and noise offsets are allocated.
@@ -182,22 +209,22 @@ class StateStorage:
         self._used_bytes = 0
         self._spare_bytes = 0
 
-    def chunk_elements(self, dtype: torch.dtype) -> int:
-        """Return the most elements that a chunk of parameters of `dtype` has."""
-        fields = self._fields(dtype)
+    def chunk_elements(self, kind: Kind) -> int:
+        """Return the most elements that a chunk of such members has: one matrix at least."""
+        fields = self._fields(kind)
         alignment = alignment_of(fields)
-        return self._chunk_bytes // bytes_of(fields, alignment) * alignment
+        return max(self._chunk_bytes // bytes_of(fields, alignment) * alignment, aligned(kind.unit))
 
-    def slot_bytes(self, dtype: torch.dtype) -> int:
-        """Return the most bytes of a chunk of parameters of `dtype` on the device."""
-        elements = self.chunk_elements(dtype)
-        return slot_bytes(bytes_of(self._fields(dtype), elements), elements * self._gradient_bytes(dtype))
+    def slot_bytes(self, kind: Kind) -> int:
+        """Return the most bytes of a chunk of such members on the device."""
+        elements = self.chunk_elements(kind)
+        return slot_bytes(bytes_of(self._fields(kind), elements), elements * self._gradient_bytes(kind.dtype))
 
-    def scratch_bytes(self, dtype: torch.dtype, *, is_sharded: bool) -> int:
-        """Return the device bytes that the update of one such chunk needs beside its slot."""
-        is_joined = is_sharded and self._device.compiles and not self._host_gradients
-        each_bytes = scratch_bytes_an_element(self._fields(dtype), dtype, is_joined=is_joined)
-        return self.chunk_elements(dtype) * each_bytes
+    def scratch_bytes(self, kind: Kind) -> int:
+        """Return the device bytes that the update of one such chunk needs beside its slot and a matrix's `Work`."""
+        is_joined = kind.is_sharded and self._device.compiles and not self._host_gradients
+        each_bytes = scratch_bytes_an_element(self._fields(kind), kind.dtype, is_joined=is_joined)
+        return self.chunk_elements(kind) * each_bytes
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""
@@ -212,7 +239,7 @@ class StateStorage:
 
     def state_bytes(self, member: Member) -> float:
         """Return the bytes of the states of one streamed element of `member`."""
-        fields = self._fields(member.dtype, packed=not self._format.keeps_exact(member.param))
+        fields = self._fields(Kind.of(member), packed=not self._format.keeps_exact(member.param))
         return sum(field.dtype.itemsize / field.block for field in fields)
 
     def make(self, parts: Mapping[Member, Part]) -> list[Chunk]:
@@ -253,19 +280,21 @@ class StateStorage:
         """Wait for all copies and unlock the host memory."""
         self._arena.close()
 
-    def _fields(self, dtype: torch.dtype, *, packed: bool = True) -> tuple[Field, ...]:
-        fields_of = self._format.fields if packed else self._format.unpacked_fields
-        return fields_of(dtype, self._moments)
+    def _fields(self, kind: Kind, *, packed: bool = True) -> tuple[Field, ...]:
+        state_format, moments = self._format, self._moments
+        if kind.matrices is not None:
+            state_format, moments = state_format.of_matrices(), kind.matrices.moments
+        fields_of = state_format.fields if packed else state_format.unpacked_fields
+        return fields_of(kind.dtype, moments)
 
     def _make(self, ranges: Mapping[Member, range], *, resident: bool, packed: bool) -> Iterator[Chunk]:
         plans = plan_chunks(
             ranges,
-            elements=lambda member: self.chunk_elements(member.param.dtype),
-            alignment=alignment_of(self._fields(torch.float32, packed=packed)),
+            elements=lambda member: self.chunk_elements(Kind.of(member)),
+            alignment=alignment_of(self._fields(Kind(torch.float32), packed=packed)),
         )
         listed = [
-            (pieces, numel, self._fields(pieces[0].member.param.dtype, packed=packed))
-            for pieces, numel in plans
+            (pieces, numel, self._fields(Kind.of(pieces[0].member), packed=packed)) for pieces, numel in plans
         ]
         blocks = [
             size_bytes
@@ -323,146 +352,6 @@ class StateStorage:
         block = self._arena.allocate(size_bytes)
         self._blocks.append(block)
         return block.view(torch.uint8, (size_bytes,))
-
-
-class StreamedStates:
-    """Reads and writes states of members by name, in fp32: the moments and `master_param`.
-
-    It works on the storage of chunks alone. The caller makes sure that this is whole, and before writing that no copy
-    reads it. `weights` hold the upper halves of hi/lo masters.
-    """
-
-    def __init__(self, weights: StreamedWeights) -> None:
-        self._weights = weights
-        self._chunks: defaultdict[Member, list[tuple[Piece, Chunk]]] = defaultdict(list)
-
-    def add(self, chunk: Chunk) -> None:
-        """Note where the pieces of `chunk` are."""
-        for piece in chunk.pieces:
-            self._chunks[piece.member].append((piece, chunk))
-
-    def forget(self, member: Member) -> None:
-        """Know nothing of a member any more."""
-        self._chunks.pop(member, None)
-
-    def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, flat fp32 values) of each piece: a view of its storage, or a copy if it is packed."""
-        for piece, chunk in self._chunks[member]:
-            yield piece.start, self._read(piece, chunk, name)
-
-    def write(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace a state by `value`, fp32 of the whole member and laid out like it.
-
-        Writing hi/lo masters sets the weights to these masters, rounded.
-        """
-        flat = member.flat(value)
-        for piece, chunk in self._chunks[member]:
-            self._write(piece, chunk, name, flat[piece.start : piece.stop])
-
-    def refresh_master(self, member: Member) -> None:
-        """Make the master from the parameter as it is; an fp32 parameter is its own."""
-        self._weights.refresh(member)
-        if member.param.dtype != torch.float32:
-            weight = flat_weight(member)
-            for piece, chunk in self._chunks[member]:
-                if chunk.has(LOW):
-                    self._clear_low(piece, chunk)
-                else:
-                    self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
-
-    def _clear_low(self, piece: Piece, chunk: Chunk) -> None:
-        """Let the master be the bf16 weight as it is: it has no low bits, and was not rounded."""
-        self._stored(piece, chunk, LOW).zero_()
-        if not chunk.compact:
-            signed = self._flagged(piece, chunk)
-            signed.bitwise_and_(torch.iinfo(signed.dtype).max)
-
-    def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
-        if chunk.compact and (name != MASTER or chunk.has(LOW)):
-            return self._read_compact(piece, chunk, name)
-        if name == MASTER and chunk.has(LOW):
-            low = self._stored(piece, chunk, LOW)
-            high = self._weights.between_steps(piece).to(low.device).view(torch.int16)
-            flag = self._flagged(piece, chunk) < 0
-            return packing.join(high, low, flag).view(torch.float32)
-        stored = self._stored(piece, chunk, name)
-        flagged = name == chunk.flagged
-        if stored.dtype == torch.float32 and not flagged:
-            return stored
-        return packing.widen(packing.integers(stored), flagged=flagged).view(torch.float32)
-
-    def _read_compact(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
-        if name == MASTER:
-            low = self._stored(piece, chunk, LOW)
-            high = self._weights.between_steps(piece).to(low.device).view(torch.int16)
-            return compact.join(high, low).view(torch.float32)
-        codes, scales = self._codes(piece, chunk, name)
-        return compact.MOMENTS[name].unpack(codes, scales).view(-1)[: piece.numel]
-
-    def _write_compact(self, piece: Piece, chunk: Chunk, name: str, value: torch.Tensor) -> None:
-        value = value.to(chunk.storage.device, torch.float32)
-        if name == MASTER:
-            stored = self._stored(piece, chunk, LOW)
-            bits = value.view(torch.int32)
-            exact = bits if stored.dtype == torch.int16 else compact.rounded(bits, compact.TO_NEAREST)
-            high, low = compact.split(exact, stored.dtype)
-            self._set_weights(piece, high)
-            stored.copy_(low)
-        else:
-            codes, scales = self._codes(piece, chunk, name)
-            new_codes, new_scales = compact.MOMENTS[name].pack(compact.rows(value))
-            codes.copy_(new_codes)
-            scales.copy_(new_scales)
-
-    def _codes(self, piece: Piece, chunk: Chunk, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes of a moment as rows of whole blocks, and their scales as a column."""
-        codes, scales = (
-            chunk.blocks(each, chunk.storage, piece).view(-1, width)
-            for each, width in ((name, compact.BLOCK), (scale_of(name), 1))
-        )
-        return codes, scales
-
-    def _set_weights(self, piece: Piece, high: torch.Tensor) -> None:
-        """Set the weights of `piece` to the upper halves of its masters (int16)."""
-        for weights in (
-            self._weights.between_steps(piece),
-            flat_weight(piece.member)[piece.start : piece.stop],
-        ):
-            # A weight that is right already may be part of a graph.
-            if not torch.equal(weights.cpu().view(torch.int16), high.cpu()):
-                weights.copy_(high.view(torch.bfloat16))
-
-    def _write(self, piece: Piece, chunk: Chunk, name: str, value: torch.Tensor) -> None:
-        if chunk.compact and (name != MASTER or chunk.has(LOW)):
-            self._write_compact(piece, chunk, name, value)
-        elif name == MASTER and chunk.has(LOW):
-            high, low, flag = packing.split(value.float().view(torch.int32))
-            self._set_weights(piece, high)
-            self._stored(piece, chunk, LOW).copy_(low)
-            signed = self._flagged(piece, chunk)
-            signed.copy_(packing.with_flag(signed, flag.to(signed.device)))
-        elif name == chunk.flagged:
-            signed = self._flagged(piece, chunk)
-            flag = signed < 0
-            self._stored(piece, chunk, name).copy_(value)
-            signed.copy_(packing.with_flag(signed, flag))
-        else:
-            self._stored(piece, chunk, name).copy_(value)
-
-    def _stored(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
-        """Return a state of `piece` in the dtype that it is stored in."""
-        if chunk.has(name):
-            whole = chunk.field(name, chunk.storage)
-        elif chunk.masters is not None:
-            whole = chunk.masters
-        else:
-            return self._weights.between_steps(piece)
-        return whole[piece.offset : piece.offset + piece.numel]
-
-    def _flagged(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
-        """Return the bits of the state whose sign says how masters were rounded."""
-        assert chunk.flagged is not None
-        return packing.integers(self._stored(piece, chunk, chunk.flagged))
 
 
 def _reserved(size_bytes: int) -> int:

@@ -36,6 +36,7 @@ from reference_impl.optimizers.streamed.chunks import (
 )
 from reference_impl.optimizers.streamed.compact import CompactOperands
 from reference_impl.optimizers.streamed.joined import JoinedUpdate, OfMembers
+from reference_impl.optimizers.streamed.matrices import MatrixStates, MatrixUpdate
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 
@@ -58,6 +59,7 @@ class ChunkUpdate:
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
         self._joined = JoinedUpdate(device, algorithm)
+        self._matrices = MatrixUpdate(device)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running.
@@ -65,6 +67,7 @@ class ChunkUpdate:
         Kernels that are compiled, which takes seconds, are built here and not in the first step.
         """
         self._scratch.allocate(chunks)
+        self._matrices.allocate(chunks)
         if self._device.compiles:
             self._joined.allocate(chunks)
             kinds = {
@@ -153,12 +156,13 @@ class ChunkUpdate:
     def close(self) -> None:
         """Drop the scratch and the tables. No update may be running."""
         self._scratch.close()
+        self._matrices.close()
         self._joined.close()
 
     def _run_exact(
         self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
     ) -> None:
-        """Unpack, run the fused kernel, round masters to weights, pack."""
+        """Unpack, run the fused kernel or the update of matrices, round masters to weights, pack."""
         pieces = list(gradients)
         weights = [step.weights.of(piece) for piece in pieces]
         widened = [self._scratch.gradient(piece) for piece in pieces]
@@ -167,16 +171,21 @@ class ChunkUpdate:
         self._scratch.unpack(chunk, buffer, step.weights)
         states = self._scratch.states(chunk, buffer)
         masters = states.get(MASTER, chunk.masters)
-        self._device.launch(
-            self._algorithm.update,
-            weights if masters is None else _cut(masters, pieces),
-            widened,
-            [_cut(states[name], pieces) for name in self._algorithm.moments],
-            [step.steps[piece.member] for piece in pieces],
-            step.groups[chunk.group],
-            grad_scale=step.grad_scale,
-            found_inf=step.found_inf,
-        )
+        updated = weights if masters is None else _cut(masters, pieces)
+        if chunk.matrices is not None:
+            moments = [_cut(states[name], pieces) for name in chunk.matrices.moments]
+            self._matrices.run(chunk, MatrixStates(pieces, updated, widened, moments), step)
+        else:
+            self._device.launch(
+                self._algorithm.update,
+                updated,
+                widened,
+                [_cut(states[name], pieces) for name in self._algorithm.moments],
+                [step.steps[piece.member] for piece in pieces],
+                step.groups[chunk.group],
+                grad_scale=step.grad_scale,
+                found_inf=step.found_inf,
+            )
         self._scratch.pack(chunk, buffer)
         if chunk.has(LOW):
             self._device.launch(

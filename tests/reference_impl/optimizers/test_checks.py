@@ -54,7 +54,7 @@ def test_parameters_live_on_one_supported_device(devices, words):
 @pytest.mark.parametrize("fraction", [-1e-9, 1.0000001, float("nan"), float("inf")])
 def test_a_fraction_is_in_the_unit_interval(fraction):
     with pytest.raises(ValueError, match="share of bytes"):
-        checks.check_options(Adam(), {}, fraction, "gradients")
+        checks.check_options([Adam()], {}, fraction, "gradients")
 
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable", "amsgrad"])
@@ -65,7 +65,7 @@ def test_an_option_that_is_not_served_is_named(option):
 
 def test_an_unknown_keyword_is_named():
     with pytest.raises(TypeError, match=r"'beta'.*betas"):
-        checks.check_options(Adam(), {"beta": 0.9}, 1.0, "gradients")
+        checks.check_options([Adam()], {"beta": 0.9}, 1.0, "gradients")
 
 
 def test_keys_of_a_group_without_meaning_pass():

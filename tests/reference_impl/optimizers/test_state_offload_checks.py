@@ -39,7 +39,7 @@ class Lion(torch.optim.AdamW):
 
 @pytest.mark.parametrize(
     "wraps",
-    [torch.optim.LBFGS, torch.optim.Muon, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop, Lion],
+    [torch.optim.LBFGS, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop, Lion],
 )
 def test_optimizers_of_other_formulas_are_refused_by_name(device, wraps):
     layer = torch.nn.Linear(4, 4, bias=False, device=device.torch_device)

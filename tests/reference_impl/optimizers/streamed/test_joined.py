@@ -167,7 +167,7 @@ def test_scratch_counts_in_the_budget(joins_all, monkeypatch):
     members = members_of(dtype)
     options = {"chunk_bytes": 12 * 512, "device_budget_bytes": 3 * 12 * 512}
     share = StreamedShare(Compiles(), Adam(), **options, state_format=state_format)
-    monkeypatch.setattr("reference_impl.optimizers.streamed.share.DTensor", torch.Tensor)
+    monkeypatch.setattr("reference_impl.optimizers.streamed.storage.DTensor", torch.Tensor)
     with pytest.raises(ValueError, match=r"expected \d+ or more: 3 chunks of 6144 bytes, and 12288 for"):
         share.add({member: Part(streamed=range(member.param.numel())) for member in members})
     share.close()

@@ -1,0 +1,111 @@
+"""What an algorithm is that updates whole matrices, and the scratch that its kernels write to.
+
+Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
+once a matrix: products of several matrices at once round differently on a GPU. A stack of matrices (a parameter of
+three dimensions, as those of experts) is updated one matrix after the other.
+
+An algorithm is one function, `updated`, that leaves the old states as they are: whoever calls it keeps them where the
+step is skipped. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
+
+Explained in docs/optimizer-state-offloading.md, "Matrices".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reference_impl.optimizers.algorithms.base import AnyAlgorithm
+
+# Of the places that are handed out: vectorised kernels and products read whole lines.
+_ALIGNMENT_BYTES = 256
+
+
+class MatrixAlgorithm(AnyAlgorithm, Protocol):
+    """A formula whose unit is a matrix."""
+
+    def updated(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        step: torch.Tensor,
+        group: Mapping[str, Any],
+        work: Work,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the new master and moments of one matrix, which are in `work`; master and moments stay as they are.
+
+        All are fp32 of the matrix's shape, with the strides of the parameter. `gradient` may be overwritten. `step`
+        (0-dim, on the device) counts this step. What it takes of `work` depends on shape and strides alone.
+        """
+
+
+class Work:
+    """Scratch for one matrix after the other: hands out parts of `buffer` (flat uint8), and launches kernels.
+
+    Without a buffer it hands out tensors on `meta`, to learn how many bytes an update takes.
+    """
+
+    def __init__(self, buffer: torch.Tensor | None, launch: Callable[..., None]) -> None:
+        self._buffer = buffer
+        self.launch = launch
+        self.used_bytes = 0
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor of any values."""
+        first, size_bytes = self.used_bytes, prod(shape) * dtype.itemsize
+        self.used_bytes += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._buffer is None:
+            return torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return self._buffer[first : first + size_bytes].view(dtype).view(tuple(shape))
+
+    def like(self, matrix: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a tensor of any values with the shape and the strides of `matrix`, which leave no gaps."""
+        flat = self.new((matrix.numel(),), dtype or matrix.dtype)
+        return flat.as_strided(matrix.shape, matrix.stride())
+
+    def reuse(self) -> None:
+        """Hand everything out again: for the next matrix, whose kernels run behind those of the last."""
+        self.used_bytes = 0
+
+
+def work_bytes(algorithm: MatrixAlgorithm, shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the bytes of scratch that the update of a matrix takes."""
+
+    def run(kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        kernel(*arguments, **options)
+
+    work = Work(None, run)
+    master, gradient, *moments = (
+        torch.empty_strided(tuple(shape), tuple(stride), device="meta")
+        for _ in range(2 + len(algorithm.moments))
+    )
+    algorithm.updated(master, gradient, moments, torch.empty((), device="meta"), algorithm.defaults, work)
+    return work.used_bytes
+
+
+def check_shapes(name: str, group: Mapping[str, Any], *, instead: str) -> None:
+    """Raise ValueError unless all parameters of a group are whole matrices or stacks of them.
+
+    `instead` is what updates others.
+    """
+    for param in group["params"]:
+        if isinstance(param, DTensor) and param.to_local().shape != param.shape:
+            raise ValueError(
+                f"{name} updates whole matrices, and a parameter of shape {tuple(param.shape)} is sharded as "
+                f"{param.placements}; expected all of it on this rank; try {instead}, or DistributedDataParallel"
+            )
+    others = [param for param in group["params"] if param.dim() not in (2, 3)]
+    if not others:
+        return
+    shapes = ", ".join(str(tuple(param.shape)) for param in others[:3])
+    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    view = "; a convolution's weight is a matrix as weight.flatten(1)" if others[0].dim() > 3 else ""
+    raise ValueError(
+        f"{name} updates matrices, and {len(others)} of {len(group['params'])} parameters of its group are none: "
+        f"{shapes}{more}; expected two dimensions, or three for a stack of matrices; try {instead} for these{view}"
+    )

@@ -1,0 +1,136 @@
+"""Muon: momentum that is made orthogonal, as `torch.optim.Muon` updates matrices.
+
+Bitwise torch's over fp32 parameters on the same device: the same kernels, for one matrix at a time. The fifth-degree
+iteration after Newton and Schulz runs in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+
+from reference_impl.optimizers.algorithms.base import (
+    check_learning_rate,
+    check_numbers,
+    check_switches,
+    is_number,
+)
+from reference_impl.optimizers.algorithms.matrices import Work, check_shapes
+
+_ADJUSTS = (None, "original", "match_rms_adamw")
+# From so many on torch refuses.
+_MOST_ITERATIONS = 100
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Muon for matrices and stacks of them; embeddings, heads and vectors are AdamW's."""
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """None: torch has one form."""
+        return {}
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Those of `torch.optim.Muon`."""
+        return {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_coefficients": (3.4445, -4.7750, 2.0315),
+            "eps": 1e-7,
+            "ns_steps": 5,
+            "adjust_lr_fn": None,
+        }
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def counts_steps(self) -> bool:
+        """It needs none."""
+        return False
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """The mean of gradients."""
+        return ("momentum_buffer",)
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise ValueError as `torch.optim.Muon` does, and for what is no number or no matrix."""
+        check_learning_rate(group)
+        check_numbers(group, "momentum", "eps")
+        check_switches(group, "nesterov")
+        coefficients, iterations, adjust = (
+            group[name] for name in ("ns_coefficients", "ns_steps", "adjust_lr_fn")
+        )
+        listed = list(coefficients) if isinstance(coefficients, tuple | list) else []
+        if len(listed) != 3 or not all(map(is_number, listed)):
+            raise ValueError(f"ns_coefficients are {coefficients!r}; expected three numbers")
+        if not isinstance(iterations, int) or not 0 <= iterations < _MOST_ITERATIONS:
+            raise ValueError(f"ns_steps is {iterations!r}; expected 0 to {_MOST_ITERATIONS - 1}; try 5")
+        if adjust not in _ADJUSTS:
+            raise ValueError(f"adjust_lr_fn is {adjust!r}; expected one of {_ADJUSTS}")
+        check_shapes("Muon", group, instead="AdamW")
+
+    def updated(
+        self,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        step: torch.Tensor,
+        group: Mapping[str, Any],
+        work: Work,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the new master and `momentum_buffer` of one matrix."""
+        (average,) = moments
+        lr, momentum = float(group["lr"]), group["momentum"]
+        new_average, new_master = work.like(average), work.like(master)
+        work.launch(torch.lerp, average, gradient, 1 - momentum, out=new_average)
+        if group["nesterov"]:
+            work.launch(torch.lerp, gradient, new_average, momentum, out=gradient)
+        direction = orthogonal(gradient if group["nesterov"] else new_average, group, work)
+        work.launch(torch.mul, master, 1 - lr * group["weight_decay"], out=new_master)
+        rate = lr * _ratio(master.shape, group["adjust_lr_fn"])
+        work.launch(torch.add, new_master, direction, alpha=-rate, out=new_master)
+        return new_master, (new_average,)
+
+
+def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
+    """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape."""
+    a, b, c = group["ns_coefficients"]
+    is_tall = matrix.size(0) > matrix.size(1)
+    rounded = work.like(matrix, torch.bfloat16)
+    work.launch(rounded.copy_, matrix)
+    flat = rounded.T if is_tall else rounded
+    norm = work.new((), torch.bfloat16)
+    work.launch(torch.linalg.vector_norm, flat, out=norm)
+    work.launch(norm.clamp_, min=group["eps"])
+    work.launch(flat.div_, norm)
+    rows, columns = flat.shape
+    gram, polynomial = (work.new((rows, rows), torch.bfloat16) for _ in range(2))
+    # Products are written side by side, whatever the strides of the parameter; the first input's place is free then.
+    results = [work.new((rows, columns), torch.bfloat16), flat.as_strided((rows, columns), (columns, 1))]
+    for _ in range(group["ns_steps"]):
+        work.launch(torch.mm, flat, flat.T, out=gram)
+        work.launch(torch.addmm, gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        work.launch(torch.addmm, flat, polynomial, flat, beta=a, out=results[0])
+        flat = results[0]
+        results.reverse()
+    return flat.T if is_tall else flat
+
+
+def _ratio(shape: torch.Size, adjust: str | None) -> float:
+    """Return what the learning rate of a matrix is multiplied by."""
+    rows, columns = shape
+    if adjust == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, columns))
+    return sqrt(max(1, rows / columns))

@@ -1,0 +1,335 @@
+"""Muon for matrices and AdamW for the rest, in one optimizer: bitwise torch's over fp32 masters."""
+
+import copy
+
+import pytest
+import torch
+from muon_reference import ADAMW, MUON, Experts, MasterMuon, matrices_of, twins
+from optimizer_reference import batches
+from optimizer_training import assert_same_weights, train
+
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
+from reference_impl.memory.host import host_book
+from reference_impl.optimizers import Muon
+
+
+def groups_of(model, **muon):
+    whole, rest = matrices_of(model)
+    return [{"params": whole, "use_muon": True, **MUON, **muon}, {"params": rest, "use_muon": False, **ADAMW}]
+
+
+@pytest.fixture
+def hybrid():
+    built = []
+
+    def build(model, *, muon=None, **options):
+        built.append(HybridDeviceOptimizer(groups_of(model, **(muon or {})), **options))
+        return built[-1]
+
+    yield build
+    for optimizer in built:
+        optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("attached", [False, True])
+def test_training_is_bitwise_torch(device, hybrid, dtype, attached):
+    model, plain = twins(device, dtype)
+    optimizer = hybrid(model, split=(0, 1, 0))
+    if attached:
+        optimizer.attach(model)
+    reference = MasterMuon(plain)
+    data = batches(device.torch_device, 6)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+    for ours, theirs in zip(matrices_of(model)[0], matrices_of(plain)[0], strict=True):
+        if ours.grad is not None or ours in optimizer.state:
+            assert torch.equal(
+                optimizer.state[ours]["momentum_buffer"].cpu(), reference.momentum(theirs).cpu()
+            )
+
+
+@pytest.mark.parametrize(
+    "muon",
+    [
+        {"nesterov": False},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"momentum": 0.0, "weight_decay": 0.0},
+        {"ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "adjust_lr_fn": "original"},
+        {"ns_steps": 0},
+        {"lr": torch.tensor(0.02)},
+    ],
+    ids=str,
+)
+def test_torchs_own_arguments(device, hybrid, muon):
+    model, plain = twins(device)
+    optimizer = hybrid(model, split=(0, 1, 0), muon=muon, max_grad_norm=0.5)
+    reference = MasterMuon(plain, max_grad_norm=0.5, **muon)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    train(plain, reference, data)
+    assert_same_weights(model, plain)
+
+
+# A matrix here has up to 6,288 elements of 8 or 10 bytes: the chunks hold one that is larger, one, some, or all.
+@pytest.mark.parametrize("chunk_bytes", [768, 40_000, 2**24])
+@pytest.mark.parametrize("split", [(1, 0, 0), (0.5, 0.5, 0), (0.3, 0.3, 0.4)])
+def test_shares_and_chunks_change_no_bit(device, hybrid, chunk_bytes, split):
+    model, plain = twins(device)
+    optimizer = hybrid(model, split=split, streaming=Streaming(chunk_bytes=chunk_bytes), max_grad_norm=0.1)
+    optimizer.attach(model)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data)
+    if device.torch_device.type == "cpu":
+        train(plain, MasterMuon(plain, max_grad_norm=0.1), data)
+        assert_same_weights(model, plain)
+    for member in optimizer.members.values():
+        if member.matrices is not None:
+            assert member.on_cpu == 0
+            assert member.resident % member.unit == 0
+
+
+def test_the_cpu_share_is_for_the_rest(device, hybrid):
+    model, _ = twins(device)
+    optimizer = hybrid(model)
+    for member in optimizer.members.values():
+        assert (member.on_cpu == 0) == (member.matrices is not None)
+    with pytest.raises(
+        ValueError, match=r"split is \(0, 0, 1\).*matrices, which the CPU share does not hold"
+    ):
+        hybrid(Experts().to(device.torch_device), split=(0, 0, 1))
+
+
+def test_accumulation_schedules_and_frozen_parameters(device, hybrid):
+    model, plain = twins(device)
+    optimizer, reference = (
+        hybrid(model, split=(0.2, 0.4, 0.4), max_grad_norm=1.0),
+        MasterMuon(plain, max_grad_norm=1.0),
+    )
+    optimizer.attach(model)
+    data = batches(device.torch_device, 12)
+    for index in range(4):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+        for group in (*reference.muon.param_groups, *reference.adamw.param_groups):
+            group["lr"] *= 0.7
+        micro = data[3 * index : 3 * index + 3]
+        with optimizer.accumulate():
+            for batch in micro[:-1]:
+                model(batch).backward()
+        model(micro[-1]).backward()
+        for batch in micro:
+            plain(batch).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    if device.torch_device.type == "cpu":
+        assert_same_weights(model, plain)
+    assert model.unused.weight not in optimizer.state
+    assert not bool(model.frozen.sub(torch.eye(48, device=device.torch_device)).count_nonzero())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("split", [(1, 0, 0), (0, 1, 0), (0.3, 0.3, 0.4)])
+def test_a_step_that_is_not_finite_changes_nothing_of_either(device, hybrid, bad, split):
+    model, plain = twins(device)
+    optimizer, reference = hybrid(model, split=split), MasterMuon(plain)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data[:2])
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    (model(data[2]) * bad).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    torch.testing.assert_close(optimizer.state_dict(), states, rtol=0, atol=0)
+    train(model, optimizer, data[3:])
+    if device.torch_device.type == "cpu":
+        train(plain, reference, [*data[:2], *data[3:]])
+        assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("after", [(1, 0, 0), (0, 1, 0), (0.4, 0.3, 0.3)])
+def test_resuming_at_another_split_is_bitwise(device, hybrid, after):
+    model, plain = twins(device)
+    first = hybrid(model, split=(0.2, 0.5, 0.3))
+    data = batches(device.torch_device, 6)
+    train(model, first, data[:3])
+    saved, weights = first.state_dict(), copy.deepcopy(model.state_dict())
+    resumed = Experts().to(device.torch_device)
+    resumed.turned = torch.nn.Parameter(resumed.turned.detach())
+    second = hybrid(resumed, split=after)
+    resumed.load_state_dict(weights)
+    second.load_state_dict(saved)
+    train(resumed, second, data[3:])
+    if device.torch_device.type == "cpu":
+        train(plain, MasterMuon(plain), data)
+        assert_same_weights(resumed, plain)
+
+
+def without_stacks(model):
+    """Freeze what torch's Muon does not take."""
+    for param in (model.experts, model.odd_experts):
+        param.requires_grad_(False)
+    return model
+
+
+def flat_optimizers(model, **muon):
+    whole, rest = matrices_of(model)
+    stacks = [param for param in whole if param.dim() == 3]
+    return [
+        torch.optim.Muon([p for p in whole if p.dim() == 2], **{**MUON, **muon}),
+        torch.optim.AdamW([*rest, *stacks], fused=True, **ADAMW),
+    ]
+
+
+def step_all(model, optimizers, data):
+    for batch in data:
+        model(batch).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_torchs_two_optimizers_are_taken_over_and_given_back(device, fraction):
+    model, plain = (without_stacks(each) for each in twins(device, torch.float32))
+    two, theirs = flat_optimizers(model), flat_optimizers(plain)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.9**step) for each in (*two, *theirs)]
+    data = batches(device.torch_device, 6)
+    step_all(model, two, data[:2])
+    step_all(plain, theirs, data[:2])
+    with OptimizerStateOffloader(two, fraction=fraction, chunk_bytes=4096) as optimizer:
+        optimizer.attach(model)
+        assert not two[0].state
+        assert not two[1].state
+        for batch in data[2:4]:
+            train(model, optimizer, [batch])
+            step_all(plain, theirs, [batch])
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_same_weights(model, plain)
+        given_back = [copy.deepcopy(each) for each in optimizer.state_dicts()]
+        whole = optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="Muon was stepped"):
+            two[0].step()
+    resumed = flat_optimizers(model)
+    for each, saved, their in zip(resumed, given_back, theirs, strict=True):
+        each.load_state_dict(saved)
+        expected = their.state_dict()
+        assert saved["state"].keys() == expected["state"].keys()
+        for key, state in expected["state"].items():
+            for name, value in state.items():
+                assert torch.equal(saved["state"][key][name].cpu(), value.cpu()), name
+        for ours, group in zip(saved["param_groups"], expected["param_groups"], strict=True):
+            assert ours.keys() == group.keys()
+    step_all(model, resumed, data[4:5])
+    step_all(plain, theirs, data[4:5])
+    assert_same_weights(model, plain)
+    with OptimizerStateOffloader(flat_optimizers(model), fraction=fraction, chunk_bytes=4096) as again:
+        again.load_state_dicts([each.state_dict() for each in theirs])
+        train(model, again, data[5:])
+        step_all(plain, theirs, data[5:])
+        assert_same_weights(model, plain)
+        again.load_state_dict(whole)
+
+
+def test_muon_alone_is_torchs(device):
+    model, plain = (torch.nn.Linear(48, 131, bias=False, device=device.torch_device) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    theirs = torch.optim.Muon(plain.parameters(), **MUON)
+    with OptimizerStateOffloader(torch.optim.Muon(model.parameters(), **MUON), chunk_bytes=768) as optimizer:
+        for _ in range(3):
+            data = torch.randn(5, 48, device=device.torch_device)
+            for net, each in ((model, optimizer), (plain, theirs)):
+                net(data).square().sum().backward()
+                each.step()
+                each.zero_grad()
+        assert torch.equal(model.weight, plain.weight)
+        ours, expected = optimizer.state_dict(), theirs.state_dict()
+        assert ours["param_groups"] == expected["param_groups"]
+        assert ours["state"].keys() == expected["state"].keys()
+        assert torch.equal(ours["state"][0]["momentum_buffer"], expected["state"][0]["momentum_buffer"].cpu())
+        theirs.load_state_dict(ours)
+        optimizer.load_state_dict(expected)
+
+
+def test_groups_are_added_with_their_formula(device, hybrid):
+    model, plain = twins(device)
+    whole, rest = matrices_of(model)
+    optimizer = HybridDeviceOptimizer([{"params": rest, **ADAMW}], split=(0, 1, 0))
+    optimizer.add_param_group({"params": whole, "algorithm": Muon(), **MUON})
+    assert "algorithm" not in optimizer.param_groups[1]
+    assert "betas" not in optimizer.param_groups[1]
+    data = batches(device.torch_device, 3)
+    train(model, optimizer, data)
+    train(plain, MasterMuon(plain), data)
+    assert_same_weights(model, plain)
+    optimizer.close()
+
+
+REFUSED = [
+    (
+        lambda m: [{"params": [*m.up.parameters()], "use_muon": True}],
+        {},
+        r"1 of 2 parameters.*\(131,\).*try AdamW",
+    ),
+    (lambda m: [{"params": [m.scale], "use_muon": True}], {}, "1 of 1 parameters of its group are none"),
+    (
+        lambda m: [{"params": [torch.nn.Conv2d(3, 4, 5).weight], "use_muon": True}],
+        {},
+        r"\(4, 3, 5, 5\).*weight\.flatten\(1\)",
+    ),
+    (lambda m: [{"params": [m.up.weight], "use_muon": 1}], {}, "use_muon is 1; expected True or False"),
+    (lambda m: [{"params": [m.up.weight], "use_muon": False, "algorithm": Muon()}], {}, "beside Muon"),
+    (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_steps": 100}], {}, "ns_steps is 100"),
+    (lambda m: [{"params": [m.up.weight], "use_muon": True, "momentum": -1}], {}, "momentum is -1"),
+    (
+        lambda m: [{"params": [m.up.weight], "use_muon": True, "adjust_lr_fn": "no"}],
+        {},
+        "adjust_lr_fn is 'no'",
+    ),
+    (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_coefficients": (1,)}], {}, "three numbers"),
+    (lambda m: [{"params": [m.up.weight], "use_muon": True}], {"split": "auto"}, "split is 'auto'"),
+    (
+        lambda m: [{"params": [m.up.weight], "use_muon": True}],
+        {"split": (0, 1, 0), "streaming": Streaming(states="compact-8")},
+        "states are not 'exact'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("groups", "options", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_bad_input_is_named_before_anything_changes(device, groups, options, words):
+    model = Experts().to(device.torch_device)
+    before, weights = host_book.reserved_bytes, copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=words):
+        HybridDeviceOptimizer(groups(model), lr=0.1, **options)
+    assert host_book.reserved_bytes == before
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_an_embedding_is_refused_where_its_module_is_known(device):
+    model = Experts().to(device.torch_device)
+    with HybridDeviceOptimizer([{"params": model.parameters(), "lr": 0.1}], algorithm=None) as optimizer:
+        optimizer.attach(model)
+    listed = [param for param in model.parameters() if param.dim() > 1]
+    words = r"embed\.weight is the table of an embedding"
+    with (
+        HybridDeviceOptimizer(listed, algorithm=Muon(), lr=0.1) as optimizer,
+        pytest.raises(ValueError, match=words),
+    ):
+        optimizer.attach(model)
+
+
+def test_optimizers_that_are_not_stepped_together_are_refused(device):
+    model = without_stacks(Experts().to(device.torch_device))
+    muon, adamw = flat_optimizers(model)
+    sgd = torch.optim.SGD([model.up.bias], lr=0.1, momentum=0.9, fused=True)
+    for given in ([], [muon, adamw, sgd]):
+        with pytest.raises(ValueError, match=r"expected torch\.optim\.Muon, one other"):
+            OptimizerStateOffloader(given)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        OptimizerStateOffloader([muon, muon])
