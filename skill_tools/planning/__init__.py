@@ -1,6 +1,6 @@
 """From the shape of a model to bytes, seconds, legal modes and a patch. See docs/choosing.md and docs/design.md.
 
-Glossary: run: what the configuration trains: shape, layout, precision, recompute, micro-batches
+Glossary: run: the training that the configuration describes: shape, layout, precision, recompute, micro-batches
     (`dialects.run.TrainingRun`).
     mode: which offload or recompute mechanisms are on, and how much each takes (`dialects.run.Mode`). candidate: a
     mode with its label and the settings that make it; an option is a candidate that was evaluated. legal: no rule

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What the bytes of a line are. Sums and figures go by it, never by the printed name."""
+    """The kind of a line's bytes. Sums and figures go by it, never by the printed name."""
 
     WEIGHTS = "weights"
     FROZEN_WEIGHTS = "frozen weights"

@@ -1,4 +1,4 @@
-"""What a mode costs, in seconds: compute, recompute, copies and the update, at one machine's rates.
+"""The cost of a mode, in seconds: compute, recompute, copies and the update, at one machine's rates.
 
 See docs/choosing.md.
 

@@ -1,4 +1,4 @@
-"""What data-parallel ranks send each other: gathers and reductions of shards, or the all-reduce of replicas.
+"""Traffic between data-parallel ranks: gathers and reductions of shards, or the all-reduce of replicas.
 
 A collective over R ranks moves (R - 1) / R of its bytes to each rank, inside a node over NVLink or over the PCIe link
 that copies to the host use too, between nodes over the network. It runs beside the compute of another block; that of
@@ -77,7 +77,7 @@ def _group_s(moved_bytes: float, ranks: int, apart: int, run: TrainingRun, machi
 
 
 def costs(run: TrainingRun, found: Collectives | None, speed: Pace, again_s: float) -> list[Cost]:
-    """Return what they cost one micro-batch, whose backward computes for `again_s` what forward did not keep."""
+    """Return their cost for one micro-batch, whose backward computes discarded activations again for `again_s`."""
     sent = run.exchange
     if found is None or sent is None or speed.has_collectives:
         return []
@@ -91,7 +91,7 @@ def costs(run: TrainingRun, found: Collectives | None, speed: Pace, again_s: flo
 def once_a_step(
     run: TrainingRun, held: LocalParameters, machine: Machine, speed: Pace, again_s: float
 ) -> list[Cost]:
-    """Return what the ranks send once a step: gradients beside the last backward, and the weights that it updated."""
+    """Return the traffic of one step: gradients beside the last backward, and the weights that it updated."""
     sent = run.exchange
     if sent is None or speed.has_collectives:
         return []

@@ -141,7 +141,7 @@ def _traced_pace(
 ) -> Pace:
     """Return the pace of a traced step: its matrix products and the bytes of its other kernels.
 
-    A trace says of both passes together what they do; how they share it, the shape's FLOPs say.
+    A trace has the work of both passes together; the shape's FLOPs divide it.
     """
     passes = traced_seconds(run, model.plain, machine)
     again = traced_seconds(run, model.recomputed, machine) - passes
@@ -163,7 +163,7 @@ def _traced_pace(
 
 
 def traced_seconds(run: TrainingRun, step: TracedStep, machine: Machine) -> float:
-    """Return the seconds of one micro-batch's forward and backward; what a launch costs bounds it from below."""
+    """Return the seconds of one micro-batch's forward and backward; the cost of launches bounds it from below."""
     constants = model_constants()
     products = step.flops.at(run.micro_batch, run.seq_length) / machine.gemm
     moved = step.moved_bytes.at(run.micro_batch, run.seq_length)
@@ -172,7 +172,7 @@ def traced_seconds(run: TrainingRun, step: TracedStep, machine: Machine) -> floa
 
 
 def launch_seconds(run: TrainingRun, step: TracedStep, machine: Machine) -> float:
-    """Return what the host takes to launch one micro-batch's forward and backward."""
+    """Return the seconds for which the host launches one micro-batch's forward and backward."""
     constants = model_constants()
     groups = len(step.layers) + 1 if run.is_fully_sharded else 0
     assert run.traced is not None

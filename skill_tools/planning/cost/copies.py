@@ -1,4 +1,4 @@
-"""What copying activations and weights costs a micro-batch, by engine: seconds of work, and what compute does not hide.
+"""The cost of copying activations and weights in a micro-batch, by engine: seconds of work, and seconds not hidden.
 
 Copies hide behind the compute that runs beside them: D2H behind forward, H2D behind backward. Engines that
 wait for every tensor (save_on_cpu), fetch on demand (TRL), or copy on the compute stream (Axolotl's layer

@@ -28,7 +28,7 @@ def path() -> Path:
 
 
 def keep(document: Mapping[str, Any]) -> Path | None:
-    """Keep what was probed and return where, or None where the cache folder cannot be written."""
+    """Keep the probed rates and return where, or None where the cache folder cannot be written."""
     kept = path()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def keep(document: Mapping[str, Any]) -> Path | None:
 
 
 def find(*, ranks: int) -> Machine | None:
-    """Return what one of `ranks` has of this host as it was probed, or None where nobody has.
+    """Return the part of this host, as it was probed, that one of `ranks` has, or None where nobody has probed.
 
     Raises `UnusableInput` for a file that is damaged.
     """

@@ -1,7 +1,7 @@
 """The machine that a plan is made for: rates of GPU, link and host, and where each came from.
 
 Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unknown one, or a profile that
-was measured on the machine itself. Rates are per GPU; what a node's ranks share is divided here, once.
+was measured on the machine itself. Rates are per GPU; resources that a node's ranks share are divided here, once.
 """
 
 import json
@@ -47,15 +47,16 @@ _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 class Machine(NamedTuple):
     """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
 
-    `duplex_copy` is one direction while the other runs too. `host_memory_bytes` is what belongs to the GPUs of the run
+    `duplex_copy` is one direction while the other runs too. `host_memory_bytes` is the part of the GPUs of the run
     on one node, of a node's that they do not fill their share. `dram` is one rank's share of the node's host
     memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
     rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
-    are what the reference implementation's optimizer reaches of the link, one way, of host memory and of the cores.
-    `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured it.
-    `peers` is what a rank receives in a collective inside a node, over the link where `peers_on_link`; `network` is its
-    share of what a node receives from others. `launch_s` is what the host takes to launch a kernel of an eager step,
-    and `budget_extra` what an activation budget takes longer on real models, as a share of forward and backward: None
+    are the rates that the reference implementation's optimizer reaches of the link, one way, of host memory and of the
+    cores. `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured
+    it. `peers` is the rate at which a rank receives in a collective inside a node, over the link where `peers_on_link`;
+    `network` is its share of a node's rate from others. `launch_s` are the host's seconds to launch a kernel of an
+    eager step,
+    and `budget_extra` the extra time of an activation budget on real models, as a share of forward and backward: None
     where nobody measured it, then `hardware.yaml` says it. `measured` says that the rates come from this machine.
     `stands_for` are the known GPUs that may be meant where nobody has named one (`unnamed_gpu`).
     """
@@ -159,7 +160,7 @@ def _machine(
 
 
 def _peer_rates(peer_gbs: float | None, link: float, constants: Mapping[str, float]) -> dict[str, Any]:
-    """Return what collectives inside a node reach: of NVLink or its like, else of the `link` to the host."""
+    """Return the rate of collectives inside a node: of NVLink or its like, else of the `link` to the host."""
     if peer_gbs is None:
         return {"peers": link * constants["peers_share_of_link"], "peers_on_link": True}
     return {"peers": peer_gbs * 1e9, "peers_on_link": False}
@@ -266,7 +267,7 @@ def _check_rates(data: Mapping[str, Any], source: str) -> None:
 
 
 def _update_rates(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the reference implementation's optimizer reached here, or where that was not measured, its limits.
+    """Return the rates of the reference implementation's optimizer here, or where none was measured, its limits.
 
     Whole updates with their copies were timed: on the CPU, streamed, and `both_cpu_share` of them at once on the CPU.
     Their bytes bound the link from below, and host memory by the busiest of the three.
@@ -291,7 +292,7 @@ def _update_rates(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_profile(path: str, *, ranks: int = 1) -> Machine:
-    """Return what one of `ranks` on a host has of it by the profile in `path`, which one process has measured alone.
+    """Return one of `ranks`' part of a host, by the profile in `path`, which one process has measured alone.
 
     The file is a JSON object of rates, or one with them under `hardware`.
     """

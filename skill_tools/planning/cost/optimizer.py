@@ -1,4 +1,4 @@
-"""What updating offloaded parameters costs, by engine: seconds of work, and seconds that compute does not hide.
+"""The cost of updating offloaded parameters, by engine: seconds of work, and seconds that compute does not hide.
 
 Rates that were measured for an engine win over rates that follow from the machine's own. The latter are
 calibrated only when the machine was measured; no constant here was fitted to a step time.
@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """What the update may hide behind, in seconds: one micro-batch's passes, and the GPU's update of everything."""
+    """The seconds behind which the update may hide: one micro-batch's passes, and the GPU's update of everything."""
 
     forward_s: float
     backward_s: float
@@ -38,7 +38,7 @@ class Compute(NamedTuple):
 def offloaded_update(
     mode: Mode, shard: int, machine: Machine, beside: Compute, *, weight_bytes: float = 2
 ) -> Update:
-    """Return what the offloaded share of `shard` parameters costs a step, `beside` what it may hide behind."""
+    """Return the cost of the offloaded share of `shard` parameters in a step, `beside` the work that may hide it."""
     moved = mode.optimizer_fraction * shard
     match mode.optimizer_engine:
         case OptimizerEngine.REFERENCE:

@@ -1,4 +1,4 @@
-"""What lives in pageable host memory because it may not be pinned: the offloaders of `reference_impl` alone do that.
+"""Bytes in pageable host memory because they may not be pinned: the offloaders of `reference_impl` alone do that.
 
 Their copies of it pass through a small pinned ring (`reference_impl.limit_pinned_memory`), at the pace of host memory.
 Peers pin whatever they copy, so beyond the limit they fail. Explained in docs/fitting.md, "Pinned memory".
@@ -28,7 +28,7 @@ def is_own(mode: Mode) -> bool:
 
 
 def within(found: Memory, mode: Mode, pinned_bytes_per_node: int | None) -> Memory:
-    """Return `found` where so much of a node may be pinned: what exceeds it is pageable, if our offloaders move it."""
+    """Return `found` where so much of a node may be pinned: bytes beyond are pageable, if our offloaders move them."""
     if pinned_bytes_per_node is None or not is_own(mode):
         return found
     most_bytes = pinned_bytes_per_node // found.ranks_on_node

@@ -1,7 +1,7 @@
-"""What computing activations again costs: a framework's recompute, the share that a budget chooses, and its hooks.
+"""The cost of computing activations again: a framework's recompute, the share that a budget chooses, and its hooks.
 
 `reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while the
-link keeps up with the compute beside them; computing again costs what the operation cost. So the results that are
+link keeps up with the compute beside them; computing again costs as much as the operation did. So the results that are
 cheapest to compute again are recomputed, and the rest is copied. The engine decides tensor by tensor from a measured
 step; this module makes the same trade for kinds of tensors, from rates. The engine looks at every tensor that autograd
 saves, in Python, which lengthens a step that its launches bound. Explained in docs/activation-offloading.md.
@@ -26,7 +26,7 @@ _PASSES = 3
 def recompute_costs(
     run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace
 ) -> Iterator[Cost]:
-    """Yield the costs of what one micro-batch computes again under `mode`."""
+    """Yield the costs of the operations that one micro-batch computes again under `mode`."""
     if cost := _of_framework(run, mode, memory, machine, speed):
         yield cost
     again = 0.0
@@ -50,7 +50,7 @@ def recompute_costs(
 
 
 def _launches_of_hooks(run: TrainingRun, mode: Mode) -> float:
-    """Return what `reference_impl`'s hooks take the host, as a share of launching a step; without a trace 0."""
+    """Return the host's time in `reference_impl`'s hooks, as a share of launching a step; without a trace 0."""
     if run.traced is None:
         return 0.0
     constants = model_constants()
@@ -109,7 +109,7 @@ def recompute_seconds(run: TrainingRun, machine: Machine, speed: Pace, share: fl
 
 @lru_cache(maxsize=64)
 def _kinds(run: TrainingRun, machine: Machine, speed: Pace) -> tuple[tuple[float, float], ...]:
-    """Return (seconds a byte, bytes) of what can be computed again in one micro-batch, cheapest first."""
+    """Return (seconds a byte, bytes) of each result that one micro-batch can compute again, cheapest first."""
     per_flop = speed.layers_forward_s / micro_batch_flops(run).layers_forward
     found: dict[float, float] = {}
     for part in _parts(run):
@@ -137,7 +137,7 @@ def _saved(run: TrainingRun) -> float:
 
 
 def _parts(run: TrainingRun) -> list[Part]:
-    """List what all layers save; layers of one kind save the same."""
+    """List the tensors that all layers save; layers of one kind save the same."""
     kinds = {
         moe: activations.layer_parts(run, moe=moe) for moe in (False, True) if not moe or run.shape.experts
     }

@@ -1,4 +1,4 @@
-"""Step time of one run under one mode: compute, what is recomputed, what is copied, and the optimizer.
+"""Step time of one run under one mode: compute, recomputation, copies, and the optimizer.
 
 Each `Cost` says how long the work takes, how much of it lengthens the step, and by which formula. `calibrated` is
 false where a rate was neither measured on the machine nor published for it.
@@ -76,8 +76,8 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
 def _share_on_gpu(mode: Mode) -> float:
     """Return the share of the update that the GPU does.
 
-    The reference implementation updates streamed parameters there too. What its CPU share saves the GPU is left out,
-    as in `optimizer`.
+    The reference implementation updates streamed parameters there too. The time that its CPU share saves the GPU is
+    left out, as in `optimizer`.
     """
     if mode.optimizer_engine is OptimizerEngine.REFERENCE:
         return 1.0

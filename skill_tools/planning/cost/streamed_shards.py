@@ -1,4 +1,4 @@
-"""What shards that live on the host cost a step, by `reference_impl.ShardStreamer`'s timeline.
+"""The cost of shards that live on the host in a step, by `reference_impl.ShardStreamer`'s timeline.
 
 Forward brings each shard with its gradient and states, updates it and sends weight and states home. Backward brings
 shards again and sends their gradients out. Both directions of the link are in use at once, and the ranks of a node
@@ -20,9 +20,9 @@ from skill_tools.planning.model.streamed_states import element_bytes
 def costs(
     run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, left: Pace, again_s: float
 ) -> list[Cost]:
-    """Return what moving the shards costs a step of `run`, beside passes that `left` leaves the link to.
+    """Return the cost of moving the shards in a step of `run`, beside passes that `left` leaves the link to.
 
-    `again_s` is what backward computes again.
+    `again_s` are the seconds for which backward computes again.
     """
     shard, times = memory.parameters.shard, run.micro_batches
     weight, gradient = run.precision.weight_bytes, run.precision.gradient_bytes

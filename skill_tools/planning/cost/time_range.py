@@ -23,7 +23,7 @@ class TimeRange(NamedTuple):
 def step_range(
     run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, *, measured_step_s: float | None = None
 ) -> TimeRange:
-    """Return what a step of `run` under `mode` may take on `machine`; forward and backward may have been measured."""
+    """Return the range of a step of `run` under `mode` on `machine`; forward and backward may have been measured."""
     ranks = run.layout.ranks_on_node
     meant = [known(name, ranks_on_node=ranks) for name in machine.stands_for] or [machine]
     times = [

@@ -1,4 +1,4 @@
-"""What trained layers that stream cost a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
+"""The cost of trained layers that stream in a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
 
 A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: backward hides the weights that come in
 and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once,
@@ -47,11 +47,11 @@ class _Traffic(NamedTuple):
 
 
 def _of_element(run: TrainingRun, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
-    """Return what an element moves beside its weight's first copy: one that the CPU updates, and one that streams."""
+    """Return an element's bytes beside its weight's first copy: where the CPU updates it, and where it streams."""
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = element_bytes(run, states)
     return (
-        # Gradient, states and staging, and from there home: beside what is copied.
+        # Gradient, states and staging, and from there home: beside the copies.
         _Traffic(weight_bytes, 0.0, adam_bytes(weight_bytes, FORMS[states]).cpu_traffic),
         _Traffic(gradient_bytes + states_bytes, weight_bytes + states_bytes),
     )
@@ -73,7 +73,7 @@ def best_cpu_share(run: TrainingRun, states: StreamedStates, machine: Machine) -
 
 
 def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace) -> list[Cost]:
-    """Return what one step of `run` takes beyond its compute."""
+    """Return the seconds of one step of `run` beyond its compute."""
     size = trained_layers.sizes(run, memory.parameters.total)
     held, times = memory.parameters.total, run.micro_batches
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
@@ -89,7 +89,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     ]
     forward = _link_s(weights, memory.moved_bytes, machine)
     states = states_bytes * streamed
-    # What stays is of the first ones.
+    # Those that stay are of the first ones.
     stays = mode.states_resident * held
     if mode.updates_in_backward:
         update = _Traffic(weights + states + memory.moved_bytes, weights + states).seconds(machine)
@@ -115,7 +115,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     back = gradient_bytes * stays
     moved = _Traffic(
         weights + back + streams.inwards * streamed + cpus.inwards * on_cpu,
-        # New weights of what has a home, but for those that are there.
+        # New weights that have a home, but for those that are there.
         weights * (1 - mode.states_on_cpu) + states + memory.moved_bytes,
         cpus.on_cpu * on_cpu,
     )

@@ -1,8 +1,8 @@
 """The cards that may be meant where nobody names the GPU: those of a memory size, or, without one, an assumed one.
 
-Cards are sold by a label (24 GB), of which torch reports what ECC and the driver leave (22.0 to 23.7 GiB). A log's
-capacity, or a budget that is such a size, means the cards of that label. Another budget may be a part of any card that
-has it and is at most twice as large.
+Cards are sold by a label (24 GB), of which torch reports the memory that ECC and the driver leave (22.0 to 23.7 GiB). A
+log's capacity, or a budget that is such a size, means the cards of that label. Another budget may be a part of any card
+that has it and is at most twice as large.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a run takes, in bytes: parameters, states and activations, on the GPU and the host. See docs/choosing.md.
+"""The memory of a run, in bytes: parameters, states and activations, on the GPU and the host. See docs/choosing.md.
 
 Glossary:
     part: one tensor that a decoder layer keeps for backward, in bytes a token.

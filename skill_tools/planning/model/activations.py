@@ -1,12 +1,12 @@
 """Bytes that autograd keeps for backward: per token of one decoder layer, and of a pipeline stage under a mode.
 
-A layer is a list of parts: inputs of norms and linears, q, k, v, the attention output, and what the MLP or the
-experts keep. Each part names the recompute module that drops it and the fine-grained offload module that moves
-it. The list counts unique storages with flash attention (no score matrix), in bf16 unless it says otherwise.
+A layer is a list of parts: inputs of norms and linears, q, k, v, the attention output, and the tensors of the MLP or
+the experts keep. Each part names the recompute module that drops it and the fine-grained offload module that moves it.
+The list counts unique storages with flash attention (no score matrix), in bf16 unless it says otherwise.
 
 A stage walks its layers with the mode's recompute and engine. An engine needs memory of its own: layers that are
-offloaded are copied one layer late, checkpointed inputs are double-buffered, and TRL keeps twice what it saves.
-Explained in docs/activation-offloading.md.
+offloaded are copied one layer late, checkpointed inputs are double-buffered, and TRL keeps two copies of the tensors
+that it saves. Explained in docs/activation-offloading.md.
 """
 
 import math
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 def layer_parts(run: TrainingRun, *, moe: bool) -> tuple[Part, ...]:
-    """List what one layer keeps for backward, per token of the micro-batch, on one GPU.
+    """List the tensors that one layer keeps for backward, per token of the micro-batch, on one GPU.
 
     Where the model was traced, the parts add up to the layers' mean in the trace.
     """
@@ -151,7 +151,7 @@ def stays_and_moves(
 def by_component(
     parts: Iterable[Part], recomputed: tuple[str, ...], moved: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return the bytes per token and layer that stay on the GPU, by what they belong to."""
+    """Return the bytes per token and layer that stay on the GPU, by part of the layer."""
     found: dict[str, float] = {}
     for part in parts:
         stays, _ = stays_and_moves((part,), recomputed, moved)
@@ -180,11 +180,12 @@ def in_flight(run: TrainingRun, stage_rank: int) -> float:
 class Kept(NamedTuple):
     """Bytes of one micro-batch on one GPU.
 
-    `stays` is what the GPU holds after forward, `offloaded` what the host holds. `copied` is `offloaded` and the
-    duplicates that an engine copies again. `layer` is what backward needs of one layer at once, alive at
+    `stays` are the GPU's bytes after forward, `offloaded` the host's. `copied` is `offloaded` and the
+    duplicates that an engine copies again. `layer` are the bytes that backward needs of one layer at once, alive at
     `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
-    that wait for their copy. `components` says in words what the largest layer keeps on the GPU. Of `stays`, `waiting`
-    is there only until it is copied. Beside it `early_input` is an offloaded layer input that has come before its use.
+    that wait for their copy. `components` names the tensors that the largest layer keeps on the GPU. Of `stays`,
+    `waiting` is there only until it is copied. Beside it `early_input` is an offloaded layer input that has come before
+    its use.
     """
 
     stays: float
@@ -200,7 +201,7 @@ class Kept(NamedTuple):
 
 
 def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
-    """Return what the stage's layers keep under `mode`.
+    """Return the bytes that the stage's layers keep under `mode`.
 
     Layers through which no gradient goes keep nothing. Checkpointing has their inputs require gradients, so that they
     keep those.
@@ -246,7 +247,7 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
 
 
 def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
-    """Return what a layer's backward needs at once, `work` for a whole micro-batch, where it takes this in slices.
+    """Return the bytes that a layer's backward needs at once, `work` for a whole micro-batch, where it takes slices.
 
     The gradients of the whole input and output are there beside a slice's work.
     """
@@ -267,7 +268,7 @@ def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, m
     """Bytes of the gradients that the backward of an eager MLP has beside all that its layer has saved.
 
     At the activation function these are as many as its results, whose own gradient has taken the place of one. The
-    gradients of the layer's weights come after that: only what exceeds them counts.
+    gradients of the layer's weights come after that: only the bytes beyond them count.
     """
     if not run.is_eager or run.tiled_mlp:
         return 0.0
@@ -279,7 +280,7 @@ def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, m
 def _components(
     run: TrainingRun, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]
 ) -> str:
-    """Say what one layer keeps: of several kinds, the one that keeps most."""
+    """Name the tensors that one layer keeps: of several kinds, of the one that keeps most."""
     if recompute.granularity == "full" or not kinds:
         return f"layer inputs {input_bytes(run) * run.tokens / GIB:.2f}"
     dropped = recompute.modules if recompute.granularity == "selective" else ()
@@ -335,7 +336,7 @@ def _saved_twice(parts: tuple[Part, ...]) -> float:
 
 
 def _one_module(parts: tuple[Part, ...]) -> float:
-    """Bytes of the MLP's inner tensors: what on-demand loading brings back at once."""
+    """Bytes of the MLP's inner tensors, which on-demand loading brings back at once."""
     return sum(
         part.token_bytes for part in parts if part.name.endswith(("linear output", "activation output"))
     )
@@ -366,7 +367,7 @@ def input_bytes(run: TrainingRun) -> float:
 
 
 def loss_bytes(run: TrainingRun, whole: float) -> float:
-    """Return what head and loss take at the start of backward, where they take `whole` bytes with all logits at once.
+    """Return the bytes of head and loss at the start of backward, which are `whole` bytes with all logits at once.
 
     A fused loss adds the head's gradient up in one fp32 tensor, and has the logits of one chunk at a time.
     """

@@ -51,7 +51,7 @@ def lines(run: TrainingRun, held: int) -> list[Line]:
 
 
 def _table_and_head(run: TrainingRun, size: Sizes) -> list[Line]:
-    """Return what an embedding and a head of their own take: gathered as blocks are, with gradients as blocks have."""
+    """Return the bytes of an embedding and a head of their own: gathered as blocks are, with gradients like theirs."""
     assert run.spread is not None
     wide, reduced_bytes = run.spread.gathered_bytes, run.spread.reduced_bytes
     logits = _logits_bytes(run)
@@ -106,7 +106,7 @@ def _table_and_head(run: TrainingRun, size: Sizes) -> list[Line]:
 
 
 def _tied_table(run: TrainingRun, size: Sizes) -> list[Line]:
-    """Return what a tied table takes, which is gathered for the whole step; its gradient waits for the embedding's.
+    """Return the bytes of a tied table, which is gathered for the whole step; its gradient waits for the embedding's.
 
     A trace has seen that gradient wait.
     """
@@ -170,12 +170,12 @@ def _some(*found: Line) -> list[Line]:
 
 
 def around_groups(run: TrainingRun, layer: int, ends: int) -> list[Line]:
-    """Return what FSDP2 needs beside a rank's shards where a trainer wraps layers of so many elements, and the root.
+    """Return FSDP2's bytes beside a rank's shards where a trainer wraps layers of so many elements, and the root.
 
     `ends` are the root's: embedding and head; a vision tower is gathered with them. Frozen weights are gathered as they
     are, 4-bit ones packed, and have no gradients; the ends are never packed. Collectives run on streams of their own,
-    and what the allocator has given to one stream no other takes. So the flat buffers of gathers and reduce-scatters
-    stay reserved beside the tensors that they are copied from and to.
+    and memory that the allocator has given to one stream no other takes. So the flat buffers of gathers and
+    reduce-scatters stay reserved beside the tensors that they are copied from and to.
     """
     wide = 2 if run.adapter is None else run.adapter.base_weight_bytes
     root = ends + run.tower
@@ -228,7 +228,7 @@ def gradients_leave(run: TrainingRun, mode: Mode) -> bool:
 
 
 def cut_block(run: TrainingRun, mode: Mode, shard: int) -> int:
-    """Return the elements of the CPU's share of `shard` whose gradients stay beside what streams.
+    """Return the elements of the CPU's share of `shard` whose gradients stay beside the streamed chunks.
 
     Those of one block are parts of one buffer, which stays as long as any of them does.
     """
@@ -270,7 +270,7 @@ def first_ones_stream(mode: Mode) -> bool:
 
 
 def table_on_the_cpu(run: TrainingRun, mode: Mode, shard: int) -> list[Line]:
-    """Return what a table takes of which the CPU updates all, or what the GPU does not.
+    """Return the bytes of a table of which the CPU updates all, or all that the GPU does not.
 
     The first elements of the forward stay, and the table has them. If it is cut by that, its gradient stays as a whole,
     and an fp32 weight is no master of its own, so that both parts change at once.

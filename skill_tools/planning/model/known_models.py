@@ -60,7 +60,7 @@ def _names_in(text: str) -> Iterator[tuple[str, ...]]:
 
 
 def _exact(words: Sequence[str], aliases: dict[tuple[str, ...], str]) -> str | None:
-    """Return what the longest alias in `words` stands for, if the other words are neutral."""
+    """Return the model of the longest alias in `words`, if the other words are neutral."""
     for alias, model in _aliases_in(words, aliases):
         start = _starts(words, alias)[0]
         rest = (*words[:start], *words[start + len(alias) :])
@@ -133,7 +133,7 @@ def require(text: str) -> ModelShape:
 
 
 def unknown(text: str) -> UnusableInput:
-    """Return the error for a name that means no known model, with what is known of it."""
+    """Return the error for a name that means no known model, with the known models of its family."""
     shown = repr(text[:100])
     if layers := untold(text):
         return UnusableInput(

@@ -23,7 +23,7 @@ CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
 _FORWARD = ("always", "between", "forward", "step")
 _EMBEDDING = ("always", "step", "backward", "embedding")
-# When nothing is left of what the layers have saved.
+# When nothing is left of the layers' saved tensors.
 _NOTHING_SAVED = (("always", "step", "backward", "recompute", "first block"), _EMBEDDING)
 _MOMENTS = (
     ("always", "step", "loss"),
@@ -34,17 +34,17 @@ _MOMENTS = (
     *_NOTHING_SAVED,
 )
 
-# What is there from the loss on beside what a trace of one GPU has seen.
+# Bytes from the loss on, beside those that a trace of one GPU has seen.
 _BESIDE = frozenset({"loss", "head", "backward", "recompute", "last block", "first block"})
 
 
 class Memory(NamedTuple):
     """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
 
-    `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` what that copies
-    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` what of `host` is page-locked,
-    `pageable_bytes` what would be, if a limit allowed it (`pageable`). `between_bytes` are the GPU bytes that are freed
-    before backward and allocated by the next step.
+    `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` the bytes copied,
+    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` the page-locked part of `host`,
+    `pageable_bytes` the part that would be, if a limit allowed it (`pageable`). `between_bytes` are the GPU bytes that
+    are freed before backward and allocated by the next step.
     """
 
     stage: int
@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        """GPU bytes with CUDA's context and communicators: what has to fit, with headroom."""
+        """GPU bytes with CUDA's context and communicators; they have to fit, with headroom."""
         return sum(line.bytes for line in self.gpu)
 
     @property
@@ -81,7 +81,7 @@ class Memory(NamedTuple):
 
     @property
     def pinned_bytes_per_node(self) -> int:
-        """What of them is page-locked."""
+        """The page-locked part of them."""
         return self.pinned_bytes * self.ranks_on_node
 
 
@@ -173,7 +173,7 @@ def _worst_moment(lines: Sequence[Line]) -> list[Line]:
 
 
 class _Activations(NamedTuple):
-    """What the layers of a stage keep, for one micro-batch and as lines for those in flight at once."""
+    """The tensors that a stage's layers keep, for one micro-batch and as lines for those in flight at once."""
 
     kept: Kept
     in_flight: float
@@ -183,7 +183,7 @@ class _Activations(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _activations(run: TrainingRun, mode: Mode, stage: Stage) -> _Activations:
-    """Return what the stage keeps, once for all modes that are the same `of_activations`."""
+    """Return the tensors that the stage keeps, once for all modes that are the same `of_activations`."""
     found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
     host = Line(
         Kind.ACTIVATIONS,

@@ -1,4 +1,4 @@
-"""What peers keep on the host for each offloaded parameter, and what the rounding of their pinned blocks adds.
+"""Peers' host bytes for each offloaded parameter, and the bytes that the rounding of their pinned blocks adds.
 
 torch's host allocator makes pinned blocks of a power of two of bytes. Peers pin tensor by tensor, or in few flat
 buffers, so a part of their pinned memory holds nothing: a third of it is usual, and nearly half is possible. The
@@ -27,13 +27,13 @@ def state_bytes(run: TrainingRun, mode: Mode) -> float:
 
 
 def pinned_bytes(run: TrainingRun, mode: Mode, elements: int) -> float:
-    """Return what of those of `elements` is pinned."""
+    """Return the pinned bytes of `elements`."""
     buffers = (each for each in _buffers(run, mode) if each.get("when") != "parameters")
     return elements * sum(_bytes(buffer, run) for buffer in buffers if _is_pinned(buffer, mode))
 
 
 def rounding_bytes(run: TrainingRun, mode: Mode, elements: int) -> int:
-    """Return what rounding adds to the pinned blocks of `elements` of a rank."""
+    """Return the bytes that rounding adds to the pinned blocks of `elements` of a rank."""
     return round(
         sum(
             _share_that_is_empty(run, buffer, elements, _bytes(buffer, run)) * elements * _bytes(buffer, run)

@@ -245,7 +245,7 @@ def _text_of(path: str) -> bytes:
 
 
 def from_config_json(path: str) -> tuple[ModelShape, str]:
-    """Build the shape from a Hugging Face config.json, and say what is left out of a multimodal model's."""
+    """Build the shape from a Hugging Face config.json, and name the parts of a multimodal model that it leaves out."""
     data = json.loads(_text_of(path))
     shape = from_entries(data, path)
     has_tower = any(isinstance(data.get(name), dict) for name in ("vision_config", "audio_config"))

@@ -73,7 +73,7 @@ def _lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[L
 
 
 def _sharded_host(run: TrainingRun, mode: Mode, lines: list[Line], shard: int) -> list[Line]:
-    """Return what FSDP or ZeRO-3 keeps on the host of a rank: weights, and what updates `shard` elements of them."""
+    """Return the host bytes of a rank under FSDP or ZeRO-3: weights, and the states that update `shard` elements."""
     if mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
         kept = [line for line in lines if line.kind is Kind.WEIGHTS] + [_updated(run, mode, shard)]
     else:
@@ -82,7 +82,7 @@ def _sharded_host(run: TrainingRun, mode: Mode, lines: list[Line], shard: int) -
 
 
 def _updated(run: TrainingRun, mode: Mode, elements: int) -> Line:
-    """Return what a peer keeps on the host of `elements` that it updates there."""
+    """Return a peer's host bytes for `elements` that it updates there."""
     kept_bytes = pinned_blocks.state_bytes(run, mode)
     return Line(
         Kind.CPU_STATES,
@@ -93,14 +93,14 @@ def _updated(run: TrainingRun, mode: Mode, elements: int) -> Line:
 
 
 def _rounding(run: TrainingRun, mode: Mode, elements: int) -> list[Line]:
-    """Return what the rounding of a peer's pinned blocks adds, if anything."""
+    """Return the bytes that the rounding of a peer's pinned blocks adds, if any."""
     empty = pinned_blocks.rounding_bytes(run, mode, elements)
     formula = "torch rounds each up to a power of two"
     return [Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, formula)] if empty else []
 
 
 def _around_weights(run: TrainingRun) -> list[Line]:
-    """What is allocated with the weights: a traced model's rounding, and what cuBLAS takes for good."""
+    """Bytes allocated with the weights: a traced model's rounding, and cuBLAS's lasting workspaces."""
     found = []
     if run.traced is not None:
         rounding = (run.traced.weights_allocated_bytes - run.traced.weights_bytes) // run.weight_shards
@@ -246,7 +246,7 @@ def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], li
 
 
 def pinned_bytes(run: TrainingRun, mode: Mode, host: Iterable[Line]) -> int:
-    """Return what of the `host` lines is page-locked for copies: of states that are updated on the CPU not all.
+    """Return the page-locked bytes of the `host` lines: of states that are updated on the CPU not all.
 
     Of those the reference implementation pins the staging, which carries a gradient down and a weight up, and peers
     what `pinned_blocks` says.
@@ -421,7 +421,7 @@ def _frees_nothing(run: TrainingRun, mode: Mode) -> bool:
 
 
 def _gathered(run: TrainingRun, mode: Mode, local: LocalParameters) -> list[Line]:
-    """Return what FSDP or ZeRO-3 gathers: the layer that runs, the next one, and all the time both ends."""
+    """Return the gathered bytes under FSDP or ZeRO-3: the layer that runs, the next one, and all the time both ends."""
     if run.is_fully_sharded:
         return fully_sharded.lines(run, local.total)
     if run.weight_shards == 1 and not mode.offload_parameters:

@@ -16,7 +16,7 @@ from skill_tools.units import GIB
 
 
 class Moment(NamedTuple):
-    """One span at its worst, in bytes: what the layers before it saved, all else, and finished gradients.
+    """One span at its worst, in bytes: tensors saved by the layers before it, all else, and finished gradients.
 
     `layers` are those whose saved results are alive, from the first.
     """
@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A traced step for one batch; `saved_up_to[n]` is what the first n layers save."""
+    """A traced step for one batch; `saved_up_to[n]` are the bytes that the first n layers save."""
 
     moments: tuple[Moment, ...]
     saved_up_to: tuple[float, ...]
@@ -50,7 +50,7 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
 
 
 class Level(NamedTuple):
-    """What one moment adds to weights and states: `held` bytes in `lines`, and finished gradients, if they stay.
+    """Bytes that one moment adds to weights and states: `held` in `lines`, and finished gradients, if they stay.
 
     `within` are the times of other lines (`Line.when`) that are there too.
     """
@@ -74,11 +74,11 @@ def worst(
     gradients_held: float,
     beside: tuple[Line, ...] = (),
 ) -> list[Line]:
-    """Return what the worst moment of forward and backward adds to weights and states.
+    """Return the bytes that the worst moment of forward and backward adds to weights and states.
 
     `mode` is one `of_activations`. Of all gradients `gradients_held` bytes stay until the step. Where they add up over
-    micro-batches, all are there from the second one on. `beside` is what no trace of one GPU has, each line at its
-    times.
+    micro-batches, all are there from the second one on. `beside` are bytes that no trace of one GPU has, each line at
+    its times.
     """
     share = 0.0 if run.micro_batches > 1 else gradients_held / model.made_gradients_bytes
 
@@ -105,7 +105,7 @@ def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tup
     count = len(found.saved_up_to)
     loss = found.moments[0]._replace(work=loss_bytes(run, found.moments[0].work))
     blocks = [each._replace(work=in_slices(run, mode, each.work)) for each in found.moments[1:count]]
-    # What FSDP2 does at the end with a tied table, its own lines count.
+    # FSDP2's work on a tied table at the end has lines of its own.
     after = () if run.is_fully_sharded and run.shape.tied_embeddings else found.moments[count:]
     for index, moment in enumerate((loss, *blocks, *after)):
         away = _away(mode, found.saved_up_to, moment, index, gone)

@@ -86,7 +86,8 @@ def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun
         return _of_model(run, found)._replace(adapter=_adapter(found))
     run = _partly_frozen(_of_model(run, found), found)
     if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
-        # Shards have a dtype of their own, and are gathered in the one that was traced; so has what a framework trains.
+        # Shards have a dtype of their own, and are gathered in the one that was traced; so have a framework's trained
+        # weights.
         return run
     wide = found.gradients_bytes / found.trained
     precision = run.precision._replace(
@@ -107,7 +108,7 @@ def _partly_frozen(run: TrainingRun, found: TracedModel) -> TrainingRun:
 
 
 def _has_adapters(found: TracedModel) -> bool:
-    """Return whether what is trained are adapters, and not a model of which some weights are frozen.
+    """Return whether adapters are trained, and not a model of which some weights are frozen.
 
     Adapters are few and narrow, and a trace has seen a backward in every layer. A table beside them has states that
     are worth offloading.
@@ -184,7 +185,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def model_of(data: Mapping[str, Any]) -> TracedModel:
-    """Return the profile of plain data; raises what looking up a missing or wrong entry raises."""
+    """Return the profile of plain data; raises KeyError, TypeError or ValueError for a missing or wrong entry."""
     steps = {bool(step["checkpointing"]): _step(step) for step in data["steps"]}
     library = data["versions"].get("transformers")
     made_with = f"transformers {library}" if library else f"torch {data['versions']['torch']}"
@@ -285,7 +286,7 @@ def _check_run(path: str, run: TrainingRun, *, is_adapted: bool) -> None:
 
 
 def _beyond(run: TrainingRun) -> list[str]:
-    """Return what a run has that a trace of one GPU's eager code does not."""
+    """Return the properties of a run that a trace of one GPU's eager code does not have."""
     layout = run.layout
     sizes = (("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert))
     found = [f"{name} {size}" for name, size in sizes if size > 1]

@@ -1,4 +1,4 @@
-"""Bytes of a model whose trained layers stream: what the GPU holds of them, and the host item by item.
+"""Bytes of a model whose trained layers stream: on the GPU, and on the host item by item.
 
 `reference_impl.TrainableLayerStreamer` keeps weights, gradients and states of all blocks on the host. The GPU has a
 window of blocks, the gradients that are being made or leave, and a ring of state chunks with their gradients; what
@@ -18,7 +18,7 @@ from skill_tools.planning.model import streamed_states
 
 
 class Sizes(NamedTuple):
-    """Elements: of all blocks, of the largest one, of what stands outside them, and of its largest table."""
+    """Elements: of all blocks, of the largest one, of the modules outside them, and of their largest table."""
 
     in_blocks: int
     block: int
@@ -43,9 +43,9 @@ def lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[Li
     size, held = sizes(run, local.total), local.total
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     streamed = streamed_share(run, mode)
-    # What is updated in backward has been used, and stays for the time of another block.
+    # Weights that backward has updated have been used, and stay for the time of another block.
     blocks = min(1 + buffers.PREFETCHED_LAYERS + mode.updates_in_backward, run.shape.num_layers)
-    # What several slices make adds up in fp32.
+    # Gradients of several slices add up in fp32.
     made_bytes = max(gradient_bytes, FP32_BYTES) if mode.slices > 1 else gradient_bytes
     gpu = [
         Line(
@@ -99,7 +99,7 @@ def streamed_share(run: TrainingRun, mode: Mode) -> float:
 
 
 def _resident(run: TrainingRun, mode: Mode, size: Sizes, held: int) -> list[Line]:
-    """Return what of the blocks' weights and of the states stays on the GPU."""
+    """Return the bytes of the blocks' weights and of the states that stay on the GPU."""
     found = []
     if mode.resident_layers:
         stays = round(run.precision.weight_bytes * size.in_blocks * (1 - streamed_share(run, mode)))
@@ -117,7 +117,7 @@ def _resident(run: TrainingRun, mode: Mode, size: Sizes, held: int) -> list[Line
 
 
 def _states(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
-    """Return what of the states is on the host: those that stream, and in fp32 those that the CPU updates."""
+    """Return the bytes of states on the host: those that stream, and in fp32 those that the CPU updates."""
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     pass_ = round(mode.states_streamed * held)
     found = [
@@ -145,7 +145,7 @@ def _states(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
 def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
     """Return the slots of chunks that come in with their gradients, those of gradients alone, and one chunk's scratch.
 
-    What a block has on the host is cut into chunks of one length, and so is all that stays on the GPU.
+    A block's states on the host are cut into chunks of one length, and so are all that stay on the GPU.
     """
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes

@@ -41,7 +41,7 @@ class Forbidden(NamedTuple):
 
 
 class RunAdvice(NamedTuple):
-    """What this run's candidates may ask about the machine and the rules (`dialects.candidates.Advice`)."""
+    """Answers to this run's candidates about the machine and the rules (`dialects.candidates.Advice`)."""
 
     run: TrainingRun
     machine: Machine
@@ -119,11 +119,11 @@ class Search:
         return known
 
     def judge(self, candidate: Candidate) -> Legality:
-        """Return what the rules say; where there are no configuration files, there is no rule to break."""
+        """Return the rules' verdict; where there are no configuration files, there is no rule to break."""
         return self.judged.of(candidate) if self._dialect.has_files else LEGAL
 
     def judge_as_it_is(self, candidate: Candidate) -> Legality:
-        """Return what the rules say of the configuration as it stands, which `candidate` is."""
+        """Return the rules' verdict on the configuration as it stands, which `candidate` is."""
         return self.judged.as_it_is(candidate) if self._dialect.has_files else LEGAL
 
     def evaluate(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option:
@@ -167,7 +167,7 @@ class Search:
         if self._within(without, budget):
             return None
         if candidate.mode.optimizer_engine is OptimizerEngine.CPU_ADAM:
-            # DeepSpeed's share stays what it is.
+            # DeepSpeed's share stays as it is.
             return self._option(candidate, legality, found, budget)
         partial = self.judge(at_fraction(candidate, 1 / _STEPS))
         if found.device_bytes > budget.most_gpu_bytes or not partial.legal:
@@ -178,7 +178,7 @@ class Search:
     def _refilled(self, found: list[Option], budget: Budget) -> list[Option]:
         """Return `found`; where layers that stream are the best that fits, or nothing is, with their states placed.
 
-        The GPU may have room for states that the host has not, and what else it has is not to stay empty. Elsewhere
+        The GPU may have room for states that the host has not, and its other room is not to stay empty. Elsewhere
         optimizer offload is simpler, and about as fast.
         """
         best = min((option for option in found if option.fits), key=preference, default=None)

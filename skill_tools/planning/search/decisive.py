@@ -1,4 +1,4 @@
-"""The one assumption that changes a plan's answer most (`About`), with what would replace it by a fact.
+"""The one assumption that changes a plan's answer most (`About`), with the command that would replace it by a fact.
 
 Apart because the reports of plans and of diagnoses both print it.
 """
@@ -10,7 +10,7 @@ _RATES = "the {}'s rates, not measured here; `offload probe`, run once on the ma
 
 
 def assumption(plan: Plan) -> str:
-    """Return the assumption in words, with what to do about it behind a semicolon."""
+    """Return the assumption in words, with the remedy behind a semicolon."""
     takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
     ignored = {About.DETAIL} if takes_host else {About.DETAIL, About.HOST_MEMORY}
     weighty = [each for each in plan.assumptions if each.about not in ignored]

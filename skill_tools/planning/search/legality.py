@@ -37,7 +37,7 @@ class Condition(NamedTuple):
 
 
 class Legality(NamedTuple):
-    """The rules' answer: what rules a candidate out, what to watch, and which unset keys decide."""
+    """The rules' answer: those that rule a candidate out, those to watch, and which unset keys decide."""
 
     ruled_out: tuple[RuledOut, ...]
     watch: tuple[RuledOut, ...]
@@ -128,7 +128,7 @@ class Judge:
 
 
 def _filled_in(config: Config) -> dict[str, object]:
-    """Return what a trainer fills into a section that it embeds: its own number under the same name, for `auto`."""
+    """Return the values that a trainer fills into a section that it embeds: its own under the same name, for `auto`."""
     automatic = (key for key, setting in config.settings.items() if setting.value == "auto")
     own = {key: config.value(key.removeprefix(f"{config.owner(key)}.")) for key in automatic}
     return {key: value for key, value in own.items() if isinstance(value, int)}

@@ -14,12 +14,12 @@ from skill_tools.planning.search.legality import Legality
 
 GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY = "GPU memory", "host memory", "pinned memory"
 WORTH_ROUNDING = (
-    1.05  # what has to be gained for each step from exact states to packed ones, and on to compact ones
+    1.05  # the least gain for each step from exact states to bf16 moments, and on to compact ones
 )
 
 
 class Budget(NamedTuple):
-    """What has to hold: bytes of one GPU, and of one node's host memory (None: not known, not held).
+    """The limits: bytes of one GPU, and of one node's host memory (None: not known, not held).
 
     A plan leaves the share `headroom` of both free. Of the host's `pinned_bytes` may be page-locked; None is all.
     `gpu_assumed` says that nobody has named the GPU or its memory.
@@ -33,12 +33,12 @@ class Budget(NamedTuple):
 
     @property
     def most_gpu_bytes(self) -> int:
-        """What a plan may take of a GPU."""
+        """The bytes that a plan may take of a GPU."""
         return int(self.gpu_bytes * (1 - self.headroom))
 
     @property
     def most_host_bytes(self) -> int | None:
-        """What a plan may take of a node's host memory."""
+        """The bytes that a plan may take of a node's host memory."""
         return None if self.host_bytes is None else int(self.host_bytes * (1 - self.headroom))
 
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One candidate with its predicted memory and time, and what limits it."""
+    """One candidate with its predicted memory and time, and its limits."""
 
     candidate: Candidate
     memory: Memory
@@ -68,7 +68,7 @@ class Option(NamedTuple):
 class Way(NamedTuple):
     """One way that fits: its `levers`, the `option` of the changed `run`, and the lines that make it.
 
-    `needs_host_bytes` is what a node must have, where the host is what lacks.
+    `needs_host_bytes` is the least memory of a node, where the host lacks it.
     """
 
     levers: tuple[Lever, ...]
@@ -79,7 +79,7 @@ class Way(NamedTuple):
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What is changed."""
+        """The changed settings."""
         return tuple(lever.kind for lever in self.levers)
 
     @property
@@ -90,7 +90,7 @@ class Way(NamedTuple):
 
     @property
     def gpu_seconds_a_token(self) -> float:
-        """What a token of the training costs."""
+        """The seconds of a token of the training."""
         return self.option.time.total_s * self.run.layout.gpus / self.tokens_a_step
 
 
@@ -106,7 +106,7 @@ def limit_of(found: Memory, budget: Budget) -> str:
 
 
 def over(option: Option, budget: Budget) -> str:
-    """Say in words what `option` exceeds, or that it leaves too little; nothing where it fits."""
+    """Name the limit that `option` exceeds, or say that it leaves too little; nothing where it fits."""
     if not option.limit:
         return ""
     if option.limit == GPU_MEMORY:
@@ -125,7 +125,7 @@ def over(option: Option, budget: Budget) -> str:
 def preference(option: Option) -> tuple[float, int, int, int]:
     """Order by step time, then by host memory, by how little changes, and by GPU memory.
 
-    What rounds more than the user has asked for has to be faster by `WORTH_ROUNDING` for each step.
+    A form that rounds more than the user has asked for has to be faster by `WORTH_ROUNDING` for each step.
     """
     return (
         round(option.time.total_s * WORTH_ROUNDING**option.candidate.rounds, 6),

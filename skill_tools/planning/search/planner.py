@@ -1,7 +1,7 @@
 """The planner: from a run, a machine and budgets to a ranked answer.
 
-It takes the fastest legal combination that fits, the best of each other kind, what the rules forbid, and
-what would change the answer. It neither reads files nor prints.
+It takes the fastest legal combination that fits, the best of each other kind, those that rules forbid, and
+changes that change the answer. It neither reads files nor prints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,16 +39,16 @@ from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budg
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
 
 _ALTERNATIVES = 8
-_LITTLE_MORE = 1.05  # half of what a predicted step time is usually wrong by
+_LITTLE_MORE = 1.05  # half of a predicted step time's usual error
 
 
 class Plan(NamedTuple):
     """The answer. `recommendation` is None when nothing legal fits; `floor` is then the smallest there is, `ways`
-    are what fits by other means, `unrestricted` is what fits with the mechanisms that the user leaves out. `simpler` is
+    fit by other means, `unrestricted` is the plan with the mechanisms that the user leaves out. `simpler` is
     an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer. `question`
-    is what the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
+    is the question that the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
 
     run: TrainingRun
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
 
 
 def shown(plan: Plan) -> list[Option]:
-    """Return what a reader compares: as it is, the recommendation and its alternatives, each mode once."""
+    """Return the options that a reader compares: as it is, the recommendation and its alternatives, each mode once."""
     options = [plan.as_it_is, *([plan.recommendation] if plan.recommendation else []), *plan.alternatives]
     seen: dict[tuple[int, int, str], Option] = {}
     for option in options:
@@ -152,14 +152,14 @@ def make_plan(
 
 
 def _patch(option: Option | None, dialect: Dialect, config: Config, judge: Judge) -> Patch | None:
-    """Return what has to change for `option`: those of its settings that the configuration does not have."""
+    """Return the changes for `option`: those of its settings that the configuration does not have."""
     if option is None:
         return None
     return dialect.patch(changed(config, option.candidate.settings), config, dead=judge.dead_keys())
 
 
 def _how_to_fuse(dialect: Dialect, config: Config, run: TrainingRun) -> str:
-    """Return what fuses head and loss in the run's framework; nothing where it has no such switch."""
+    """Return the switch that fuses head and loss in the run's framework; nothing where it has none."""
     for lever in dialect.levers(config, run):
         if lever.kind is Kind.FUSED_LOSS:
             spelled = (f"{dialect.spelling(key)}={value}" for key, value in lever.settings.items())
@@ -192,7 +192,7 @@ def _simpler(options: Sequence[Option]) -> Option | None:
 
 
 def _memory_from(run: TrainingRun) -> tuple[Assumption, ...]:
-    """Say what a plan's bytes of forward and backward come from, where there could be a trace."""
+    """Name the source of a plan's bytes of forward and backward, where there could be a trace."""
     if run.traced is not None:
         return (Assumption(f"memory and work of forward and backward: {run.traced.source}"),)
     if run.is_eager and run.adapter is None:

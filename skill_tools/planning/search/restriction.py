@@ -1,6 +1,6 @@
 """Which mechanisms a search may use: those that `--only` names, none of those that `--without` names.
 
-What is said of offload leaves recomputation as the run has it, unless a mechanism that is asked for brings its own.
+A restriction of offload leaves recomputation as the run has it, unless a mechanism that is asked for brings its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,7 +49,7 @@ class Restriction(NamedTuple):
         return mechanism not in self.without and (not self.only or mechanism in self.only)
 
     def left_out(self, candidate: Candidate, run: TrainingRun) -> frozenset[str]:
-        """Return what `candidate` uses although it may not; empty where it may be searched."""
+        """Return the mechanisms that `candidate` uses although it may not; empty where it may be searched."""
         used = frozenset(candidate.mechanisms)
         refused = used & self.without
         if not self.only:

@@ -1,4 +1,4 @@
-"""What would change the answer: another budget, a longer sequence, a larger micro-batch, another loss, a slower link.
+"""Changes that change the answer: another budget, a longer sequence, a larger micro-batch, another loss, a slower link.
 
 Another budget is searched again. For a longer sequence and a larger micro-batch the recommended mode is
 evaluated again; for the link, the fitting options are timed again.
@@ -26,9 +26,9 @@ def answers(
     options: Sequence[Option],
     how_to_fuse: Callable[[], str],
 ) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a change and what it does to the recommendation, the first of `options`.
+    """Return pairs of a change and its effect on the recommendation, the first of `options`.
 
-    `how_to_fuse` says what fuses head and loss in the run's framework.
+    `how_to_fuse` names the setting that fuses head and loss in the run's framework.
     """
     best = options[0]
     found = [_other_budget(search, budget, factor, best) for factor in (0.9, 1.25)]

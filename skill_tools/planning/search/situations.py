@@ -1,4 +1,4 @@
-"""The answer when no shape is known: the card's decision table, compared with what the configuration says.
+"""The answer when no shape is known: the card's decision table, compared with the configuration.
 
 It computes nothing. Each row of `card.yaml`'s decisions is kept with its situation. If its condition can be read from
 the configuration, the row also says whether it applies here.

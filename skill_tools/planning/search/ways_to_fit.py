@@ -1,4 +1,4 @@
-"""What fits if no offload alone does: the framework's levers, each searched again, and the three cheapest of them.
+"""Ways to fit where no offload alone does: the framework's levers, each searched again, and the three cheapest of them.
 
 A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched
 as for any plan; the rules' verdicts on the candidates are taken from the plan. Of each kind the smallest change that
@@ -25,7 +25,7 @@ from skill_tools.rules.lint import lint
 
 _SHOWN = 3
 _NEUTRAL = (Kind.MICRO_BATCH, Kind.FUSED_LOSS)
-# What costs least comes first: nothing but time, then hardware, then another optimizer, then another training.
+# The cheapest come first: nothing but time, then hardware, then another optimizer, then another training.
 _COST = {
     Kind.MICRO_BATCH: 0,
     Kind.FUSED_LOSS: 0,
