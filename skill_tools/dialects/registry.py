@@ -23,6 +23,7 @@ _MODULES = {
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
+    "onetrainer": "skill_tools.dialects.block_swap.onetrainer",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",

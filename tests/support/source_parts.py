@@ -101,6 +101,10 @@ class Sources:
 
     def _run(self, module: str, node: Definition, name: str, *, apart: bool = False) -> Any:
         scope = self._scopes[module]
+        if isinstance(node, ast.FunctionDef):  # what its annotations name is not needed
+            node.returns = None
+            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                argument.annotation = None
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id in self._table(module):
                 self._resolved(module, part.id)
@@ -109,10 +113,6 @@ class Sources:
             assert isinstance(node, ast.ClassDef)
             node.bases = [base for base in node.bases if isinstance(self._value(base, scope), type)]
         target = dict(scope) if apart else scope
-        if isinstance(node, ast.FunctionDef):
-            node.returns = None
-            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                argument.annotation = None
         try:
             exec(compile(ast.Module([node], []), f"<{module}>", "exec"), scope if not apart else target)
         except Exception:

@@ -22,12 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from skill_tools.dialects.read import read_text
+from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read_sources
 from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 
 ROOT = Path(__file__).parents[3]
-FRAMEWORKS = ("musubi", "sd_scripts")
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer")
 
 
 def main() -> int:
@@ -69,7 +70,8 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
             raised = str(error) or type(error).__name__
         counts["raised"] += bool(raised)
         text = module.command(*question)
-        for problem in disagreements(module.NAME, release, text, raised, rules):
+        file = getattr(module, "FILENAME", "run.sh")
+        for problem in disagreements(module.NAME, release, Source(file, text), raised, rules):
             counts[problem] += 1
             counts["disagree"] += 1
             shown.setdefault(problem, text)
@@ -79,9 +81,9 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
     return counts["disagree"]
 
 
-def disagreements(name: str, release: str, text: str, raised: str, rules: list[Rule]) -> list[str]:
+def disagreements(name: str, release: str, source: Source, raised: str, rules: list[Rule]) -> list[str]:
     """Return what the release says and the rules do not, and the other way round."""
-    verdict = lint(read_text(text, FILENAMES.get(name, "run.sh")), rules=rules, versions={name: release})
+    verdict = lint(read_sources([source]), rules=rules, versions={name: release})
     problems = [f"undecided: {each.rule}" for each in verdict.undecided]
     found = {each.rule for each in verdict.findings}
     errors = {
@@ -93,9 +95,6 @@ def disagreements(name: str, release: str, text: str, raised: str, rules: list[R
     if not raised:
         problems += [f"found, not raised: {each}" for each in sorted(errors)]
     return problems
-
-
-FILENAMES: dict[str, str] = {}
 
 
 def says(rule: Rule, text: str) -> bool:

@@ -1,8 +1,8 @@
-"""Writes the options of musubi-tuner and sd-scripts from their own parsers, for knowledge/vocabulary/.
+"""Writes the names that image and video trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts
+    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts|onetrainer
 
-Every program of every release in build/ that the judge asks is parsed; an option of any of them is a name.
+Every release in build/ that the judge asks is read; a name of any of them is one.
 """
 
 import importlib
@@ -41,11 +41,33 @@ def sd_scripts(folder: Path) -> Iterator[str]:
             yield from (option for action in parser._actions for option in action.option_strings)
 
 
+def onetrainer(folder: Path) -> Iterator[str]:
+    """Yield the fields of its configuration, and the three that `__migration_10` takes from older files."""
+    yield from ("gradient_checkpointing", "enable_activation_offloading", "layer_offload_fraction")
+    witness = importlib.import_module("onetrainer").Witness(folder)
+    pending = [("", witness.defaults())]
+    while pending:
+        path, fields = pending.pop()
+        for name, value in fields.items():
+            yield f"{path}{name}"
+            if isinstance(value, dict) and value:
+                pending.append((f"{path}{name}.", value))
+            elif isinstance(value, dict):
+                yield f"{path}{name}.*"
+
+
 def main() -> None:
     """Print the file."""
     name = sys.argv[1]
     module = importlib.import_module(name)
     folders = [ROOT / "build" / module.NAME / release for release in module.RELEASES]
+    if name == "onetrainer":
+        print(
+            "# Fields of OneTrainer's configuration.\n#\n# Source: TrainConfig.default_values, at the commits of"
+        )
+        print(f"# {' and '.join(module.RELEASES)}. Written by tests/judges/block_swap/vocabulary.py.\n")
+        print(*sorted({field for folder in folders for field in onetrainer(folder)}), sep="\n")
+        return
     options = {"musubi": musubi, "sd_scripts": sd_scripts}[name]
     found = {option for folder in folders for option in options(folder) if option.startswith("--")}
     print(f"# Options of {module.NAME}'s training programs, each of which has some of them.")
