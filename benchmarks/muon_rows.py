@@ -78,4 +78,6 @@ def rows(options: dict[str, Any]) -> dict[str, Callable[[nn.Module], Any]]:
         "muon, exact": offloaded(),
         "muon, exact, 8 GB borrowed": offloaded(device_budget_bytes=8 * GB),
         "muon, exact, AdamW's part by the CPU": mixed,
+        "muon, bf16 momentum": offloaded(states="bf16-moments"),
+        "muon, bf16 momentum, 8 GB borrowed": offloaded(states="bf16-moments", device_budget_bytes=8 * GB),
     }

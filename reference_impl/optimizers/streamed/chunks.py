@@ -20,14 +20,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from offload_arithmetic.division import aligned
-from offload_arithmetic.states import ALIGNMENT_ELEMENTS
+from offload_arithmetic.states import ALIGNMENT_ELEMENTS, COMPACT_BLOCK_ELEMENTS
 from reference_impl.device import REACHED, Event
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.layout import Member, Piece
 
-# The field that is no state: the low bits of masters.
+# The fields that are no states: the low bits of masters, and the flags of lower halves where no sign is free for them.
 LOW = "master_low"
+TIES = "master_ties"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
 COMPACT_ALIGNMENT = 8 * ALIGNMENT_ELEMENTS
 # The launches of a matrix's update, in those of a fused kernel's.
@@ -67,7 +68,7 @@ def scale_of(moment: str) -> str:
 
 def is_compact(fields: tuple[Field, ...]) -> bool:
     """Return whether `fields` have moments in 8 bits, with scales."""
-    return any(field.block > 1 for field in fields)
+    return any(field.block == COMPACT_BLOCK_ELEMENTS for field in fields)
 
 
 def is_rounded(fields: tuple[Field, ...]) -> bool:
@@ -175,8 +176,8 @@ class Chunk:
 
     @property
     def rounded(self) -> bool:
-        """Whether moments are stored in fewer bits than fp32, so that the update is not bitwise torch's."""
-        return is_rounded(self.fields)
+        """Whether one kernel updates elements whose moments are stored in fewer bits than fp32."""
+        return is_rounded(self.fields) and self.matrices is None
 
     @property
     def launch_cost(self) -> int:
@@ -216,7 +217,10 @@ class Chunk:
 
     @property
     def flagged(self) -> str | None:
-        """The field whose sign holds the flags of hi/lo masters; None where there are none, as in compact chunks."""
+        """The field that holds the flags of hi/lo masters; None where there are none, as in compact chunks.
+
+        It is the last: their own, a bit an element, or a state that is never negative, in its sign.
+        """
         return self.fields[-1].name if self.has(LOW) and not self.compact else None
 
     def has(self, name: str) -> bool:

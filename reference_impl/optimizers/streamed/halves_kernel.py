@@ -29,35 +29,86 @@ def pack(halves):
     _launch(_pack, halves)
 
 
+def round_moment(rounding):
+    """As `packing.Packer.round` of `packing.Rounding`, on the live current stream."""
+    numel = rounding.values.numel()
+    upper = rounding.moment % 2 == 1
+    grid = (triton.cdiv(numel, _WIDTH),)
+    _round[grid](*rounding[:5], rounding.shift, numel, upper=upper, width=_WIDTH, num_warps=_WARPS)
+
+
 def _launch(kernel, halves):
-    numel = halves.low.numel()
-    kernel[(triton.cdiv(numel, _WIDTH),)](*halves, numel, width=_WIDTH, num_warps=_WARPS)
+    numel, bits = halves.low.numel(), halves.flagged.element_size() == 1
+    kernel[(triton.cdiv(numel, _WIDTH),)](*halves, numel, bits=bits, width=_WIDTH, num_warps=_WARPS)
 
 
 @triton.jit
-def _unpack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, width: tl.constexpr):
+def _unpack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, bits: tl.constexpr, width: tl.constexpr):
     place = tl.program_id(0) * width + tl.arange(0, width)
     inside = place < numel
     high = tl.load(high_ptr + place, mask=inside, other=0).to(tl.int32)
     low = tl.load(low_ptr + place, mask=inside, other=0).to(tl.int32)
-    flagged = tl.load(flagged_ptr + place, mask=inside, other=0)
-    upper = tl.where((low < 0) & (flagged >= 0), high - 1, high)
+    if bits:
+        eight = tl.load(flagged_ptr + place // 8, mask=inside, other=0).to(tl.int32)
+        is_up = ((eight >> (place % 8)) & 1) == 0
+    else:
+        flagged = tl.load(flagged_ptr + place, mask=inside, other=0)
+        is_up = flagged >= 0
+        tl.store(flagged_ptr + place, flagged & _MAGNITUDE, mask=inside)
+    upper = tl.where((low < 0) & is_up, high - 1, high)
     tl.store(masters_ptr + place, (upper << 16) | (low & 0xFFFF), mask=inside)
-    tl.store(flagged_ptr + place, flagged & _MAGNITUDE, mask=inside)
 
 
 @triton.jit
-def _pack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, width: tl.constexpr):
+def _pack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, bits: tl.constexpr, width: tl.constexpr):
     place = tl.program_id(0) * width + tl.arange(0, width)
     inside = place < numel
-    bits = tl.load(masters_ptr + place, mask=inside, other=0)
-    flagged = tl.load(flagged_ptr + place, mask=inside, other=0)
-    lower, upper = bits & 0xFFFF, bits >> 16
+    master = tl.load(masters_ptr + place, mask=inside, other=0)
+    lower, upper = master & 0xFFFF, master >> 16
     # To nearest, ties to even; the upper half of NaN stays as it is.
-    is_nan = (bits & _MAGNITUDE) > _INFINITY
+    is_nan = (master & _MAGNITUDE) > _INFINITY
     rounds_up = ((lower > 0x8000) | ((lower == 0x8000) & ((upper & 1) == 1))) & (is_nan == 0)
     flag = (lower >= 0x8000) & (rounds_up == 0)
     tl.store(high_ptr + place, tl.where(rounds_up, upper + 1, upper).to(tl.int16), mask=inside)
     tl.store(low_ptr + place, lower.to(tl.int16), mask=inside)
-    magnitude = flagged & _MAGNITUDE
-    tl.store(flagged_ptr + place, tl.where(flag, magnitude | _SIGN, magnitude), mask=inside)
+    if bits:
+        eights = tl.reshape(flag.to(tl.int32) << (place % 8), (width // 8, 8))
+        byte = tl.program_id(0) * (width // 8) + tl.arange(0, width // 8)
+        tl.store(flagged_ptr + byte, tl.sum(eights, axis=1).to(tl.uint8), mask=byte * 8 < numel)
+    else:
+        magnitude = tl.load(flagged_ptr + place, mask=inside, other=0) & _MAGNITUDE
+        tl.store(flagged_ptr + place, tl.where(flag, magnitude | _SIGN, magnitude), mask=inside)
+
+
+@triton.jit
+def _round(
+    stored_ptr,
+    values_ptr,
+    first_ptr,
+    step_ptr,
+    skipped_ptr,
+    shift,
+    numel,
+    upper: tl.constexpr,
+    width: tl.constexpr,
+):
+    place = tl.program_id(0) * width + tl.arange(0, width)
+    # A step that is skipped writes nothing.
+    inside = (place < numel) & (tl.load(skipped_ptr) == 0)
+    bits = tl.load(values_ptr + place, mask=inside, other=0)
+    first = tl.load(first_ptr).to(tl.int32)
+    random = _mix((place + shift + first) ^ _mix(tl.load(step_ptr).to(tl.int32) + 1))
+    noise = ((random >> 16) if upper else random) & 0xFFFF
+    magnitude = bits & _MAGNITUDE
+    finite = magnitude < _INFINITY
+    rounded = tl.minimum((magnitude + tl.where(finite, noise, 0)) >> 16, 0x7F7F)
+    special = (magnitude >> 16) | tl.where(magnitude > _INFINITY, 0x40, 0)
+    result = tl.where(finite, rounded, special)
+    tl.store(stored_ptr + place, tl.where(bits < 0, result - 0x8000, result).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 0x21F0AAAD
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * 0x735A2D97
+    return x ^ ((x >> 15) & 0x1FFFF)

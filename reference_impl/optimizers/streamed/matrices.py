@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from offload_arithmetic.division import aligned
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.algorithms.matrices import Work, work_bytes
 from reference_impl.optimizers.layout import Member, Piece
-from reference_impl.optimizers.streamed.chunks import Chunk
+from reference_impl.optimizers.streamed.chunks import Chunk, is_rounded
+from reference_impl.optimizers.streamed.packing import Packer, Rounding, integers
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 # Of the matrix that makes the device load its libraries.
@@ -40,19 +42,20 @@ class MatrixUpdate:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._skipped = torch.empty(())
+        self._packer = Packer(device)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch that the longest matrix of `chunks`, all there are, takes. No update may be running."""
         listed = [chunk for chunk in chunks if chunk.matrices is not None]
-        needed = matrix_work_bytes(piece.member for chunk in listed for piece in chunk.pieces)
+        needed = max((_work_bytes(chunk) for chunk in listed), default=0)
         if needed <= self._buffer.numel():
             return
         on = self._device.torch_device
         skipped = torch.empty((), dtype=torch.bool, device=on)
         self._buffer = torch.empty(needed, dtype=torch.uint8, device=on)
         self._skipped = skipped
-        for algorithm in {chunk.matrices for chunk in listed}:
-            if algorithm is not None and self._device.compiles:
+        if self._device.compiles:
+            for algorithm in {chunk.matrices for chunk in listed if chunk.matrices is not None}:
                 self._build(algorithm)
 
     def _build(self, algorithm: MatrixAlgorithm) -> None:
@@ -60,6 +63,7 @@ class MatrixUpdate:
         matrix = torch.zeros(_BUILT_WITH, _BUILT_WITH, device=self._device.torch_device)
         step, size_bytes = matrix.new_zeros(()), work_bytes(algorithm, matrix.shape, matrix.stride())
         scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+        stored, first = matrix.to(torch.bfloat16), step.to(torch.int64)
         ready = self._device.record()
         with self._device.on_update_stream(), torch.no_grad():
             self._device.wait(ready)
@@ -67,12 +71,17 @@ class MatrixUpdate:
             algorithm.updated(
                 matrix, matrix, moments, step, algorithm.defaults, Work(scratch, self._device.launch)
             )
+            self._packer.round(
+                Rounding(integers(stored), integers(matrix), first, step, self._skipped, shift=0, moment=0)
+            )
             built = self._device.record()
         self._device.wait(built)
 
     def run(self, chunk: Chunk, states: MatrixStates, step: StreamedStep) -> None:
         """Update the matrices of a chunk."""
-        if step.found_inf is not None:
+        if step.found_inf is None:
+            self._device.launch(self._skipped.fill_, False)
+        else:
             self._device.launch(torch.ne, step.found_inf, 0, out=self._skipped)
         if step.grad_scale is not None:
             self._device.launch(torch._foreach_div_, list(states.gradients), step.grad_scale)
@@ -86,13 +95,35 @@ class MatrixUpdate:
                 *(member.matrices_of(moment[index]) for moment in states.moments),
                 strict=True,
             )
-            for gradient, *old in each:
+            for place, (gradient, before, *stored) in enumerate(each):
                 work.reuse()
-                master, moments = algorithm.updated(
-                    old[0], gradient, old[1:], step.steps[member], step.groups[chunk.group], work
+                moments = [self._widened(moment, work) for moment in stored]
+                master, after = algorithm.updated(
+                    before, gradient, moments, step.steps[member], step.groups[chunk.group], work
                 )
-                for before, after in zip(old, (master, *moments), strict=True):
-                    self._replace(before, after, is_skipped=step.found_inf is not None)
+                self._replace(before, master, is_skipped=step.found_inf is not None)
+                for number, (moment, new) in enumerate(zip(stored, after, strict=True)):
+                    if moment.dtype == torch.float32:
+                        self._replace(moment, new, is_skipped=step.found_inf is not None)
+                    else:
+                        rounding = Rounding(
+                            integers(member.flat(moment)),
+                            integers(member.flat(new)),
+                            chunk.noise_offsets[piece],
+                            step.steps[member],
+                            self._skipped,
+                            shift=place * before.numel(),
+                            moment=number,
+                        )
+                        self._packer.round(rounding)
+
+    def _widened(self, moment: torch.Tensor, work: Work) -> torch.Tensor:
+        """Return a moment in fp32: itself, or a copy."""
+        if moment.dtype == torch.float32:
+            return moment
+        wide = work.like(moment, torch.float32)
+        self._device.launch(wide.copy_, moment)
+        return wide
 
     def _replace(self, before: torch.Tensor, after: torch.Tensor, *, is_skipped: bool) -> None:
         """Let `before` be `after`; where it `is_skipped` perhaps, the device says whether it stays."""
@@ -106,11 +137,21 @@ class MatrixUpdate:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
-def matrix_work_bytes(members: Iterable[Member]) -> int:
-    """Return the device bytes of the scratch that the longest matrix of `members` takes."""
+def _work_bytes(chunk: Chunk) -> int:
+    return matrix_work_bytes((piece.member for piece in chunk.pieces), widens=is_rounded(chunk.fields))
+
+
+def matrix_work_bytes(members: Iterable[Member], *, widens: bool) -> int:
+    """Return the device bytes of the scratch that the longest matrix takes, with its moments in fp32 if it `widens`."""
     kinds = set()
     for member in members:
-        shape, stride = member.param_local.shape, member.stride
         if member.matrices is not None and member.unit:
-            kinds.add((member.matrices, shape[-2:], stride[-2:]))
-    return max((work_bytes(*kind) for kind in kinds), default=0)
+            kinds.add((member.matrices, member.param_local.shape[-2:], member.stride[-2:]))
+    return max(
+        (
+            work_bytes(algorithm, shape, stride)
+            + (len(algorithm.moments) * aligned(shape.numel()) * 4 if widens else 0)
+            for algorithm, shape, stride in kinds
+        ),
+        default=0,
+    )

@@ -5,8 +5,9 @@ Everything is integer arithmetic on the bits of floats, so one source gives the 
 A bf16 weight is the upper half of its fp32 master, rounded to nearest even. So the master is the weight and the
 master's lower 16 bits, where the weight tells whether rounding went up, except at a tie: 0x3F7F8000 and 0x3F808000
 both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it is stored in the sign of
-`exp_avg_sq`, which is never negative. A master that is NaN gives its weight the upper half as it is, so that all its
-bits survive; a NaN whose payload is only in the lower half therefore shows as infinity in the weight.
+`exp_avg_sq`, which is never negative, or in a field of bits where all moments have signs. A master that is NaN gives
+its weight the upper half as it is, so that all its bits survive; a NaN whose payload is only in the lower half
+therefore shows as infinity in the weight.
 
 bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves (2**-8), so rounding
 to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without
@@ -40,6 +41,8 @@ Tensors = Sequence[torch.Tensor]
 # Pairs of a tensor and what is to be copied into it.
 Writes = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
+# In a field of their own.
+FLAGS_A_BYTE = 8
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
@@ -91,12 +94,23 @@ def narrow(bits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def with_flag(stored: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
-    """Return `stored` (int16 or int32) with its sign replaced by `flag`."""
+    """Return `stored` (int16 or int32) with its sign replaced by `flag`, or (uint8) with a bit for each flag."""
+    if stored.dtype == torch.uint8:
+        places = torch.arange(FLAGS_A_BYTE, dtype=torch.uint8, device=stored.device)
+        return (flag.view(-1, FLAGS_A_BYTE).to(torch.uint8) << places).sum(dim=1, dtype=torch.uint8)
     if stored.dtype == torch.int16:
         magnitude = stored.to(torch.int32) & 0x7FFF
         return torch.where(flag, magnitude - 0x8000, magnitude).to(torch.int16)
     magnitude = stored & _MAGNITUDE
     return torch.where(flag, magnitude | _SIGN, magnitude)
+
+
+def flags_of(stored: torch.Tensor) -> torch.Tensor:
+    """Return the flags (bool) that `with_flag` has put into `stored`."""
+    if stored.dtype != torch.uint8:
+        return stored < 0
+    places = torch.arange(FLAGS_A_BYTE, dtype=torch.uint8, device=stored.device)
+    return ((stored[:, None] >> places) & 1).flatten() != 0
 
 
 def integers(stored: torch.Tensor) -> torch.Tensor:
@@ -105,7 +119,10 @@ def integers(stored: torch.Tensor) -> torch.Tensor:
 
 
 class Halves(NamedTuple):
-    """bf16 weights and lower halves (both int16), the fp32 masters that they make, and `exp_avg_sq` (both int32)."""
+    """bf16 weights and lower halves (both int16), the fp32 masters that they make (int32), and what holds the flags.
+
+    That is `exp_avg_sq` (int32), or an eighth as many bytes (uint8).
+    """
 
     high: torch.Tensor
     low: torch.Tensor
@@ -114,7 +131,9 @@ class Halves(NamedTuple):
 
 
 def _unpacked(halves: Halves) -> Writes:
-    masters = join(halves.high, halves.low, halves.flagged < 0)
+    masters = join(halves.high, halves.low, flags_of(halves.flagged))
+    if halves.flagged.dtype == torch.uint8:
+        return [(halves.masters, masters)]
     return [(halves.masters, masters), (halves.flagged, widen(halves.flagged, flagged=True))]
 
 
@@ -139,6 +158,29 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
         torch.arange(count, dtype=torch.int32, device=first.device) + first.to(torch.int32), step
     )
     return bits & 0xFFFF, _shifted(bits, 16)
+
+
+class Rounding(NamedTuple):
+    """A moment's new values (fp32 bits as int32), where they are stored in bf16 (int16), and what they are rounded by.
+
+    `first` (0-dim int64) and `shift` number the first element, `step` (0-dim) the step; nothing is written where
+    `skipped` (0-dim bool). `moment` is the place among the moments, of which two have noise of their own.
+    """
+
+    stored: torch.Tensor
+    values: torch.Tensor
+    first: torch.Tensor
+    step: torch.Tensor
+    skipped: torch.Tensor
+    shift: int
+    moment: int
+
+
+def _rounded(rounding: Rounding, part: slice) -> Writes:
+    stored, values = rounding.stored[part], rounding.values[part]
+    random = noise(values.numel(), rounding.first + (rounding.shift + part.start), rounding.step)
+    new = narrow(values, random[rounding.moment % 2])
+    return [(stored, torch.where(rounding.skipped, stored, new))]
 
 
 def number(order: int, element: int) -> int:
@@ -176,22 +218,36 @@ class Packer:
         self._device = device
 
     def unpack(self, halves: Halves) -> None:
-        """Write the masters, and take the flags off `exp_avg_sq`."""
+        """Write the masters, and take the flags off `exp_avg_sq` if it holds them."""
         if self._device.compiles:
             self._device.launch(_on_gpu().unpack, halves)
         else:
             _in_blocks(_unpacked, halves)
 
     def pack(self, halves: Halves) -> None:
-        """Write new weights and lower halves from the masters, and put the flags on `exp_avg_sq`."""
+        """Write new weights and lower halves from the masters, and the flags."""
         if self._device.compiles:
             self._device.launch(_on_gpu().pack, halves)
         else:
             _in_blocks(_packed, halves)
 
+    def round(self, rounding: Rounding) -> None:
+        """Store a moment's new values in bf16, rounded stochastically."""
+        if self._device.compiles:
+            self._device.launch(_on_gpu().round_moment, rounding)
+        else:
+            block_by_block(rounding.values.numel(), lambda part: _rounded(rounding, part))
+
 
 def _in_blocks(values: Callable[[Halves], Writes], halves: Halves) -> None:
-    block_by_block(halves.low.numel(), lambda part: values(Halves(*(each[part] for each in halves))))
+    block_by_block(halves.low.numel(), lambda part: values(_of_elements(halves, part)))
+
+
+def _of_elements(halves: Halves, part: slice) -> Halves:
+    of_flags = part
+    if halves.flagged.dtype == torch.uint8:
+        of_flags = slice(part.start // FLAGS_A_BYTE, part.stop // FLAGS_A_BYTE)
+    return Halves(halves.high[part], halves.low[part], halves.masters[part], halves.flagged[of_flags])
 
 
 def _on_gpu() -> ModuleType:

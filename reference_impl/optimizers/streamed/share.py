@@ -30,7 +30,6 @@ from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import as_one, snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
 from reference_impl.optimizers.streamed.freed_memory import FreedMemory
-from reference_impl.optimizers.streamed.matrices import matrix_work_bytes
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.states import StreamedStates
 from reference_impl.optimizers.streamed.step import StreamedStep
@@ -206,7 +205,7 @@ class StreamedShare:
         kinds = {Kind.of(member) for member in members}
         return (
             max(map(self._storage.slot_bytes, kinds)),
-            max(map(self._storage.scratch_bytes, kinds)) + matrix_work_bytes(members),
+            max(map(self._storage.scratch_bytes, kinds)) + self._storage.work_bytes(members),
         )
 
     def ring_bytes(self, members: Collection[Member]) -> int:

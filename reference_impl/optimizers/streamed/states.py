@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import pad
 
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.streamed import compact, packing
-from reference_impl.optimizers.streamed.chunks import LOW, Chunk, StreamedWeights, flat_weight, scale_of
+from reference_impl.optimizers.streamed.chunks import LOW, TIES, Chunk, StreamedWeights, flat_weight, scale_of
 
 
 class StreamedStates:
@@ -64,8 +65,7 @@ class StreamedStates:
         """Let the master be the bf16 weight as it is: it has no low bits, and was not rounded."""
         self._stored(piece, chunk, LOW).zero_()
         if not chunk.compact:
-            signed = self._flagged(piece, chunk)
-            signed.bitwise_and_(torch.iinfo(signed.dtype).max)
+            self._set_flags(piece, chunk, torch.zeros(piece.numel, dtype=torch.bool))
 
     def _read(self, piece: Piece, chunk: Chunk, name: str) -> torch.Tensor:
         if chunk.compact and (name != MASTER or chunk.has(LOW)):
@@ -73,8 +73,7 @@ class StreamedStates:
         if name == MASTER and chunk.has(LOW):
             low = self._stored(piece, chunk, LOW)
             high = self._weights.between_steps(piece).to(low.device).view(torch.int16)
-            flag = self._flagged(piece, chunk) < 0
-            return packing.join(high, low, flag).view(torch.float32)
+            return packing.join(high, low, self._flags(piece, chunk)).view(torch.float32)
         stored = self._stored(piece, chunk, name)
         flagged = name == chunk.flagged
         if stored.dtype == torch.float32 and not flagged:
@@ -129,13 +128,11 @@ class StreamedStates:
             high, low, flag = packing.split(value.float().view(torch.int32))
             self._set_weights(piece, high)
             self._stored(piece, chunk, LOW).copy_(low)
-            signed = self._flagged(piece, chunk)
-            signed.copy_(packing.with_flag(signed, flag.to(signed.device)))
+            self._set_flags(piece, chunk, flag)
         elif name == chunk.flagged:
-            signed = self._flagged(piece, chunk)
-            flag = signed < 0
+            flag = self._flags(piece, chunk)
             self._stored(piece, chunk, name).copy_(value)
-            signed.copy_(packing.with_flag(signed, flag))
+            self._set_flags(piece, chunk, flag)
         else:
             self._stored(piece, chunk, name).copy_(value)
 
@@ -149,7 +146,23 @@ class StreamedStates:
             return self._weights.between_steps(piece)
         return whole[piece.offset : piece.offset + piece.numel]
 
-    def _flagged(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
-        """Return the bits of the state whose sign says how masters were rounded."""
+    def _flags(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
+        """Return for each element of `piece` how its master was rounded (bool)."""
+        if chunk.has(TIES):
+            return packing.flags_of(chunk.blocks(TIES, chunk.storage, piece))[: piece.numel]
+        return packing.flags_of(self._signed(piece, chunk))
+
+    def _set_flags(self, piece: Piece, chunk: Chunk, flags: torch.Tensor) -> None:
+        flags = flags.to(chunk.storage.device)
+        if chunk.has(TIES):
+            stored = chunk.blocks(TIES, chunk.storage, piece)
+            gap = stored.numel() * packing.FLAGS_A_BYTE - piece.numel
+            stored.copy_(packing.with_flag(stored, pad(flags, (0, gap))))
+        else:
+            signed = self._signed(piece, chunk)
+            signed.copy_(packing.with_flag(signed, flags))
+
+    def _signed(self, piece: Piece, chunk: Chunk) -> torch.Tensor:
+        """Return the bits of the state whose sign holds the flags."""
         assert chunk.flagged is not None
         return packing.integers(self._stored(piece, chunk, chunk.flagged))

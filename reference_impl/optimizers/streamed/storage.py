@@ -8,7 +8,7 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from reference_impl.optimizers.options import States
 from reference_impl.optimizers.streamed import compact, packing
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
+    TIES,
     Chunk,
     Field,
     Part,
@@ -36,6 +37,7 @@ from reference_impl.optimizers.streamed.chunks import (
     scale_of,
     slot_bytes,
 )
+from reference_impl.optimizers.streamed.matrices import matrix_work_bytes
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
 
 
@@ -49,12 +51,14 @@ class StateFormat:
     """The format of streamed states.
 
     `offload_masters`: fp32 masters are stored in chunks, not on the device. `hi_lo_masters`: only the lower halves of
-    the masters of bf16 weights are. `moments_dtype`: fp32, or bf16 for rounded moments. `compact_low_bits`: instead of
-    both, moments in 8 bits, and so many low bits of the masters of bf16 weights, 8 or 16; see `compact`.
+    the masters of bf16 weights are, and with `ties_apart` their flags have a field of their own, because moments have
+    signs. `moments_dtype`: fp32, or bf16 for rounded moments. `compact_low_bits`: instead of all these, moments in 8
+    bits, and so many low bits of the masters of bf16 weights, 8 or 16; see `compact`.
     """
 
     offload_masters: bool = True
     hi_lo_masters: bool = False
+    ties_apart: bool = False
     moments_dtype: torch.dtype = torch.float32
     compact_low_bits: int | None = None
 
@@ -92,17 +96,16 @@ class StateFormat:
         return cls(compact_low_bits=int(states.removeprefix("compact-")))
 
     def of_matrices(self) -> StateFormat:
-        """Return the format of states that a formula of matrices updates, in whole masters.
+        """Return the format of states that a formula of matrices updates.
 
-        Its moments have signs of their own, which leave no bit for the flag of lower halves. Raises ValueError for a
-        form that such states do not have.
+        Raises ValueError for a form that such states do not have.
         """
-        if self.compact_low_bits is not None or self.moments_dtype != torch.float32:
+        if self.compact_low_bits is not None:
             raise ValueError(
-                "a group is updated in matrices and states are not 'exact'; expected exact ones, because a formula of "
-                "matrices reads whole moments in fp32; try states='exact'"
+                f"states are 'compact-{self.compact_low_bits}' and a group is updated in matrices; expected moments of "
+                "16 or 32 bits for these; try states='exact' or 'bf16-moments'"
             )
-        return replace(self, hi_lo_masters=False)
+        return replace(self, ties_apart=True)
 
     @property
     def form(self) -> Form:
@@ -132,7 +135,10 @@ class StateFormat:
         if dtype == torch.float32 or not self.offload_masters:
             return states
         halved = self.hi_lo_masters and dtype == torch.bfloat16
-        return (Field(LOW, torch.int16) if halved else Field(MASTER, torch.float32), *states)
+        if not halved:
+            return (Field(MASTER, torch.float32), *states)
+        ties = (Field(TIES, torch.uint8, packing.FLAGS_A_BYTE),) if self.ties_apart else ()
+        return (Field(LOW, torch.int16), *states, *ties)
 
     def _compact_fields(self, dtype: torch.dtype, moments: tuple[str, ...]) -> tuple[Field, ...]:
         """Return the fields of a compact chunk, longest numbers first and scales last: each begins aligned."""
@@ -223,8 +229,14 @@ class StateStorage:
     def scratch_bytes(self, kind: Kind) -> int:
         """Return the device bytes that the update of one such chunk needs beside its slot and a matrix's `Work`."""
         is_joined = kind.is_sharded and self._device.compiles and not self._host_gradients
-        each_bytes = scratch_bytes_an_element(self._fields(kind), kind.dtype, is_joined=is_joined)
+        each_bytes = scratch_bytes_an_element(
+            self._fields(kind), kind.dtype, is_joined=is_joined, in_matrices=kind.matrices is not None
+        )
         return self.chunk_elements(kind) * each_bytes
+
+    def work_bytes(self, members: Iterable[Member]) -> int:
+        """Return the device bytes of the `Work` that one matrix of `members` at a time needs."""
+        return matrix_work_bytes(members, widens=self._format.moments_dtype != torch.float32)
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""

@@ -284,13 +284,15 @@ class ChunkUpdate:
         )
 
 
-def scratch_bytes_an_element(fields: tuple[Field, ...], dtype: torch.dtype, *, is_joined: bool) -> int:
+def scratch_bytes_an_element(
+    fields: tuple[Field, ...], dtype: torch.dtype, *, is_joined: bool, in_matrices: bool = False
+) -> int:
     """Return the scratch that the update of `fields` of parameters of `dtype` needs (`scratch_bytes`)."""
     return round(
         scratch_bytes(
             dtype.itemsize,
             has_half_masters=fields[0].name == LOW,
-            is_rounded=is_rounded(fields),
+            is_rounded=is_rounded(fields) and not in_matrices,
             is_compact=is_compact(fields),
             is_joined=is_joined,
         )
@@ -374,8 +376,12 @@ class Scratch:
             high=self._weights[torch.bfloat16][: chunk.numel].view(torch.int16),
             low=chunk.field(LOW, buffer),
             masters=self._masters[: chunk.numel].view(torch.int32),
-            flagged=packing.integers(chunk.field(chunk.flagged, buffer)),
+            flagged=_flag_holder(chunk.field(chunk.flagged, buffer)),
         )
+
+
+def _flag_holder(field: torch.Tensor) -> torch.Tensor:
+    return field if field.dtype == torch.uint8 else packing.integers(field)
 
 
 def _cut(state: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:

@@ -20,10 +20,13 @@ def as_int32(bits):
     return torch.from_numpy(numpy.array(bits, dtype=numpy.uint32).view(numpy.int32).copy())
 
 
-def halves_of(masters, seed=0):
-    """What `pack` takes: masters as given, and any `exp_avg_sq`, which is not negative."""
+def halves_of(masters, seed=0, *, apart=False):
+    """What `pack` takes: masters as given, and any `exp_avg_sq`, which is not negative, or bits `apart`."""
     generator = torch.Generator().manual_seed(seed)
     high, low = (torch.zeros(masters.numel(), dtype=torch.int16) for _ in range(2))
+    if apart:
+        flags = torch.randint(256, (masters.numel() // 8,), generator=generator, dtype=torch.uint8)
+        return packing.Halves(high, low, masters.clone(), flags)
     squares = torch.rand(masters.numel(), generator=generator) ** 8
     return packing.Halves(high, low, masters.clone(), packing.integers(squares))
 
@@ -92,17 +95,20 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_every_time():
 
 
 @pytest.mark.parametrize("numel", [64, 2**16 + 64])
-def test_unpack_undoes_pack(device, numel):
+@pytest.mark.parametrize("apart", [False, True])
+def test_unpack_undoes_pack(device, numel, apart):
     masters = torch.randint(-(2**31), 2**31, (numel,), dtype=torch.int64).to(torch.int32)
-    halves = packing.Halves(*(each.to(device.torch_device) for each in halves_of(masters)))
+    masters[:24] = as_int32(EDGES * 64)[:24]
+    halves = packing.Halves(*(each.to(device.torch_device) for each in halves_of(masters, apart=apart)))
     squares = halves.flagged.clone()
     packing.Packer(device).pack(halves)
-    assert torch.equal(halves.flagged & 0x7FFFFFFF, squares)
+    if not apart:
+        assert torch.equal(halves.flagged & 0x7FFFFFFF, squares)
     sent = [each.clone() for each in halves]
     halves.masters.zero_()
     packing.Packer(device).unpack(halves)
     assert torch.equal(halves.masters.cpu(), masters)
-    assert torch.equal(halves.flagged, squares)
+    assert torch.equal(halves.flagged, sent[3] if apart else squares)
     # A skipped step changes nothing.
     packing.Packer(device).pack(halves)
     assert all(torch.equal(now, before) for now, before in zip(halves, sent, strict=True))
@@ -110,16 +116,37 @@ def test_unpack_undoes_pack(device, numel):
 
 # A length that fills no program of the kernel, and one of several.
 @pytest.mark.parametrize("repeats", [1, 100])
-def test_the_kernel_makes_the_bits_of_the_twin(interpreted, repeats):
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_kernel_makes_the_bits_of_the_twin(interpreted, repeats, apart):
     kernel = interpreted("halves_kernel")
     masters = as_int32(EDGES * repeats)
-    twin, other = halves_of(masters), halves_of(masters)
+    # A chunk's length.
+    masters = masters[: len(masters) // 8 * 8] if apart else masters
+    twin, other = halves_of(masters, apart=apart), halves_of(masters, apart=apart)
     for name in ("pack", "unpack", "pack"):
         getattr(packing.Packer(Device.of("cpu")), name)(twin)
         getattr(kernel, name)(other)
         for here, there in zip(twin, other, strict=True):
             assert torch.equal(here, there), name
         assert torch.equal(other.masters, masters)
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_kernel_rounds_a_moment_as_the_twin(interpreted, moment, skips):
+    kernel = interpreted("halves_kernel")
+    values = as_int32(EDGES * 100)
+    numbers = (torch.tensor(2**31 - 1000), torch.tensor(5.0), torch.tensor(skips))
+    twin, other = (
+        packing.Rounding(
+            torch.ones(len(values), dtype=torch.int16), values, *numbers, shift=300, moment=moment
+        )
+        for _ in range(2)
+    )
+    packing.Packer(Device.of("cpu")).round(twin)
+    kernel.round_moment(other)
+    assert torch.equal(twin.stored, other.stored)
+    assert bool((twin.stored == 1).all()) == skips
 
 
 @pytest.mark.cuda
