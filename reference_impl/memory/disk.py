@@ -85,9 +85,16 @@ class DiskTier:
         self.staging = HostArena(device, limit_bytes=space.staging_bytes, remedy="try more staging_bytes")
         try:
             self.staging.reserve(space.staging_bytes)
-        except BaseException:
+        except BaseException as error:
             self.file.close()
-            raise
+            if type(error) is not HostMemoryError:
+                raise
+            raise HostMemoryError(
+                needed_bytes=error.needed_bytes,
+                available_bytes=error.available_bytes,
+                remedy=f"try a smaller staging_bytes than {space.staging_bytes}",
+                kind=error.kind,
+            ) from error
         self.writer = Worker("disk-write")
         self.reader = Worker("disk-read")
         self._staging_bytes = space.staging_bytes

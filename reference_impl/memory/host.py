@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class HostMemoryError(MemoryError):
         )
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
+        self.kind = kind
 
 
 class HostBook:
@@ -91,3 +93,15 @@ def available_bytes(needed_bytes: int = 0) -> int:
         gc.collect()
         there_bytes = min(available_by_pool().values())
     return max(there_bytes, 0)
+
+
+def left_of_address_space() -> int | None:
+    """Return the bytes that this process may still map; None where nobody limits them.
+
+    Sources: `RLIMIT_AS` (`ulimit -v`), and the first number of /proc/self/statm.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    mapped_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return max(limit - mapped_pages * resource.getpagesize(), 0)

@@ -28,7 +28,13 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.memory.closing import undo_all
-from reference_impl.memory.host import HostMemoryError, available_bytes, host_book, host_storages
+from reference_impl.memory.host import (
+    HostMemoryError,
+    available_bytes,
+    host_book,
+    host_storages,
+    left_of_address_space,
+)
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
 from reference_impl.memory.worker import Worker
@@ -107,7 +113,7 @@ class Slab:
             with deferred_interrupts():
                 is_counted = pinned and _may_pin(self.size_bytes, or_pageable, for_ring=for_ring)
             self.is_pinned = is_counted
-            self._map(device, touching_threads, for_ring=for_ring)
+            self._map(_mapped(self.size_bytes, remedy), device, touching_threads, for_ring=for_ring)
             is_counted = False
         finally:
             with deferred_interrupts():
@@ -116,9 +122,7 @@ class Slab:
                 if is_promised:
                     _promises.keep(self.size_bytes)
 
-    def _map(self, device: Device, touching_threads: int, *, for_ring: bool) -> None:
-        pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    def _map(self, pages: mmap.mmap, device: Device, touching_threads: int, *, for_ring: bool) -> None:
         if self.is_pinned and device.pins_host_memory:
             # A forked child must neither copy locked pages nor make the parent write to others.
             pages.madvise(mmap.MADV_DONTFORK)
@@ -162,6 +166,24 @@ class Slab:
         with deferred_interrupts():
             undo_all(self._unlocking)
             self._finalizer.detach()
+
+
+def _mapped(size_bytes: int, remedy: str) -> mmap.mmap:
+    """Return `size_bytes` of new pages. Raises HostMemoryError where the process may not map so many."""
+    try:
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        left_bytes = left_of_address_space()
+        raise HostMemoryError(
+            needed_bytes=size_bytes,
+            available_bytes=available_bytes() if left_bytes is None else left_bytes,
+            remedy=f"{remedy}, or a higher `ulimit -v`",
+            kind="address space of this process",
+        ) from error
+    with suppress(OSError):
+        # A kernel without huge pages does not know the advice.
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _touch(bytes_: torch.Tensor, threads: int) -> None:

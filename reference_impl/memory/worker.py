@@ -118,7 +118,7 @@ class Worker:
         threads = [*self._threads, thread]
         _running[thread] = self._tasks
         try:
-            thread.start()
+            start(thread)
         except BaseException:
             if not self._threads:
                 raise
@@ -163,6 +163,17 @@ def _end_all() -> None:
         tasks.put(None)
     for thread, _ in running:
         _join(thread)
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread. Raises RuntimeError where this process may have no more, or has no room for its stack."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"thread {thread.name!r} has not started: {error}; expected room for one more thread and its stack; try "
+            "higher limits (`ulimit -u`, `ulimit -v`, the container's number of processes), or fewer threads"
+        ) from error
 
 
 def _join(thread: threading.Thread) -> None:

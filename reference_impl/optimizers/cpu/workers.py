@@ -25,6 +25,7 @@ import torch
 from reference_impl.device import Event
 from reference_impl.distributed.ranks import own_cores
 from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.worker import start
 from reference_impl.optimizers.step import WorkLostError, is_lasting
 
 # How long the caller waits until it looks for signals and for what else has happened.
@@ -138,7 +139,7 @@ class DeadlineWorkers:
         ]
         try:
             for thread in self._threads:
-                thread.start()
+                start(thread)
             for _ in self._threads:
                 self._wait_started(ready)
         except BaseException:

@@ -190,6 +190,13 @@ def test_staging_memory_that_nothing_will_free_is_waited_for_in_vain(tier, monke
     assert is_empty(tier)
 
 
+def test_staging_memory_that_the_host_has_no_room_for_is_to_be_smaller(device, tmp_path):
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(HostMemoryError, match=rf"GiB available; try a smaller staging_bytes than {2**50}"):
+        DiskTier(device, DiskSpace(path=tmp_path, limit_bytes=8 * SIZE, staging_bytes=2**50))
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def test_a_copy_that_fails_gives_its_extent_and_staging_back(tier, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("injected")

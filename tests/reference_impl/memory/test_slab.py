@@ -2,12 +2,14 @@
 
 import mmap
 import resource
+from pathlib import Path
 
 import pytest
 
 from reference_impl.device import Device
 from reference_impl.memory import slab as slab_module
-from reference_impl.memory.host import HostMemoryError, host_book
+from reference_impl.memory.host import HostMemoryError, host_book, left_of_address_space
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.slab import Slab
 
 MIB = 2**20
@@ -54,6 +56,23 @@ def test_a_slab_that_the_host_has_no_room_for_takes_nothing():
     with pytest.raises(HostMemoryError, match="try less"):
         Slab(Device.of("cpu"), 2**50, remedy="try less")
     assert host_book.reserved_bytes == before
+
+
+def test_a_limit_on_address_space_is_named_and_takes_nothing():
+    before = host_book.reserved_bytes, pinned_book.pinned_bytes
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    assert left_of_address_space() is None
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + 64 * MIB, limits[1]))
+    try:
+        with pytest.raises(
+            HostMemoryError,
+            match=r"address space of this process: 0\.50 GiB needed, 0\.0\d GiB available; try less, or a higher `uli",
+        ):
+            Slab(Device.of("cpu"), 512 * MIB, remedy="try less")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert (host_book.reserved_bytes, pinned_book.pinned_bytes) == before
 
 
 def test_what_closing_has_failed_to_give_back_another_close_gives_back(monkeypatch):
