@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -24,6 +25,11 @@ ChangeState = Callable[[dict[str, Any]], None]
 
 _COMPILED = "_compiled_call_impl"
 _MARK = "_wrapped_call"
+_NO_PART_OF_A_GRAPH = (
+    "a layer under an activation or checkpoint offloader is no part of a graph; expected compiled code inside such "
+    "layers, not around them; try block.compile(fullgraph=True) of each block before the offloader is made, or "
+    "fullgraph=False"
+)
 
 
 class WrappedCall:
@@ -104,6 +110,9 @@ class WrappedCall:
 
         @functools.wraps(called)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                # With fullgraph=True the compiler raises this instead of going on outside of its graph.
+                torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
             inner = self._own_call(module)
             # A copy that came about in an unforeseen way is a plain module.
             for around in self._arounds if module is self._module else ():

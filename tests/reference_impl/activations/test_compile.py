@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo import compiled_autograd
 
-from reference_impl.activations import ActivationOffloader
+from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.verification.model import Decoder, DecoderShape
 
 
@@ -54,6 +54,32 @@ def test_a_compiled_model_around_the_layers(trainee):
     with ActivationOffloader(trainee.model, min_bytes=1024):
         trainee.model.compile(backend="aot_eager")
         assert trainee.step() == expected
+
+
+@pytest.mark.parametrize("offloader", [ActivationOffloader, CheckpointOffloader])
+def test_a_whole_graph_around_offloaded_layers_is_refused_before_anything_runs(trainee, offloader):
+    # What it has once skipped in a graph it passes over in silence.
+    torch._dynamo.reset()
+    ids, model = torch.randint(512, (2, 8)), trainee.model
+    ran = []
+    model.layers[0].register_forward_pre_hook(lambda *_: ran.append("a layer"))
+    with offloader(model, min_bytes=1024):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match=r"no part of a graph.*try block\.compile\(fullgraph=T"
+        ):
+            compiled(ids)
+    assert not ran
+
+
+@pytest.mark.slow
+def test_whole_graphs_of_blocks_inside_are_served(trainee):
+    for block in trainee.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True)
+    expected = trainee.step()
+    with ActivationOffloader(trainee.model, min_bytes=1024) as offloader:
+        assert trainee.step() == expected
+        assert offloader.offloaded_bytes > 0
 
 
 @pytest.mark.slow
