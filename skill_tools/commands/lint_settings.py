@@ -54,14 +54,14 @@ def nearest_settings(folder: str, kept: dict[str, Settings]) -> Settings:
 
     Raises `UnusableInput` for a file that cannot be used.
     """
-    level = os.path.abspath(folder)
-    if level not in kept:
+    if folder not in kept:
+        level = os.path.abspath(folder)
         above = os.path.dirname(level)
         here = _in_folder(level)
         if here is None:
             here = Settings() if above == level else nearest_settings(above, kept)
-        kept[level] = here
-    return kept[level]
+        kept[folder] = here
+    return kept[folder]
 
 
 def _in_folder(folder: str) -> Settings | None:

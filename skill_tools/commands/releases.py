@@ -70,7 +70,7 @@ def newest_known(dialects: frozenset[str], about: frozenset[str]) -> dict[str, s
     for rule in rules_about(about):
         for dialect in dialects.intersection(rule.dialects):
             asked[dialect].update(name for name in rule.versions if known[name])
-    names = [name for counter in asked.values() for name, _ in counter.most_common(1)]
+    names = [max(counter, key=counter.__getitem__) for counter in asked.values() if counter]
     return {name: next(each for each in reversed(known[name]) if "dev" not in each) for name in names}
 
 

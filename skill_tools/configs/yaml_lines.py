@@ -249,15 +249,15 @@ class _Builder:
         text = event.value
         bare: bool = event.implicit[0]
         place = _place(event)
-        is_key = self._expects_key()
         is_merge = bare and text == "<<"
-        if is_merge or (bare and text == "=" and is_key):
+        if is_merge or (bare and text == "=" and self._expects_key()):
             value: object = text
         else:
             value = self._value(event, place)
         node = Node(value, *place, text, bare=bare)
-        self._anchor(event.anchor, node, place)
-        if is_merge and not is_key:
+        if event.anchor is not None:
+            self._anchor(event.anchor, node, place)
+        if is_merge and not self._expects_key():
             raise self._refused("a merge key stands where a value belongs", place)
         self._add(node, is_merge=is_merge)
 
@@ -276,9 +276,7 @@ class _Builder:
     def _expects_key(self) -> bool:
         return bool(self._frames) and self._frames[-1].is_mapping and self._frames[-1].key is None
 
-    def _anchor(self, anchor: str | None, node: "Node | None", place: tuple[int, int]) -> None:
-        if anchor is None:
-            return
+    def _anchor(self, anchor: str, node: "Node | None", place: tuple[int, int]) -> None:
         if anchor in self._anchors and (node is None or self._anchors[anchor] is not None):
             raise self._refused(f"found duplicate anchor {anchor!r}", place)
         self._anchors[anchor] = node
@@ -309,7 +307,8 @@ class _Builder:
 
     def _open(self, event: yaml.CollectionStartEvent) -> None:
         line, column = _place(event)
-        self._anchor(event.anchor, None, (line, column))
+        if event.anchor is not None:
+            self._anchor(event.anchor, None, (line, column))
         is_mapping = isinstance(event, yaml.MappingStartEvent)
         if event.tag and _COLLECTIONS.get(event.tag, not is_mapping) not in (is_mapping, None):
             problem = f"could not determine a constructor for the tag {shown_tag(event.tag)}"

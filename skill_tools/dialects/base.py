@@ -41,7 +41,7 @@ class Question(NamedTuple):
     """What an input leaves open that decides a plan: each answer with the settings that say it, the default last."""
 
     text: str
-    answers: "Mapping[str, Mapping[str, object]]"
+    answers: Mapping[str, Mapping[str, object]]
 
 
 NONE = Evidence()

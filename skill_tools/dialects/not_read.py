@@ -17,11 +17,13 @@ _PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the trainin
 class Known(NamedTuple):
     """A framework: its name, what of a script or of the names at the top of a file is its own, and what to try.
 
-    A script is its own by any match of `command`, or by two of `options`; a file by all of `names`.
+    A script is its own by any match of `command`, which holds one of `marks`, or by two of `options`; a file by all of
+    `names`.
     """
 
     label: str
-    command: str = ""
+    marks: tuple[str, ...]
+    command: str
     options: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     attempt: str = _PLAN
@@ -35,22 +37,26 @@ _MINDSPEED = (
 KNOWN = (
     Known(
         "MindSpeed-LLM",
+        ("mindspeed_llm", "posttrain_gpt.py"),
         r"(?m)^[^#\n]*\b(?:mindspeed_llm|posttrain_gpt\.py)\b",
         _MINDSPEED,
         attempt="--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there",
     ),
     Known(
         "LitGPT",
+        ("litgpt",),
         r"(?m)^[^#\n]*\blitgpt (?:finetune|pretrain)",
         names=frozenset({"checkpoint_dir", "out_dir", "train"}),
     ),
     Known(
         "nanotron",
+        ("run_train.py",),
         r"(?m)^[^#\n]*\brun_train\.py\b[^#\n]*--config-file",
         names=frozenset({"general", "parallelism", "tokens", "checkpoints"}),
     ),
     Known(
         "LLM Foundry",
+        ("composer", "llmfoundry"),
         r"(?m)^[^#\n]*\bcomposer\b[^#\n]*\btrain\.py\b|^[^#\n]*\bllmfoundry train\b",
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
     ),
@@ -72,8 +78,8 @@ def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
     if source.kind is Kind.SHELL:
         text = source.script
         for each in KNOWN:
-            options = [option for option in each.options if re.search(rf"(?<![\w-]){option}(?![\w-])", text)]
-            found = re.search(each.command, text) if each.command else None
+            options = [option for option in each.options if option in text and _is_given(option, text)]
+            found = re.search(each.command, text) if any(mark in text for mark in each.marks) else None
             if found or len(options) > 1:
                 yield each, " ".join(found[0].split())[-60:] if found else ", ".join(options[:3])
     elif source.kind in (Kind.YAML, Kind.JSON):
@@ -81,6 +87,10 @@ def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
         for each in wanted:
             if each.names <= _top(source).keys():
                 yield each, ", ".join(sorted(each.names))
+
+
+def _is_given(option: str, text: str) -> bool:
+    return re.search(rf"(?<![\w-]){option}(?![\w-])", text) is not None
 
 
 def _top(source: Source) -> Mapping[str, object]:

@@ -46,11 +46,13 @@ def named(name: str) -> Dialect:
     return _registered[name][0] if name in _registered else _load(name)
 
 
+@knowledge.derived
 def with_files() -> tuple[Dialect, ...]:
     """Return the dialects that have configuration files, in the order in which evidence is weighed."""
     return (*map(named, _MODULES), *_added())
 
 
+@knowledge.derived
 def with_keyed_files() -> tuple[Dialect, ...]:
     """Return those among them of which a YAML, JSON or TOML may be."""
     return (*(named(name) for name in _MODULES if name not in _SCRIPTS_ALONE), *_added())

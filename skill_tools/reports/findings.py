@@ -6,7 +6,6 @@ contract, so they stand here and not in the records of `rules.finding`.
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from skill_tools.configs.releases import Stated
 from skill_tools.errors import UnusableInput, printable, printable_json
 from skill_tools.rules.finding import CONSEQUENCES, Finding, LintResult, Severity, Undecided
 from skill_tools.rules.lint import in_order
+from skill_tools.rules.values import key_of
 
 SCHEMA_VERSION = "2.1"
 _MOST_READ_LINES = 5
@@ -198,14 +198,14 @@ def summary(report: Report) -> str:
 def open_releases(report: Report) -> dict[str, list[str]]:
     """Return the known faults that a release decides which nobody stated, by its distribution."""
     # Of thousands of inputs most leave the same rules open, for the same reasons.
-    open_ = {(each.missing, each.rule) for _, each in report.undecided}
+    open_ = {(each.missing, each.rule) for each in {undecided for _, undecided in report.undecided}}
     open_ |= {(each.depends_on, each.rule) for each in report.findings if each.depends_on}
     found: dict[str, set[str]] = {}
     for ranges, rule in open_:
         for range_ in ranges:
-            named = re.fullmatch(r"([a-z][a-z0-9-]*)[<>=!~].*", range_)
-            if named is not None:
-                found.setdefault(named[1], set()).add(rule)
+            package = key_of(range_)
+            if package != range_:
+                found.setdefault(package, set()).add(rule)
     return {package: sorted(rules) for package, rules in sorted(found.items())}
 
 

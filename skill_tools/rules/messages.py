@@ -14,6 +14,7 @@ from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope, key_of
 
 _LONGEST_VALUE = 60
+_AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 CHANGED = Place("<change>", 1, 1)  # where a setting stands that a remedy would put in
 
 
@@ -57,25 +58,22 @@ def worded(text: str, keys: Iterable[str], scope: Scope, place: Place) -> tuple[
 
     The second value leaves out what is set at `place`, for a reader who is shown that line.
     """
-    values = dict.fromkeys((_describe_key(key, scope, place), _is_at(key, scope, place)) for key in keys)
+    values = dict.fromkeys(_described(key, scope, place) for key in keys)
     beside = ", ".join(value for value, is_there in values if not is_there)
     return f"{text}: {', '.join(value for value, _ in values)}", f"{text}: {beside}" if beside else text
 
 
-def _is_at(key: str, scope: Scope, place: Place) -> bool:
-    setting = _as_written(key, scope.config)
-    return setting is not None and setting.place == place
-
-
-def _describe_key(key: str, scope: Scope, place: Place) -> str:
+def _described(key: str, scope: Scope, place: Place) -> tuple[str, bool]:
+    """Return the value of `key` in words, and whether it is set at `place`."""
     setting = _as_written(key, scope.config)
     if setting is not None:
-        return f"{setting.written}={show(setting.value)} ({_where(setting, place)})"
+        said = f"{setting.written}={show(setting.value)} ({_where(setting, place)})"
+        return said, setting.place == place
     if key in scope.versions:
-        return f"{key} {scope.versions[key]}"
+        return f"{key} {scope.versions[key]}", False
     if scope[key] is UNKNOWN:
-        return f"{key} (not readable)" if key in scope.config.unresolved else f"{key} (not set)"
-    return f"{key}={show(scope[key])} (default)"
+        return f"{key} ({'not readable' if key in scope.config.unresolved else 'not set'})", False
+    return f"{key}={show(scope[key])} (default)", False
 
 
 def _as_written(key: str, config: Config) -> Setting | None:
@@ -96,6 +94,6 @@ def _where(setting: Setting, place: Place) -> str:
 
 def show(value: object) -> str:
     """Write a value on one line, as YAML and JSON do, cut to a readable length."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = value if isinstance(value, str) else _AS_JSON.encode(value)
     text = " ".join(text.split()) or '""'
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"

@@ -34,6 +34,8 @@ class Selection(NamedTuple):
 
     def below(self, command_line: "Selection") -> "Selection":
         """Return what holds where this one stands in a file and `command_line` was given besides."""
+        if command_line.is_everything:
+            return self
         if command_line.select is not None:
             return command_line._replace(per_file=self.per_file, folder=self.folder)
         return self._replace(ignore=(*self.ignore, *command_line.ignore))

@@ -70,7 +70,7 @@ def resolve(*stated: Versions) -> dict[str, str]:
         for name, version in mapping.items()
         if is_version(version)
     }
-    for package, implied in _facts()["implies"].items():
+    for package, implied in _facts()["implies"].items() if versions else ():
         series = ".".join(versions.get(package, "").split(".")[:2])
         for other, by_series in implied.items():
             if other not in versions and series in by_series:

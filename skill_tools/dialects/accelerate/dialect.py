@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
-from skill_tools.configs.python.syntax import calls_one_of
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.accelerate import (
     ACCELERATE,
@@ -55,8 +54,11 @@ class Accelerate(Dialect):
         if not re.search(r"^\s*(?:from|import) accelerate\b", text, re.MULTILINE):
             return NONE
         found = re.search(rf"\b(?:{FSDP_PLUGIN}|{DEEPSPEED_PLUGIN})(?=\()|{OUR_MODULE}", text)
-        made = re.search(rf"\b{ACCELERATOR}\(", text)
-        if not (found and made and calls_one_of(text, (ACCELERATOR,))):
+        if not (found and re.search(rf"\b{ACCELERATOR}\(", text)):
+            return NONE
+        from skill_tools.configs.python.syntax import calls_one_of
+
+        if not calls_one_of(text, (ACCELERATOR,)):
             return NONE
         return Evidence(1, proof=f"{ACCELERATOR}, {found[0]}", yields=True)
 

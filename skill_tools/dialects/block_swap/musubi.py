@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
 
 _MODELS = "flux_2|flux_kontext|fpack|hidream_o1|hv_1_5|hv|ideogram4|kandinsky5|krea2|qwen_image|wan|zimage"
-_PROGRAM = re.compile(
-    rf"(?:^|[\s/.'\"])((?:{_MODELS})_train(?:_network)?)(?:\.py)?(?=[\s'\"\\]|$)", re.MULTILINE
-)
-_OWN = re.compile(r"musubi[_-]tuner|(?<![\w-])--(?:dit|dataset_config|config_file|blocks_to_swap)\b")
+_PROGRAM = rf"(?m)(?:^|[\s/.'\"])((?:{_MODELS})_train(?:_network)?)(?:\.py)?(?=[\s'\"\\]|$)"
+_OWN = r"musubi[_-]tuner|(?<![\w-])--(?:dit|dataset_config|config_file|blocks_to_swap)\b"
 _BESIDE_WEIGHTS = frozenset(
     {"dataset_config", "network_module", "blocks_to_swap", "sdpa", "fp8_base", "task"}
 )
@@ -43,8 +41,8 @@ class MusubiTuner(Dialect):
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take one of its programs beside an option that it needs."""
-        found = _PROGRAM.search(text) if "_train" in text else None
-        return Evidence(1, certain=True, proof=found[1]) if found and _OWN.search(text) else NONE
+        found = re.search(_PROGRAM, text) if "_train" in text else None
+        return Evidence(1, certain=True, proof=found[1]) if found and re.search(_OWN, text) else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take the TOML of --config_file: a transformer's weights beside an option that no other framework has."""

@@ -12,14 +12,12 @@ from skill_tools.dialects.block_swap import SD_SCRIPTS, flat_names
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
 
-_PROGRAM = re.compile(
-    r"(?:^|[\s/'\"])((?:(?:anima|flux|hunyuan_image|lumina|sd3|sdxl)_train(?:_network|_control_net|_textual_inversion)?"
-    r"|train_network|train_db|train_control_net|train_textual_inversion|fine_tune)\.py)(?=[\s'\"\\]|$)",
-    re.MULTILINE,
+_PROGRAM = (
+    r"(?m)(?:^|[\s/'\"])((?:(?:anima|flux|hunyuan_image|lumina|sd3|sdxl)_train(?:_network|_control_net|_textual_inversion)?"
+    r"|train_network|train_db|train_control_net|train_textual_inversion|fine_tune)\.py)(?=[\s'\"\\]|$)"
 )
-_OWN = re.compile(
-    r"(?<![\w-])--(?:network_module|train_data_dir|in_json|dataset_config|config_file|blocks_to_swap|cache_latents)\b"
-)
+_OPTIONS = "network_module|train_data_dir|in_json|dataset_config|config_file|blocks_to_swap|cache_latents"
+_OWN = rf"(?<![\w-])--(?:{_OPTIONS})\b"
 _BESIDE_MODEL = frozenset(
     {"network_module", "train_data_dir", "blocks_to_swap", "cache_latents", "max_train_steps"}
 )
@@ -47,8 +45,8 @@ class SdScripts(Dialect):
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take one of its programs beside an option that it needs."""
-        found = _PROGRAM.search(text) if "train" in text or "fine_tune" in text else None
-        return Evidence(1, certain=True, proof=found[1]) if found and _OWN.search(text) else NONE
+        found = re.search(_PROGRAM, text) if "train" in text or "fine_tune" in text else None
+        return Evidence(1, certain=True, proof=found[1]) if found and re.search(_OWN, text) else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take the TOML of --config_file: a model beside an option that no other TOML has."""

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 
 from skill_tools.configs.config import Config
-from skill_tools.configs.python.syntax import calls_one_of
 from skill_tools.configs.source import Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.fsdp2 import FSDP2, POLICY, SHARDS
@@ -30,7 +29,11 @@ class Fsdp2(Dialect):
     def evidence_in_python(self, text: str) -> Evidence:
         """Take both calls in a script that imports one of them from torch."""
         named = all(re.search(rf"\b{name}\(", text) for name in (SHARDS, POLICY))
-        if not (named and _IMPORTED.search(text) and all(calls_one_of(text, (n,)) for n in (SHARDS, POLICY))):
+        if not (named and _IMPORTED.search(text)):
+            return NONE
+        from skill_tools.configs.python.syntax import calls_one_of
+
+        if not all(calls_one_of(text, (name,)) for name in (SHARDS, POLICY)):
             return NONE
         return Evidence(1, proof=f"{SHARDS}, {POLICY}", yields=True)
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 
 from skill_tools.configs.config import Config
-from skill_tools.configs.python.syntax import calls_one_of
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.lightning import (
@@ -46,7 +45,11 @@ class Lightning(Dialect):
         if not _IMPORTS.search(text):
             return NONE
         made, found = _MADE.search(text), _STRATEGY.search(text)
-        if not (made and found and calls_one_of(text, MAKERS)):
+        if not (made and found):
+            return NONE
+        from skill_tools.configs.python.syntax import calls_one_of
+
+        if not calls_one_of(text, MAKERS):
             return NONE
         return Evidence(1, proof=f"{made[0][:-1]}, {found[0]}", yields=True)
 

@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     measured_step_s: float | None = None
     ways: tuple[Way, ...] = ()
     unrestricted: Option | None = None
-    question: "tuple[str, tuple[tuple[str, Plan], ...]] | None" = None
+    question: tuple[str, tuple[tuple[str, "Plan"], ...]] | None = None
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""
