@@ -32,6 +32,7 @@ from reference_impl.weights.storages import (
     streamable_storages,
     weighted_modules,
 )
+from reference_impl.weights.turns import Turns
 from reference_impl.weights.window import Window
 
 
@@ -85,6 +86,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         )
         self._slot_bytes = max(layout(block)[1] for block in streamed)
         self._blocks = [StreamedBlock(device, host, module, index) for index, module in enumerate(modules)]
+        self._turns = Turns(device)
         self._gathered: set[int] = set()
         self._is_closed = False
         self._undo: dict[int, list[Callable[[], None]]] = {}
@@ -182,6 +184,24 @@ class LayerStreamer(Shown, ClosedAtExit):
         """Return the streamer, which is attached already."""
         return self
 
+    def _enter_forward(self, block: StreamedBlock) -> None:
+        self._turns.begin_forward()
+        try:
+            self._before_forward(block)
+        except BaseException:
+            self._turns.end_forward()
+            raise
+
+    def _leave_forward(self, block: StreamedBlock) -> None:
+        try:
+            self._after_forward(block)
+        finally:
+            self._turns.end_forward()
+
+    def _enter_backward(self, block: StreamedBlock) -> None:
+        self._turns.begin_backward()
+        self._before_backward(block)
+
     def _before_forward(self, block: StreamedBlock) -> None:
         """Have the weights of `block` there for the kernels that follow."""
         self._window.before_forward(block)
@@ -212,9 +232,9 @@ class LayerStreamer(Shown, ClosedAtExit):
         hooks.follow(
             block.module,
             weighted_modules(block.module, with_trained=self._with_trained),
-            before_forward=functools.partial(self._before_forward, block),
-            after_forward=functools.partial(self._after_forward, block),
-            before_backward=functools.partial(self._before_backward, block),
+            before_forward=functools.partial(self._enter_forward, block),
+            after_forward=functools.partial(self._leave_forward, block),
+            before_backward=functools.partial(self._enter_backward, block),
             undo=undo,
         )
         hooks.gather_around(block.module, functools.partial(self.gathered, block.module), undo)

@@ -9,13 +9,29 @@ Explained in docs/layer-streaming.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from reference_impl.weights.order import Kind, VisitOrder
 from reference_impl.weights.visiting import VisitingBlock
+
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
+
+
+def _alone(method: Callable[Concatenate[Window, _P], _Result]) -> Callable[Concatenate[Window, _P], _Result]:
+    """Let one thread at a time change a window: an optimizer brings blocks while another thread's forward uses them."""
+
+    @wraps(method)
+    def call(window: Window, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+        with window._lock:
+            return method(window, *args, **named)
+
+    return call
 
 
 class Window:
@@ -27,6 +43,7 @@ class Window:
     def __init__(self, blocks: Sequence[VisitingBlock], capacity: int, *, lingering: int = 0) -> None:
         self.capacity = capacity
         self._lingering = lingering
+        self._lock = threading.RLock()
         self.loads = 0
         self.loaded_bytes = 0
         self.late_loads = 0
@@ -40,6 +57,7 @@ class Window:
         self._open: list[VisitingBlock] = []
         self.advance()
 
+    @_alone
     def before_forward(self, block: VisitingBlock) -> None:
         """Have `block` on the device for the kernels that follow."""
         # Inside the same backward this is a recomputation, and the block that asked for it goes on afterwards.
@@ -54,6 +72,7 @@ class Window:
         self._in_forward = block
         self._visit(Kind.FORWARD if torch.is_grad_enabled() else Kind.EVALUATE, block)
 
+    @_alone
     def after_forward(self, block: VisitingBlock) -> None:
         """Let `block` go, unless it is needed again soon; shards, once their gather has read them."""
         self._in_forward = None
@@ -65,6 +84,7 @@ class Window:
         task = torch._C._current_graph_task_id()
         return block.is_streamed and not (self._in_backward is block and self._graph_task == task)
 
+    @_alone
     def before_backward(self, block: VisitingBlock) -> None:
         """Have `block` on the device; the block before it in this backward is done.
 
@@ -86,6 +106,7 @@ class Window:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         self._visit(Kind.BACKWARD, block)
 
+    @_alone
     def before_gather(self, block: VisitingBlock, kind: Kind) -> None:
         """Have `block` on the device for the gather that the live current stream is given next.
 
@@ -94,6 +115,7 @@ class Window:
         self._in_forward = block
         self._visit(kind, block)
 
+    @_alone
     def release_at_turn(self) -> None:
         """Free all that may go if backward needs blocks again; its first visit brings what it needs."""
         if self._order.turns:
@@ -102,20 +124,24 @@ class Window:
                 if not block.is_held:
                     block.evict()
 
+    @_alone
     def forget(self, block: VisitingBlock) -> None:
         """Take note that the weights of `block` do not stream for now."""
         if block is self._in_backward:
             self._in_backward = None
 
+    @_alone
     def advance(self) -> None:
         """Free what is not needed soon and start loading what is."""
         self._hold(self._wanted())
 
+    @_alone
     def bring(self, block: VisitingBlock) -> None:
         """Have `block` on the device or on its way, in the place of what is needed last."""
         if not block.is_loaded:
             self._hold(list(dict.fromkeys([*self._in_use, block])))
 
+    @_alone
     def reload(self) -> None:
         """Bring the blocks anew that are on the device, because the host's copies have been written."""
         for block in self.loaded:
