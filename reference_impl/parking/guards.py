@@ -1,7 +1,8 @@
 """What training may not do while it is parked, refused before it touches anything.
 
-A parked tensor refuses to be computed with by itself. The hooks here come first and name the remedy: in front of a
-model's forward, in front of an optimizer's step, and in front of saving and loading either.
+A parked tensor refuses to be computed with by itself, in Python. The hooks here come first and name the remedy: in
+front of a model's forward, of the backward of what it has returned, of an optimizer's step, and of saving and loading
+either. Autograd adds to gradients without Python, so while some are parked parameters have hooks, too.
 
 Explained in docs/parking.md.
 """
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from reference_impl.memory.closing import register_undoably
 
 Refuse = Callable[[str], None]
+BACKWARD = "a backward"
 
 
 def guard(
@@ -26,6 +29,7 @@ def guard(
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     weights: Refuse,
+    gradients: Refuse,
     training: Refuse,
     undo: list[Callable[[], None]],
 ) -> None:
@@ -33,17 +37,22 @@ def guard(
 
     Args:
         weights: bound method that is called with what is about to happen where weights are needed.
-        training: the same where all of training is needed. Neither owner is kept alive.
+        gradients: the same where weights and gradients are.
+        training: the same where all of training is needed. No owner is kept alive.
         undo: gets what takes each hook off.
     """
-
+    backward = _Guard(gradients, BACKWARD)
     for model in models:
+        register_undoably(model.register_forward_hook, _GuardedOutput(backward), undo)
         register_undoably(model.register_forward_pre_hook, _Guard(weights, "forward"), undo, prepend=True)
         register_undoably(
             model.register_state_dict_pre_hook, _Guard(weights, "the model's state_dict()"), undo
         )
         register_undoably(
-            model.register_load_state_dict_pre_hook, _Guard(weights, "the model's load_state_dict()"), undo
+            # Masters and states of weights that were restored early are still away.
+            model.register_load_state_dict_pre_hook,
+            _Guard(training, "the model's load_state_dict()"),
+            undo,
         )
     for optimizer in optimizers:
         register_undoably(optimizer.register_step_pre_hook, _Guard(training, "the optimizer's step()"), undo)
@@ -53,8 +62,21 @@ def guard(
         register_undoably(optimizer.register_load_state_dict_pre_hook, load, undo, prepend=True)
 
 
+def guard_gradients(
+    models: Sequence[nn.Module], gradients: Refuse, *, undo: list[Callable[[], None]]
+) -> None:
+    """Have a backward call `gradients` before it adds to the gradient of any parameter of `models`."""
+    hook = _Guard(gradients, BACKWARD)
+    for param in {id(each): each for model in models for each in model.parameters()}.values():
+        if param.requires_grad:
+            register_undoably(param.register_hook, hook, undo)
+
+
 class _Guard:
     """A hook that asks before `what` happens; a copy or a pickle of what it hooks has one that does nothing."""
+
+    # On a tensor that is pickled it is left out.
+    __torch_unserializable__ = True
 
     def __init__(self, refuse: Refuse, what: str) -> None:
         self._refuse, self._what = weakref.WeakMethod(refuse), what
@@ -68,3 +90,30 @@ class _Guard:
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the standard library's function that takes anything and does nothing."""
         return getattr, (nullcontext(), "__exit__")
+
+
+class _GuardedOutput:
+    """A hook behind a forward: the backward of what it returns calls `hook` first."""
+
+    def __init__(self, hook: _Guard) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook the tensors of `output` from which a backward may come."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for each in tree_leaves(output):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    _hook_first(each, self._hook)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Become the standard library's function that takes anything and does nothing."""
+        return self._hook.__reduce__()
+
+
+def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
+    """Have a backward call `hook` before the other hooks of `tensor`: those of FSDP2 gather shards."""
+    tensor.register_hook(hook)
+    hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
+    for before in list(hooks)[:-1]:
+        # Autograd goes by when they were put in, whatever `move_to_end` says.
+        hooks[before] = hooks.pop(before)

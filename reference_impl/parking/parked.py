@@ -18,8 +18,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_map
 
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import RankGroup, alike
@@ -30,7 +28,9 @@ from reference_impl.memory.shown import Report, Shown
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written
-from reference_impl.parking.guards import guard
+from reference_impl.parking.given import check_ranges, check_timeout, given
+from reference_impl.parking.guards import guard, guard_gradients
+from reference_impl.parking.host_states import copied, states_on_host, write_states
 from reference_impl.parking.storage import ParkedStorage
 from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
 from reference_impl.parking.transfer import Transfer
@@ -72,17 +72,11 @@ def park(
     Raises ValueError for training memory on several accelerators, an optimizer of other parameters than the model's, or
     an option out of range; RuntimeError for a closed optimizer.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    given = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    optimizers = [_unwrapped(each) for each in given]
+    models, optimizers = given(model, optimizer, also=also)
     if gradients not in ("keep", "drop"):
         raise ValueError(f"gradients is {gradients!r}; expected 'keep' or 'drop'; try 'keep'")
-    if not models or not all(isinstance(each, nn.Module) for each in models):
-        raise ValueError(
-            f"model is {model!r}; expected a module, or a list of some; try the model that is trained"
-        )
+    check_ranges(host_limit_bytes=host_limit_bytes, timeout_s=timeout_s)
     for each in optimizers:
-        _check_trains(each, models)
         _finish(each)
     return ParkedTraining(
         models,
@@ -149,6 +143,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._ranks = _ranks_of(models)
         self._is_read = self._is_closed = False
         self._unwritten: list[Member] = []
+        self._unguard: list[Callable[[], None]] = []
         self._report = ParkingReport()
         # What `close` has not brought to its end.
         self._undo: list[Callable[[], None]] = [self._transfer.drop_host]
@@ -157,6 +152,7 @@ class ParkedTraining(Shown, ClosedAtExit):
                 models,
                 optimizers,
                 weights=self._refuse_without_weights,
+                gradients=self._refuse_without_gradients,
                 training=self._refuse_without_all,
                 undo=self._undo,
             )
@@ -202,20 +198,22 @@ class ParkedTraining(Shown, ClosedAtExit):
         Args:
             weights: False leaves parameters and buffers on the device, for a weight sync.
 
-        Raises RuntimeError when all of it is parked already, when this or an optimizer is closed, and for a storage
-        that cannot leave (`strict`); HostMemoryError when the host has too little memory. Then nothing has moved.
+        Raises RuntimeError when all of it is parked already, here or by another `park`, when this or an optimizer is
+        closed, and for a storage that cannot leave (`strict`); HostMemoryError when the host has too little memory.
+        Then nothing has moved.
         """
         self._check_open()
+        self._check_alone()
+        self._device.refuse_capture("parking")
         start_s = time.perf_counter()
-        with self._transfer.abandoned_on_error():
+        with self._transfer.abandoned_on_error(), self._gradients_guarded():
             with alike(self._ranks):
                 for optimizer in self._optimizers:
                     _finish(optimizer)
                 for model in self._models:
                     _free_gathered(model)
                 self._device.synchronize()
-                if not self._transfer.parked:
-                    self._unwritten = self._noted()
+                self._unwritten = self._noted()
                 found, left = self._movable(KINDS if weights else KINDS[1:])
                 if not found and self._transfer.parked:
                     raise RuntimeError(
@@ -227,6 +225,8 @@ class ParkedTraining(Shown, ClosedAtExit):
                 self._check_left(of_graphs)
                 if self._drops_gradients:
                     self._zero_gradients()
+                if not self._unguard:
+                    guard_gradients(self._models, self._refuse_without_gradients, undo=self._unguard)
                 self._transfer.finish_out(storages)
             _parked.add(self)
             try:
@@ -256,10 +256,12 @@ class ParkedTraining(Shown, ClosedAtExit):
         torch.OutOfMemoryError when the memory does not come in time. Then everything is still parked.
         """
         self._check_open()
-        if unknown := set(kinds) - set(KINDS):
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise ValueError(
-                f"restore() got {', '.join(sorted(unknown))}; expected some of {', '.join(KINDS)}; try restore()"
+                f"restore() got {', '.join(map(repr, unknown))}; expected some of {', '.join(KINDS)}; try restore()"
             )
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         storages = [each for each in self._transfer.parked if not kinds or each.kind in kinds]
         if not storages:
             raise RuntimeError(
@@ -273,14 +275,12 @@ class ParkedTraining(Shown, ClosedAtExit):
                 )
             with deferred_interrupts():
                 self._transfer.be_present(storages)
+                self._note_unwritten()
         except BaseException:
             self._transfer.free_again(storages)
             raise
-        self._let_go()
-        for member in self._unwritten:
-            # Its address may be another one, which is no write.
-            if not is_absent(member.param_local):
-                member.note_weight()
+        with self._gradients_guarded():
+            self._let_go()
         if not self._keep_host and not self._transfer.parked:
             self._transfer.drop_host()
         self._report = replace(self._report, restore_s=time.perf_counter() - start_s)
@@ -289,42 +289,18 @@ class ParkedTraining(Shown, ClosedAtExit):
     def state_dict(self) -> dict[str, Any]:
         """Return `{"model": ..., "optimizer": ...}` of parked training, read from the host, which nothing moves.
 
-        Each is a list where several were given. Tensors are copies in ordinary memory. Raises RuntimeError where
-        nothing is parked, for sharded parameters, and for states of our optimizers that are on the device.
+        Each is a list where several were given. Tensors are copies in ordinary memory, and shards are DTensors with
+        such a copy. Raises RuntimeError where nothing is parked, and for states of our optimizers that are on the
+        device.
         """
-        return tree_map(_copied, self._on_host())  # type: ignore[no-any-return]
+        return copied(self._on_host())
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Write what `state_dict()` has returned into parked training, on the host; `restore()` brings it.
 
         Raises ValueError for another structure, shape or dtype, before anything is written.
         """
-        mine, theirs = self._on_host(), dict(states)
-        into, structure = tree_flatten(mine)
-        values, other = tree_flatten(theirs)
-        if structure != other:
-            raise ValueError(
-                f"the states have another structure than this training ({len(values)} entries for {len(into)}); "
-                "expected what state_dict() returned of the same one; try load_state_dict() of each after restore()"
-            )
-        for target, value in zip(into, values, strict=True):
-            if isinstance(target, torch.Tensor) and (
-                not isinstance(value, torch.Tensor)
-                or value.shape != target.shape
-                or value.dtype != target.dtype
-            ):
-                found = (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
-                raise ValueError(
-                    f"a state is {found}; expected {(target.shape, target.dtype)}; try the checkpoint of this model"
-                )
-        with torch.no_grad():
-            for target, value in zip(into, values, strict=True):
-                if isinstance(target, torch.Tensor):
-                    target.copy_(value)
-        listed = theirs["optimizer"] if isinstance(theirs["optimizer"], list) else [theirs["optimizer"]]
-        for optimizer, saved in zip(self._optimizers, listed, strict=True):
-            for group, loaded in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-                group.update({key: value for key, value in loaded.items() if key != "params"})
+        write_states(self._on_host(), states, self._optimizers)
 
     def close(self) -> None:
         """Bring everything back for good; give host memory and hooks back. Calling it again does nothing."""
@@ -332,6 +308,7 @@ class ParkedTraining(Shown, ClosedAtExit):
             return
         if self._transfer.parked:
             self.restore()
+        undo_all(self._unguard)
         undo_all(self._undo)
         self._is_closed = True
 
@@ -359,8 +336,26 @@ class ParkedTraining(Shown, ClosedAtExit):
         """Return the members of our optimizers whose weights nobody has written since they were noted."""
         ours = [each for each in self._optimizers if isinstance(each, HostedOptimizer)]
         members = [member for each in ours for member in each.members.values() if member.watched is not None]
-        changed = set(written(members))
-        return [member for member in members if member not in changed]
+        present = [member for member in members if not is_absent(member.param_local)]
+        changed = set(written(present))
+        away = [member for member in self._unwritten if is_absent(member.param_local)]
+        return away + [member for member in present if member not in changed]
+
+    def _note_unwritten(self) -> None:
+        """Note the weights that are back: their address may be another one, which is no write."""
+        for member in self._unwritten:
+            if not is_absent(member.param_local):
+                member.note_weight()
+        self._unwritten = [member for member in self._unwritten if is_absent(member.param_local)]
+
+    @contextmanager
+    def _gradients_guarded(self) -> Iterator[None]:
+        """Behind the block leave no guards of gradients, unless weights or gradients are away."""
+        try:
+            yield
+        finally:
+            if not {"weights", "gradients"} & {*self.parked_kinds}:
+                undo_all(self._unguard)
 
     def _let_go(self) -> None:
         if not self._transfer.parked:
@@ -401,7 +396,6 @@ class ParkedTraining(Shown, ClosedAtExit):
             model.zero_grad()
 
     def _on_host(self) -> dict[str, Any]:
-        """Return `state_dict()` of models and optimizers with views of the host memory for what is parked."""
         self._check_open()
         if not self._transfer.parked:
             raise RuntimeError(
@@ -409,33 +403,32 @@ class ParkedTraining(Shown, ClosedAtExit):
             )
         self._is_read = True
         try:
-            models: Any = [each.state_dict() for each in self._models]
-            optimizers: Any = [each.state_dict() for each in self._optimizers]
+            return states_on_host(self._models, self._optimizers, self._transfer.parked)
         finally:
             self._is_read = False
-        by_storage = {each.storage_key: each for each in self._transfer.parked}
-
-        def read(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if is_traceable_wrapper_subclass(leaf):
-                raise RuntimeError(
-                    f"a state is a {type(leaf).__name__}, which lives on its device; expected plain tensors; try "
-                    "restore() first"
-                )
-            parked = by_storage.get(leaf.untyped_storage()._cdata)
-            return leaf if parked is None else parked.on_host(leaf)
-
-        states = {"model": tree_map(read, models), "optimizer": tree_map(read, optimizers)}
-        return {key: value[0] if len(value) == 1 else value for key, value in states.items()}
 
     def _refuse_without_weights(self, action: str) -> None:
         if not self._is_read and any(each.kind == "weights" for each in self._transfer.parked):
             raise _parked_error(action)
 
+    def _refuse_without_gradients(self, action: str) -> None:
+        if any(each.kind in ("weights", "gradients") for each in self._transfer.parked):
+            raise _parked_error(action)
+
     def _refuse_without_all(self, action: str) -> None:
         if not self._is_read and self._transfer.parked:
             raise _parked_error(action)
+
+    def _check_alone(self) -> None:
+        """Raise RuntimeError where somebody else has parked a parameter of these models."""
+        others = _parked - {self}
+        mine = {id(param) for model in self._models for param in model.parameters()} if others else set()
+        if any(
+            id(param) in mine for each in others for model in each._models for param in model.parameters()
+        ):
+            raise RuntimeError(
+                "another park() of this model has parked it; expected it on the device; try restore() of that one"
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -448,24 +441,6 @@ def _parked_error(action: str) -> RuntimeError:
     return RuntimeError(
         f"{action} came while training memory is parked; expected it on the device; try restore() first"
     )
-
-
-def _check_trains(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-    """Raise ValueError unless `optimizer` has parameters of `models`, or as many elements, as masters of them have."""
-    owned = {id(param): param for each in models for param in each.parameters()}
-    listed = [param for group in optimizer.param_groups for param in group["params"]]
-    trained = sum(param.numel() for param in owned.values() if param.requires_grad)
-    if not any(id(param) in owned for param in listed) and sum(p.numel() for p in listed) != trained:
-        raise ValueError(
-            f"{type(optimizer).__name__} trains no parameter of the model, nor masters of them; expected its own "
-            "optimizer; try park([model, the other model], optimizer)"
-        )
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return what a trainer's wrapper steps, as Accelerate's does, which has no hooks of its own."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _finish(optimizer: torch.optim.Optimizer) -> None:
@@ -494,7 +469,3 @@ def _bytes_by_kind(storages: Iterable[ParkedStorage]) -> dict[Kind, int]:
     for each in storages:
         sizes[each.kind] = sizes.get(each.kind, 0) + each.size_bytes
     return sizes
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -13,7 +13,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -30,6 +30,8 @@ REMEDY = "training is parked: try restore() first"
 # Two kernels a chunk; both buffers stay in the GPU's cache.
 _CHUNK_WORDS = 2**20
 _WORD_BYTES = 8
+# More writes than training does between a forward and its backward.
+_AWAY = 2**24
 
 
 class ParkedStorage:
@@ -45,6 +47,8 @@ class ParkedStorage:
         self._device = device
         self._block: HostBlock | None = None
         self._fingerprint: int | None = None
+        # While the tensors are absent: where autograd's counters stood.
+        self._versions: list[tuple[torch.Tensor, int]] = []
         self.found: FoundStorage | None = found
         self._seen = self._reference(found)
 
@@ -77,12 +81,18 @@ class ParkedStorage:
             before, self._fingerprint = self._fingerprint, fingerprints.of(flat)
             if before is not None and before == self._fingerprint:
                 return 0
-        self._device.copy_out(self.host, flat, after=(self._device.record(),))
+        self._device.copy(self.host, flat)
         return self.size_bytes
 
     def be_absent(self) -> None:
-        """Have the tensors refuse to be computed with. While copies run there is time for it."""
+        """Have the tensors refuse to be computed with. While copies run there is time for it.
+
+        To a graph that has saved one of them it looks written, so that a backward raises before it reads the memory.
+        """
         assert self.found is not None
+        counted = [tensor for _, tensor in self.found.tensors if not tensor.is_inference()]
+        self._versions = [(tensor, tensor._version) for tensor in counted]
+        _set_versions([(tensor, version + _AWAY) for tensor, version in self._versions])
         for name, tensor in self.found.tensors:
             mark_absent(tensor, name, REMEDY)
 
@@ -102,7 +112,7 @@ class ParkedStorage:
         """Have memory on the device again and start the H2D copy. Raises OutOfMemoryError."""
         assert self.found is not None
         resize_storage(self.found.storage, self.size_bytes)
-        self._device.copy_in(self._flat(), self.host, after=(self._device.record(),))
+        self._device.copy(self._flat(), self.host)
 
     def free_again(self) -> None:
         """Undo `start_copy_in`, once no copy runs, unless the tensors are present already."""
@@ -114,7 +124,8 @@ class ParkedStorage:
         if self.found is not None:
             for _, tensor in self.found.tensors:
                 mark_present(tensor)
-        self.is_parked, self.found = False, None
+            _set_versions(self._versions)
+        self.is_parked, self.found, self._versions = False, None, []
 
     @property
     def name(self) -> str:
@@ -155,6 +166,12 @@ class ParkedStorage:
     @staticmethod
     def _reference(found: FoundStorage) -> Callable[[], torch.Tensor | None]:
         return weakref.ref(found.tensors[0][1])
+
+
+def _set_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    if versions:
+        tensors, numbers = zip(*versions, strict=True)
+        torch._C._autograd._unsafe_set_version_counter(tensors, numbers)
 
 
 class Fingerprints:

@@ -1,5 +1,6 @@
 """Moves storages to the host and back as one transaction, and keeps the host memory for it.
 
+Copies run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs time.
 On the way out nothing is freed before all bytes are on the host. On the way back no tensor may be used before all bytes
 are on the device. So an error leaves all storages parked or all present, and what it leaves can go on.
 

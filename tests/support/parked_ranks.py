@@ -75,14 +75,19 @@ def trained(case, place, mesh, *, parks):
     losses = []
     for step in range(3):
         loss = loss_of(model, 10 * step + dist.get_rank())
-        loss.backward()
+        loss.backward(retain_graph=True)
         losses.append(loss.item())
         if parks:
             with parked:
                 assert parked.report.parked_bytes["weights"] or case == "fsdp-streamed"
                 if case == "fsdp":
-                    with pytest.raises(RuntimeError, match=r"try restore\(\)"):
-                        parked.state_dict()
+                    saved = parked.state_dict()
+                    assert all(each._local_tensor.device.type == "cpu" for each in saved["model"].values())
+                    parked.load_state_dict(saved)
+                    refuses(loss.backward)
+            if case == "fsdp":
+                for name, shard in model.state_dict().items():
+                    assert torch.equal(shard.to_local().cpu(), saved["model"][name].to_local()), name
         optimizer.step()
         if parks:
             with parked:
@@ -95,6 +100,12 @@ def trained(case, place, mesh, *, parks):
         for value in model.state_dict().values()
     ]
     return losses, [each.clone() for each in weights]
+
+
+def refuses(action):
+    """What begins between a park() and its restore() is an error on each rank, in front of any collective."""
+    with pytest.raises(RuntimeError, match=r"try restore\(\)"):
+        action()
 
 
 def fails(place, mesh):

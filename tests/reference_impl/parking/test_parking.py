@@ -42,6 +42,8 @@ STOCK = {
     "Adafactor": {},
     "Rprop": {},
     "LBFGS": {},
+    "Muon": {},
+    "SparseAdam": {},
     **{name: {} for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")},
 }
 
@@ -51,9 +53,40 @@ def model(device):
     return net(device)
 
 
+# Muon takes matrices alone, SparseAdam sparse gradients alone.
+TRAINS = {
+    "Muon": lambda model: [param for param in model.parameters() if param.ndim == 2],
+    "SparseAdam": lambda model: [model[0].weight],
+}
+
+
+def test_all_optimizers_of_torch_are_parked():
+    optimizers = {
+        name
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer)
+    }
+    assert set(STOCK) == optimizers - {"Optimizer"}
+
+
+class Lookup(nn.Embedding):
+    """Rows that a batch names: sparse gradients."""
+
+    def forward(self, batch):
+        return super().forward((batch.abs() * 10).long() % self.num_embeddings)
+
+
+def net_for(name, device):
+    if name != "SparseAdam":
+        return net(device)
+    torch.manual_seed(0)
+    return nn.Sequential(Lookup(64, 8, sparse=True)).to(device.torch_device)
+
+
 def optimizer_of(name, model):
     if name not in OURS:
-        return getattr(torch.optim, name)(model.parameters(), lr=1e-2, **STOCK[name])
+        params = TRAINS.get(name, nn.Module.parameters)(model)
+        return getattr(torch.optim, name)(params, lr=1e-2, **STOCK[name])
     optimizer = OURS[name](model.parameters())
     optimizer.attach(model)
     return optimizer
@@ -61,7 +94,7 @@ def optimizer_of(name, model):
 
 def trained(device, name, away):
     """Losses and the states after four steps, with `away(model, optimizer)` behind each call."""
-    model = net(device)
+    model = net_for(name, device)
     optimizer = optimizer_of(name, model)
     losses, pause = [], away(model, optimizer)
     for step in range(4):

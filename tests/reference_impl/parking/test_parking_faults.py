@@ -1,5 +1,6 @@
 """Whatever fails while training parks or comes back, it is all parked or all present, and goes on to the bit."""
 
+import itertools
 import os
 import random
 import signal
@@ -23,11 +24,12 @@ TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 DEVICE = Device.of("cpu")
 ERRORS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError, RecursionError)
 SEAMS = [
-    *((CpuTwin, name) for name in ("copy_out", "copy_in", "record", "synchronize", "pin")),
+    *((CpuTwin, name) for name in ("copy", "synchronize", "pin")),
     *((HostArena, name) for name in ("allocate", "reserve_blocks", "free")),
     *((parked_storage, name) for name in ("resize_storage", "mark_absent", "mark_present")),
     (Slab, "__init__"),
     (room, "find"),
+    (room, "guard_gradients"),
 ]
 
 
@@ -87,38 +89,59 @@ def want():
 
 def all_or_nothing(model, parked):
     sizes = {param.untyped_storage().nbytes() > 0 for param in model.parameters()}
-    assert sizes == {parked.status == "present"}, (sizes, parked.status)
+    assert sizes == {"weights" not in parked.parked_kinds}, (sizes, parked)
 
 
-def with_one_fault(kind, fail, choose):
-    """Train, park and restore with one fault; return how many calls could have failed, and the weights."""
+WAYS = {
+    "whole": (lambda parked: parked.park(), lambda parked: parked.restore()) * 2,
+    "parts": (
+        lambda parked: parked.park(weights=False),
+        lambda parked: parked.park(),
+        lambda parked: parked.restore("weights"),
+        lambda parked: parked.restore(),
+    ),
+}
+
+
+def with_one_fault(kind, way, fail, choose, reached=()):
+    """Train, park and restore with one fault; return the calls that could have failed, kinds away, and weights.
+
+    `reached` are the kinds that are away after each of the acts.
+    """
     model, optimizer = training(kind)
-    parked = park(model, optimizer, gradients="keep", timeout_s=0.0)
+    parked = park(model, optimizer, timeout_s=0.0)
     fail.calls = 0
     choose(fail)
-    for act in (parked.park, parked.restore, parked.park, parked.restore):
+    away = []
+    for number, act in enumerate(WAYS[way]):
         try:
-            act()
+            act(parked)
         except ERRORS:
             all_or_nothing(model, parked)
             # The remedy: the same call again, unless it has happened.
-            if (parked.status == "parked") != (act == parked.park):
-                act()
+            if parked.parked_kinds != reached[number]:
+                act(parked)
+        away.append(parked.parked_kinds)
         all_or_nothing(model, parked)
+    assert not reached or tuple(away) == reached
     calls, fail.fail_at = fail.calls, None
     parked.close()
-    return calls, finished(model, optimizer)
+    return calls, tuple(away), finished(model, optimizer)
 
 
 def run(seeds, want):
     with pytest.MonkeyPatch.context() as patch:
         fail = Failing(patch)
-        calls = {kind: with_one_fault(kind, fail, lambda fail: None)[0] for kind in want}
+        plain = {
+            (kind, way): with_one_fault(kind, way, fail, lambda fail: None)[:2]
+            for kind, way in itertools.product(want, WAYS)
+        }
         for seed in seeds:
             drawn = random.Random(seed)
-            kind = drawn.choice(list(want))
+            kind, way = drawn.choice(list(plain))
+            calls, reached = plain[kind, way]
             place, error, after = (
-                drawn.randrange(1, calls[kind] + 1),
+                drawn.randrange(1, calls + 1),
                 drawn.choice(ERRORS),
                 drawn.random() < 0.5,
             )
@@ -126,8 +149,8 @@ def run(seeds, want):
             def choose(fail, place=place, error=error, after=after):
                 fail.fail_at, fail.error, fail.after = place, error, after
 
-            weights = with_one_fault(kind, fail, choose)[1]
-            assert all(map(torch.equal, weights, want[kind])), (seed, kind, place, error, after)
+            weights = with_one_fault(kind, way, fail, choose, reached)[2]
+            assert all(map(torch.equal, weights, want[kind])), (seed, kind, way, place, error, after)
 
 
 def test_a_fault_leaves_all_or_nothing_and_training_goes_on(want):
