@@ -217,10 +217,15 @@ class InBackwardOptimizer(LayersOptimizer):
         self.streamed.advance()
         self.streamed.queue(gradients)
 
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
+        """Ask for what backward has begun, where `step()` has not come so far."""
+        if closure is None:
+            self._is_asked = self._is_asked or bool(self._updating)
+        super()._step_has_raised(closure)
+
     def _step(self) -> None:
         """Update what is left of the batch."""
-        if self._plan is not None:
-            self._plan.check_unchanged(self.param_groups, self.defaults)
+        self._check_plan()
         self._follow_groups()
         self._check_used_stand()
         self._take_what_stands()
@@ -233,6 +238,10 @@ class InBackwardOptimizer(LayersOptimizer):
             self._is_asked = bool(self._updating)
             raise
         self._end_step()
+
+    def _check_plan(self) -> None:
+        if self._plan is not None:
+            self._plan.check_unchanged(self.param_groups, self.defaults)
 
     def _check_used_stand(self) -> None:
         """Raise RuntimeError where a gradient was dropped or replaced after its update had begun.
@@ -271,6 +280,7 @@ class InBackwardOptimizer(LayersOptimizer):
         self._check_backward()
         super()._ready()
         if self._is_asked:
+            self._check_plan()
             self._update()
             self._end_step()
             self._failures.told_begun = True

@@ -22,6 +22,8 @@ from leftovers import Leftovers, hooks_of
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
 from settings import Setting, Trainee, differing, shuffled
 
+from reference_impl.optimizers.step import WorkLostError
+
 # The last of them has been stepped with, and its gradients are still there.
 BATCHES = 3
 CALLS = ("construct", "step", "zero_grad", "synchronize", "state_dict", "load_state_dict", "close")
@@ -263,16 +265,18 @@ def _after_load(case: Case, program: Program, told: str) -> Outcome:
 
 
 def _after_close(case: Case, program: Program, told: str) -> Outcome:
-    """Closing again gives everything back; the weights are those behind the step."""
-    trainee = program.trainee
+    """Closing again gives everything back; the weights are those behind the step, or it has been said to be lost."""
+    trainee, is_lost = program.trainee, told.startswith(WorkLostError.__name__)
     program.close()
-    if different := _same(trainee.weights(), case.setting, BATCHES):
+    different = _same(trainee.weights(), case.setting, BATCHES)
+    if different and not is_lost:
         return Outcome(Verdict.SILENT, f"{told}: {len(different)} weights differ, such as {different[:3]}")
     # What has been closed is in nobody's way.
     trainee.model.zero_grad()
     trainee.build()
     trainee.load(checkpoint(case.setting, BATCHES))
-    return _trained_on(case, trainee, told, BATCHES)
+    outcome = _trained_on(case, trainee, told, BATCHES)
+    return Outcome(Verdict.BROKEN, told) if is_lost and outcome.verdict.passes else outcome
 
 
 _AFTER: dict[str, Callable[[Case, Program, str], Outcome]] = {

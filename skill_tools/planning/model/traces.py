@@ -5,7 +5,6 @@ is planned for; reading it needs neither torch nor transformers. Explained in do
 """
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +20,8 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models, shape_sources
 
 _PROFILE_BYTES = 8 << 20
+# Times the tokens of any batch it is finite.
+_MOST_GROWTH = 1e30
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _COUNT_TOLERANCE = 0.005  # norms and biases that a shape does not describe
 # Adapters are fewer than this of all elements, and the largest is at most so wide: a table or a layer is wider.
@@ -239,7 +240,7 @@ def _growth(data: Mapping[str, Any]) -> Growth:
     found = Growth(
         data["fixed"], data["per_token"], data["per_token_and_length"], data.get("per_sequence", 0)
     )
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in found):
+    if not all(isinstance(number, int | float) and abs(number) < _MOST_GROWTH for number in found):
         raise ValueError(f"{found} is no growth")
     return found
 

@@ -221,6 +221,22 @@ def test_a_hook_that_raises_in_front_of_step_keeps_nobody_from_finishing_what_ba
         assert_same_weights(model, plain)
 
 
+def test_a_hook_in_front_of_step_keeps_streamed_layers_from_no_later_call(device):
+    """As every optimizer whose update has begun in backward: the step is asked for, and the next call finishes it."""
+    with Loop(device, "update") as loop:
+        loop.backward(0)
+        hook = loop.optimizer.register_step_pre_hook(boom)
+        with pytest.raises(UserError):
+            loop.optimizer.step()
+        hook.remove()
+        assert loop.optimizer.status == "begun"
+        assert_equal(loop, device, "update", 1)
+        loop.model.zero_grad()
+        loop.backward(1)
+        loop.optimizer.step()
+        assert_equal(loop, device, "update", 2)
+
+
 def reference(device, batches):
     model = twins(device)[0]
     with hybrid(model, **UPDATING) as optimizer:

@@ -126,6 +126,8 @@ def test_a_profile_says_nothing_of_adapters(capsys: pytest.CaptureFixture[str]) 
         lambda data: data["steps"].pop(),
         lambda data: data["steps"][0]["layers"].pop(),
         lambda data: data["steps"][0]["flops"].update(fixed=float("nan")),
+        # Finite, and not times a number of tokens.
+        lambda data: data["steps"][0]["layers"][0].update(per_token=1e308),
         lambda data: data["steps"][0].update(peaks=3),
         lambda data: data.update(weights_bytes=0),
         lambda data: data.update(without_gradients=-1),
