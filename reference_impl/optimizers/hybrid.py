@@ -379,7 +379,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         factors, indices = factors_of(arrivals)
         if begun is not None:
             begun.plan.check_unchanged(self.param_groups, self.defaults)
-            step = begun
+            step, self.grad_norm = begun, None
         else:
             decision = self._decide(arrivals, gradients)
             step = CpuStep(StepPlan(snapshot(self.param_groups), decision), indices)
@@ -401,7 +401,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             max_norm=self._max_grad_norm,
             **scale,
         )
-        self.grad_norm = None if decision is None else decision.norm
+        self.grad_norm = decision.norm if decision is not None and self._gradients.measures else None
         return decision
 
     @property

@@ -472,7 +472,10 @@ def _states(document):
     "cases",
     [
         ("prefetched,thirds,reduced", "hsdp,offloader", "blocks,cpu,by-torch", "grouped,everything,by-torch"),
-        pytest.param(("grouped,cpu,update,unclipped", "blocks,auto"), marks=pytest.mark.slow),
+        pytest.param(
+            ("grouped,cpu,update,unclipped", "blocks,auto", "hsdp,thirds,update,unclipped"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_two_ranks_train_as_torch_does(tmp_path, cases):

@@ -357,3 +357,13 @@ def test_gradients_that_somebody_has_set_to_zero_lose_the_rest_of_an_update_by_n
         ):
             optimizer.synchronize()
         assert optimizer.status == "broken"
+
+
+@pytest.mark.parametrize("split", [(0.3, 0.4, 0.3), (0.0, 0.0, 1.0)])
+def test_gradients_that_an_update_uses_at_once_have_no_norm_that_is_told(device, split):
+    """Neither that of an earlier step, nor that of the parts that stand: of the others none was taken."""
+    model, data = twins(device)[0], batches(device.torch_device, 3)
+    with hybrid(model, split=split, backward_overlap="update") as optimizer:
+        for batch in data:
+            train(model, optimizer, [batch])
+            assert optimizer.grad_norm is None
