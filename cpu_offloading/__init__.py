@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         probe,
         trace,
     )
-    from reference_impl.optimizers import SGD, Adam, Muon
+    from reference_impl.optimizers import SGD, Adam, Dion, Muon
     from reference_impl.trained_layers import chunked_cross_entropy
     from skill_tools import __version__
 
@@ -38,6 +38,7 @@ __all__ = [
     "Budgets",
     "CheckpointOffloader",
     "CpuUpdate",
+    "Dion",
     "FrozenLayerStreamer",
     "HybridDeviceOptimizer",
     "Muon",
@@ -57,6 +58,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "Adam": "reference_impl.optimizers",
+    "Dion": "reference_impl.optimizers",
     "Muon": "reference_impl.optimizers",
     "SGD": "reference_impl.optimizers",
     "__version__": "skill_tools",

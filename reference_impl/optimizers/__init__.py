@@ -18,7 +18,7 @@ Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md
 
 from typing import TYPE_CHECKING, Any
 
-from reference_impl.optimizers.algorithms import SGD, Adam, Muon
+from reference_impl.optimizers.algorithms import SGD, Adam, Dion, Muon
 from reference_impl.optimizers.hybrid import HybridDeviceOptimizer
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 
@@ -30,6 +30,7 @@ __all__ = [
     "Adam",
     "Budgets",
     "CpuUpdate",
+    "Dion",
     "HybridDeviceOptimizer",
     "Muon",
     "OptimizerStateOffloader",

@@ -181,7 +181,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         members: the trained parameters; more may be added later.
         algorithm: names the states of members that no formula of matrices updates.
         finished: see `FinishedParts`.
-        shows_steps: False leaves `step` out, as torch's SGD does; formulas of matrices say it themselves.
+        shows_steps: also where torch's class keeps no `step`: the noise of rounded moments depends on it.
         masters_of_all: fp32 parameters, which are their own masters, show a `master_param` too.
         passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
     """
@@ -214,10 +214,10 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
     def _stored(self, param: torch.Tensor) -> StoredState:
         member = self.members[param]
         shows_master = param.dtype != torch.float32 or self._masters_of_all
-        shows_step = self._shows_steps if member.matrices is None else member.matrices.counts_steps
+        algorithm = self._algorithm_of(member)
         names = (
-            *([STEP] if shows_step else []),
-            *self._algorithm_of(member).moments,
+            *([STEP] if self._shows_steps or algorithm.counts_steps else []),
+            *algorithm.moments,
             *([MASTER] if shows_master else []),
         )
         return StoredState(member, names, self._finished, passed_over=self._passed_over)

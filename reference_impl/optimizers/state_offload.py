@@ -140,7 +140,7 @@ class OptimizerStateOffloader(SavedOptimizer):
         self._stand_ins: dict[Member, GradientStandIn] = {}
         given = [dict(each.state) for each in wrapped.optimizers]
         try:
-            super().__init__(wrapped.groups, wrapped.defaults, algorithm, shows_steps=algorithm.counts_steps)
+            super().__init__(wrapped.groups, wrapped.defaults, algorithm, shows_steps=form != "exact")
             self._counts = [len(each.param_groups) for each in wrapped.optimizers]
             self.param_groups, self._matrices = wrapped.groups, wrapped.matrices
             self._default_matrices = wrapped.matrices[0] if all(wrapped.matrices) else None

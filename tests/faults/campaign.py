@@ -42,6 +42,10 @@ CAMPAIGNS = (
     "timed-layers-signals",
     "users",
     "users-signals",
+    "muon",
+    "muon-signals",
+    "muon-python",
+    "muon-calls",
     "python",
     "layers-python",
     "shards-python",
@@ -139,7 +143,7 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
     import memory_calls
     import memory_cases
     import readers
-    from matrices import layers_settings, settings, shards_settings, users_settings
+    from matrices import layers_settings, muon_settings, settings, shards_settings, users_settings
 
     if campaign.startswith("memory"):
         if "calls" in campaign:
@@ -152,7 +156,12 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
         }[campaign]
         held = make(seed)
         return held, lambda: memory_cases.judge(held)
-    matrices = {"layers": layers_settings, "shards": shards_settings, "users": users_settings}
+    matrices = {
+        "layers": layers_settings,
+        "shards": shards_settings,
+        "users": users_settings,
+        "muon": muon_settings,
+    }
     words = campaign.split("-")
     matrix = next((matrices[word] for word in words if word in matrices), settings)()
     if "readers" in words:

@@ -1,7 +1,7 @@
 """The matrices of the campaigns: every way to keep an optimizer's states, as data.
 
-`settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `layers_settings` trained
-layers that stream, `shards_settings` shards under FSDP2.
+`settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `muon_settings` those of
+which Muon updates the matrices, `layers_settings` trained layers that stream, `shards_settings` shards under FSDP2.
 """
 
 from __future__ import annotations
@@ -121,6 +121,39 @@ def users_settings() -> list[Setting]:
                 found.append(
                     _make("states", dtype, attached, loop=loop, max_grad_norm=0.5, fraction=fraction)
                 )
+    return found
+
+
+def muon_settings() -> list[Setting]:
+    """Return the matrix of optimizers of which Muon updates the matrices and AdamW the rest."""
+    half, single = torch.bfloat16, torch.float32
+    shares: list[dict[str, Any]] = [
+        {"offload_fraction": 0.0},
+        {"offload_fraction": 1.0},
+        {"split": (0.3, 0.4, 0.3)},
+        {"split": (0.0, 1.0, 0.0), "states": "bf16-moments"},
+    ]
+    found = []
+    for loop in ("plain", "scaled", "accumulated", "infinite"):
+        for attached in (False, True):
+            dtype = half if attached else single
+            overlap = "nothing" if loop == "scaled" else "gradients"
+            options = {"muon": True, "max_grad_norm": 0.5 if attached else None}
+            for share in shares:
+                found.append(
+                    _make(
+                        "hybrid",
+                        dtype,
+                        attached,
+                        loop=loop,
+                        backward_overlap=overlap,
+                        threads=1 + attached,
+                        **share,
+                        **options,
+                    )
+                )
+            for form in ({"fraction": 0.5}, {"fraction": 1.0}, {"fraction": 1.0, "states": "bf16-moments"}):
+                found.append(_make("states", dtype, attached, loop=loop, **form, **options))
     return found
 
 

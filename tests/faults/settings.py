@@ -223,15 +223,31 @@ class Trainee:
             return LayersOptimizer(streamer(self.model, wrapped, streaming=streaming, **options))
         if options.get("max_grad_norm") is not None:
             options["reduce_norm_squared"] = self._reduced
+        muon = options.pop("muon", False)
         if self.setting.kind == "hybrid":
             names = {"states", "prefetch_bytes"} & options.keys()
             streaming = Streaming(chunk_bytes=6000, **{name: options.pop(name) for name in names})
             cpu = CpuUpdate(threads=options.pop("threads"), bucket_elements=1024)
+            params = self.model.parameters()
+            groups = [{"params": self._of(muon=is_muon), "use_muon": is_muon} for is_muon in (True, False)]
             return HybridDeviceOptimizer(
-                self.model.parameters(), streaming=streaming, cpu=cpu, **OPTIONS, **options
+                groups if muon else params, streaming=streaming, cpu=cpu, **OPTIONS, **options
             )
-        wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+        if muon:
+            wrapped: Any = [
+                torch.optim.Muon(self._of(muon=True), lr=OPTIONS["lr"]),
+                torch.optim.AdamW(self._of(muon=False), fused=True, **OPTIONS),
+            ]
+        else:
+            wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
         return OptimizerStateOffloader(wrapped, **{"chunk_bytes": 6000, **options})
+
+    def _of(self, *, muon: bool) -> list[nn.Parameter]:
+        """Return the parameters that Muon updates, or all others."""
+        embedding = self.model.embed.weight
+        return [
+            param for param in self.model.parameters() if (param.ndim == 2 and param is not embedding) == muon
+        ]
 
     def _reduced(self, norm_squared: torch.Tensor) -> torch.Tensor:
         self.visit("hook")

@@ -13,6 +13,7 @@ from settings import needs_recovery
 FAST = {
     "optimizers": 40,
     "users": 20,
+    "muon": 10,
     "python": 15,
     "calls": 14,
     "calls-signals": 14,
@@ -26,6 +27,10 @@ TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
     "optimizers": 160 * TIMES,
     "users": 40 * TIMES,
+    "muon": 40 * TIMES,
+    "muon-signals": 10 * TIMES,
+    "muon-python": 10 * TIMES,
+    "muon-calls": 10 * TIMES,
     "python": 45 * TIMES,
     "calls": 56 * TIMES,
     "calls-signals": 56 * TIMES,
@@ -43,6 +48,7 @@ SLOW = {
 TOGETHER = [
     ["optimizers"],
     ["users", "python"],
+    ["muon", "muon-signals", "muon-python", "muon-calls"],
     ["calls", "calls-signals", "readers"],
     ["layers", "signals", "users-signals", "layers-signals"],
     ["shards", "shards-signals"],

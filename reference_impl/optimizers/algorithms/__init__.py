@@ -16,6 +16,7 @@ from reference_impl.optimizers.algorithms.base import (
     Numbers,
     group_defaults,
 )
+from reference_impl.optimizers.algorithms.dion import Dion
 from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm
 from reference_impl.optimizers.algorithms.muon import Muon
 from reference_impl.optimizers.algorithms.sgd import SGD
@@ -25,6 +26,7 @@ __all__ = [
     "Adam",
     "Algorithm",
     "AnyAlgorithm",
+    "Dion",
     "Formula",
     "MatrixAlgorithm",
     "Muon",

@@ -41,7 +41,7 @@ class MatrixUpdate:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._skipped = torch.empty(())
+        self._skipped = torch.zeros((), dtype=torch.bool)
         self._packer = Packer(device)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
@@ -72,7 +72,15 @@ class MatrixUpdate:
                 matrix, matrix, moments, step, algorithm.defaults, Work(scratch, self._device.launch)
             )
             self._packer.round(
-                Rounding(integers(stored), integers(matrix), first, step, self._skipped, shift=0, moment=0)
+                Rounding(
+                    integers(stored).view(-1),
+                    integers(matrix).view(-1),
+                    first,
+                    step,
+                    self._skipped,
+                    shift=0,
+                    moment=0,
+                )
             )
             built = self._device.record()
         self._device.wait(built)

@@ -8,9 +8,11 @@ from muon_reference import ADAMW, MUON, Experts, MasterMuon, matrices_of, twins
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, train
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming, park
+from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Muon
+from reference_impl.optimizers.streamed.matrices import MatrixUpdate
 
 
 def groups_of(model, **muon):
@@ -168,6 +170,26 @@ def test_resuming_at_another_split_is_bitwise(device, hybrid, after):
         assert_same_weights(resumed, plain)
 
 
+@pytest.mark.parametrize("split", [(1, 0, 0), (0, 1, 0), (0.3, 0.3, 0.4)])
+def test_parking_in_between_changes_no_bit(device, hybrid, split):
+    model, plain = twins(device)
+    optimizer = hybrid(model, split=split)
+    data = batches(device.torch_device, 4)
+    train(model, optimizer, data[:2])
+    parked = park(model, optimizer)
+    with parked:
+        pass
+    train(model, optimizer, data[2:])
+    parked.close()
+    if device.torch_device.type == "cpu":
+        train(plain, MasterMuon(plain), data)
+        assert_same_weights(model, plain)
+
+
+def test_the_device_loads_its_libraries_before_the_first_step():
+    MatrixUpdate(Device.of("cpu"))._build(Muon())
+
+
 def in_bf16(model, **options):
     return HybridDeviceOptimizer(
         groups_of(model),
@@ -201,11 +223,27 @@ def test_bf16_momentum_is_a_neighbour_of_the_exact_one_and_the_same_however_it_i
         one.step()
         one.zero_grad()
         torch.testing.assert_close(one.state_dict(), saved, rtol=0, atol=0)
-        train(model, one, data[:1])
-        cut.load_state_dict(saved)
-        other.load_state_dict(weights)
-        train(other, cut, data[:1])
-        assert_same_weights(model, other)
+        assert saved["state"][0]["step"] == 4
+    # In another process the noise goes on with the step that was saved.
+    resumed, again = copy.deepcopy(model), copy.deepcopy(model)
+    with in_bf16(resumed) as first, in_bf16(again, chunk_bytes=768) as second:
+        for net, optimizer in ((resumed, first), (again, second)):
+            net.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+        second.load_state_dict(second.state_dict())
+        train(resumed, first, data)
+        train(again, second, data)
+        with in_bf16(model) as cut:
+            model.load_state_dict(weights)
+            cut.load_state_dict(saved)
+            train(model, cut, data[:2])
+            saved, weights = cut.state_dict(), copy.deepcopy(model.state_dict())
+        with in_bf16(other) as cut:
+            other.load_state_dict(weights)
+            cut.load_state_dict(saved)
+            train(other, cut, data[2:])
+        assert_same_weights(resumed, again)
+        assert_same_weights(resumed, other)
 
 
 def test_half_masters_are_stored_with_bits_for_their_flags(device):
