@@ -87,7 +87,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Raise ValueError for anything but AdamW of parameters of `model`."""
     if type(optimizer) is not torch.optim.AdamW:
         raise ValueError(
-            f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters())"
+            f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters()); "
+            "for matrices that Muon updates, OptimizerStateOffloader"
         )
     own = set(model.parameters())
     others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]

@@ -65,7 +65,8 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves, and as `check_group`.
     """
     algorithm: Algorithm
-    if type(optimizer) is torch.optim.Muon:
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    if any(type(each) is torch.optim.Muon for each in given):
         raise TypeError(
             "torch.optim.Muon updates whole matrices, which stream where weights stay on the device; expected "
             "torch.optim.AdamW, Adam or SGD; try OptimizerStateOffloader"

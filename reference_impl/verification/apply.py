@@ -144,7 +144,7 @@ def apply_plan(
     ) is not torch.optim.AdamW:
         raise ValueError(
             f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
-            "try torch.optim.AdamW(model.parameters())"
+            "try torch.optim.AdamW(model.parameters()); for matrices that Muon updates, OptimizerStateOffloader"
         )
     activations = execute.get("activations") or {}
     if activations.get("mode") == "layers":

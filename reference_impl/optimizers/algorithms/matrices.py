@@ -1,7 +1,7 @@
 """What an algorithm is that updates whole matrices, and the scratch that its kernels write to.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
-once a matrix: products of several matrices at once round differently on a GPU. A stack of matrices (a parameter of
+once a matrix: products of several matrices at once may round differently on a GPU. A stack of matrices (a parameter of
 three dimensions, as those of experts) is updated one matrix after the other.
 
 An algorithm is one function, `updated`, that leaves the old states as they are: whoever calls it keeps them where the
@@ -94,7 +94,7 @@ def check_shapes(name: str, group: Mapping[str, Any], *, instead: str) -> None:
     `instead` is what updates others.
     """
     for param in group["params"]:
-        if isinstance(param, DTensor) and param.to_local().shape != param.shape:
+        if isinstance(param, DTensor) and not _is_whole(param):
             raise ValueError(
                 f"{name} updates whole matrices, and a parameter of shape {tuple(param.shape)} is sharded as "
                 f"{param.placements}; expected all of it on this rank; try {instead}, or DistributedDataParallel"
@@ -108,4 +108,12 @@ def check_shapes(name: str, group: Mapping[str, Any], *, instead: str) -> None:
     raise ValueError(
         f"{name} updates matrices, and {len(others)} of {len(group['params'])} parameters of its group are none: "
         f"{shapes}{more}; expected two dimensions, or three for a stack of matrices; try {instead} for these{view}"
+    )
+
+
+def _is_whole(param: DTensor) -> bool:
+    """Return whether each rank has all of `param`: the same on all of them."""
+    return all(
+        placement.is_replicate() or size == 1
+        for placement, size in zip(param.placements, param.device_mesh.shape, strict=True)
     )

@@ -97,7 +97,7 @@ def _round(
     inside = (place < numel) & (tl.load(skipped_ptr) == 0)
     bits = tl.load(values_ptr + place, mask=inside, other=0)
     first = tl.load(first_ptr).to(tl.int32)
-    random = _mix((place + shift + first) ^ _mix(tl.load(step_ptr).to(tl.int32) + 1))
+    random = _mix((place + shift + first).to(tl.int32) ^ _mix(tl.load(step_ptr).to(tl.int32) + 1))
     noise = ((random >> 16) if upper else random) & 0xFFFF
     magnitude = bits & _MAGNITUDE
     finite = magnitude < _INFINITY

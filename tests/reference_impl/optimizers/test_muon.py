@@ -8,8 +8,15 @@ from muon_reference import ADAMW, MUON, Experts, MasterMuon, matrices_of, twins
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, train
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming, park
+from reference_impl import (
+    HybridDeviceOptimizer,
+    OptimizerStateOffloader,
+    Streaming,
+    TrainableLayerStreamer,
+    park,
+)
 from reference_impl.device import Device
+from reference_impl.fitting.checks import check_optimizer
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Muon
 from reference_impl.optimizers.streamed.matrices import MatrixUpdate
@@ -430,3 +437,14 @@ def test_optimizers_that_are_not_stepped_together_are_refused(device):
             OptimizerStateOffloader(given)
     with pytest.raises(ValueError, match="more than one parameter group"):
         OptimizerStateOffloader([muon, muon])
+
+
+def test_layers_that_stream_refuse_it_by_name(device):
+    model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3)).to(device.torch_device)
+    first, *others = model.parameters()
+    muon, adamw = torch.optim.Muon([first], lr=0.1), torch.optim.AdamW(others, lr=0.1, fused=True)
+    for given in (muon, [muon, adamw]):
+        with pytest.raises(TypeError, match=r"Muon updates whole matrices.*try OptimizerStateOffloader"):
+            TrainableLayerStreamer(model, given)
+    with pytest.raises(ValueError, match=r"fit offloads AdamW's state; got Muon.*OptimizerStateOffloader"):
+        check_optimizer(muon, model)
