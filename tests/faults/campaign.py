@@ -58,6 +58,10 @@ CAMPAIGNS = (
     "layers-calls-signals",
     "shards-calls",
     "shards-calls-signals",
+    "begun",
+    "users-begun",
+    "layers-begun",
+    "shards-begun",
     # When the second thread runs is chance.
     "readers",
 )
@@ -172,6 +176,8 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
         return called, lambda: calls.judge(called)
     if "signals" in words:
         case = cases.interrupted_case_of(seed, matrix=matrix, is_timed="timed" in words)
+    elif "begun" in words:
+        case = cases.begun_case_of(seed, matrix=matrix)
     elif "python" in words:
         case = cases.python_case_of(seed, matrix=matrix)
     else:

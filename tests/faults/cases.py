@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from injector import WORKER, Fault, Injector, Moment, some_kind
+from injector import WORKER, Fault, Injector, Moment, OnceBegun, some_kind
 from interrupts import Interrupt, counted, seconds_of
 from judge import ACTIONS, FAULTY_STEPS, Case, opened, train
 from python_faults import NoMemory, TooDeep, calls_counted, frames_counted
@@ -48,6 +48,15 @@ def case_of(seed: int, *, matrix: list[Setting]) -> Case:
         each = counted[moment] // STEPS
         nth = random.randint(each + 1, max(counted[moment] - each, each + 1))
     return Case(setting, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
+
+
+def begun_case_of(seed: int, *, matrix: list[Setting]) -> Case:
+    """Return the case of a seed in which nothing may allocate once a step has begun, and nothing should."""
+    setting = matrix[seed * 59 % len(matrix)]
+    with opened(setting, Injector()):
+        # What is made once and stays, such as a process group, does so before the case.
+        pass
+    return Case(setting, OnceBegun(), shuffled(seed).choice(ACTIONS))
 
 
 @cache

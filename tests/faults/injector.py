@@ -175,6 +175,16 @@ class Fault:
         return self.kind == "device_lost" or self.moment.seam.endswith(WORKER)
 
 
+@dataclass(frozen=True)
+class OnceBegun:
+    """Whatever allocates on the training thread once a step has begun finds no memory: nothing is to."""
+
+    may_break = False
+
+    def __str__(self) -> str:
+        return "no memory once a step has begun"
+
+
 class Undisturbed:
     """While `active`, no call of any thread counts or fails: the run is what others are compared with."""
 
@@ -197,8 +207,9 @@ undisturbed = Undisturbed()
 class Injector:
     """Counts visits, and fails one if given a `fault`. One at a time may be installed."""
 
-    def __init__(self, fault: Fault | None = None) -> None:
-        self.fault = fault
+    def __init__(self, fault: Fault | OnceBegun | None = None) -> None:
+        self.fault = fault if isinstance(fault, Fault) else None
+        self._once_begun = isinstance(fault, OnceBegun)
         self.visits: Counter[Moment] = Counter()
         self.error: BaseException | None = None
         # Whether it came where a begun step is carried out, and was no lack of memory for an allocation.
@@ -242,6 +253,9 @@ class Injector:
             raise self.error
         if on_main and self._quiet:
             return
+        allocates = allocates or seam in _ALLOCATING
+        if self._once_begun and allocates and not begun_steps.may_allocate():
+            self.fail(KINDS["out_of_memory"](), allocates=True)
         moment = Moment(self.step, self.phase, seam) if on_main else Moment(-1, "", seam + WORKER)
         with self._lock:
             self.visits[moment] += 1
@@ -253,7 +267,7 @@ class Injector:
             )
         if fails:
             assert self.fault is not None
-            self.fail(KINDS[self.fault.kind](), allocates=allocates or seam in _ALLOCATING)
+            self.fail(KINDS[self.fault.kind](), allocates=allocates)
 
     def names(self, error: BaseException) -> bool:
         """Return whether `error` is what was injected, or says that it came from it."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import injector as injection
 import torch
-from injector import Fault, Injector
+from injector import Fault, Injector, OnceBegun
 from interrupts import Interrupt
 from leftovers import Leftovers
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, deeper
@@ -61,7 +61,7 @@ class Case:
     """One run of the campaign."""
 
     setting: Setting
-    fault: Fault | Interrupt | NoMemory | TooDeep
+    fault: Fault | OnceBegun | Interrupt | NoMemory | TooDeep
     action: str
 
     def __str__(self) -> str:
@@ -115,12 +115,13 @@ def judge(case: Case) -> Outcome:
 
 def _judged(case: Case) -> Outcome:
     fault = case.fault if isinstance(case.fault, Fault) else None
-    injector = Injector(fault)
+    seen = case.fault if isinstance(case.fault, Fault | OnceBegun) else None
+    injector = Injector(seen)
     hears_threads = isinstance(case.fault, NoMemory) and not case.fault.on_main
     with case.fault.comes(injector) if hears_threads else nullcontext():
         trainee = Trainee(case.setting, injector.visit)
         try:
-            with injector.installed(Device.of("cpu")) if fault else nullcontext():
+            with injector.installed(Device.of("cpu")) if seen else nullcontext():
                 run = _Run(case, trainee, injector)
                 outcome = run.outcome()
                 injector.enter(STEPS, "close")

@@ -22,6 +22,7 @@ from reference_impl.memory.slots import Slots
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
+from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.step import Failures
 from reference_impl.optimizers.streamed import share
 from reference_impl.optimizers.streamed.update import ChunkUpdate
@@ -174,6 +175,17 @@ def rates_of_the_next_batch() -> None:
     share.snapshot = _module(HybridDeviceOptimizer).snapshot = list
 
 
+def allocated_after_the_begin() -> None:
+    """What a step needs is allocated once it has begun."""
+    real = Shares.begin
+
+    def begin(shares: Any, prepared: Any) -> None:
+        torch.empty(16)
+        real(shares, prepared)
+
+    Shares.begin = begin  # type: ignore[method-assign]
+
+
 def few_signals_are_deferred() -> None:
     """A region defers Ctrl-C, and no other signal."""
     interrupts._SIGNALS = [int(SIGINT)]
@@ -214,6 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
     "step-counted-twice": Mutation(step_counted_twice),
     "lost-device-hides-the-rest": Mutation(lost_device_hides_the_rest, "shards:0:20"),
     "rates-of-the-next-batch": Mutation(rates_of_the_next_batch, "users:0:60"),
+    "allocated-after-the-begin": Mutation(allocated_after_the_begin, "begun:0:12"),
     "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
     "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }

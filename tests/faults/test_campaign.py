@@ -12,6 +12,7 @@ from settings import needs_recovery
 
 FAST = {
     "optimizers": 40,
+    "begun": 12,
     "users": 20,
     "muon": 10,
     "python": 15,
@@ -26,6 +27,8 @@ FAST = {
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
     "optimizers": 160 * TIMES,
+    "begun": 40 * TIMES,
+    "layers-begun": 20 * TIMES,
     "users": 40 * TIMES,
     "muon": 40 * TIMES,
     "muon-signals": 10 * TIMES,
@@ -47,7 +50,7 @@ SLOW = {
 # Each of these runs in one process.
 TOGETHER = [
     ["optimizers"],
-    ["users", "python"],
+    ["users", "python", "begun", "layers-begun"],
     ["muon", "muon-signals", "muon-python", "muon-calls"],
     ["calls", "calls-signals", "readers"],
     ["layers", "signals", "users-signals", "layers-signals"],
