@@ -2,16 +2,18 @@
 
     python benchmarks/convergence.py --out losses.json --figure losses.svg        # the published size, needs a GPU
     python benchmarks/convergence.py --tiny --steps 300 --seeds 0                 # the same code at toy size
+    python benchmarks/convergence.py --forms muon --out muon.json                 # Muon for the matrices, off the GPU
     python benchmarks/convergence.py --read a.json b.json --figure losses.svg     # of runs made apart
 
 A decoder with learned positions learns to continue the source of Python's standard library, byte by byte: real text
 that is there wherever Python is. Weights are bf16, gradients are clipped, the learning rate warms up and falls to a
 tenth as a cosine. All states are off the device but exact ones, whose bits do not depend on it. A form sees the same
 weights and batches as the exact one of its seed. "weights perturbed" is exact from weights that are changed by 1e-4 of
-themselves: how far apart two trainings are that nothing distinguishes.
+themselves: how far apart two trainings are that nothing distinguishes. Forms with Muon are compared with Muon whose
+states are on the device.
 
 The validation loss is of files that are not trained on, in the last step. The largest update is that of any element of
-a matrix, before the learning rate: |m| / (sqrt(v) + eps), bias corrected, every tenth of the run.
+a matrix that AdamW updates, before the learning rate: |m| / (sqrt(v) + eps), bias corrected, every tenth of the run.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 
 import torch
 from machine import machine, print_table
+from muon_rows import MUON, parts_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -39,13 +42,16 @@ from reference_impl.verification.model import Decoder, DecoderShape
 PUBLISHED, PUBLISHED_BATCH = DecoderShape(hidden=768, ffn=2048, layers=8, heads=12, vocab=256), (8, 256)
 TINY, TINY_BATCH = DecoderShape(hidden=96, ffn=256, layers=3, heads=4, vocab=256), (4, 128)
 RATE, WARM_UP, EPS, SPREAD = 5e-4, 100, 1e-8, 0.02
-EXACT = "exact"
+EXACT, MUON_EXACT = "exact", "muon, on the device"
 FORMS: dict[str, dict[str, Any]] = {
     EXACT: {},
     "weights perturbed": {},
     "bf16 moments, half masters": {"states": "bf16-moments"},
     "compact with 16 low bits": {"states": "compact-16"},
     "compact with 8 low bits": {"states": "compact-8"},
+    MUON_EXACT: {"fraction": 0.0},
+    "muon, exact, off it": {"states": "exact"},
+    "muon, bf16 momentum": {"states": "bf16-moments"},
 }
 VALIDATION_BATCHES = 40
 
@@ -83,6 +89,11 @@ def batch_of(text: torch.Tensor, size: tuple[int, int], generator: torch.Generat
     return text[starts + torch.arange(tokens + 1)].long()
 
 
+def exact_of(form: str) -> str:
+    """Return the form that a form is compared with."""
+    return MUON_EXACT if form.startswith("muon") else EXACT
+
+
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of every next byte, in fp32."""
     logits = model(batch[:, :-1])
@@ -103,14 +114,22 @@ def optimizer_of(
     options: dict[str, Any] = {"lr": RATE, "betas": betas, "eps": EPS, "weight_decay": 0.1}
     if not FORMS[form]:
         return HybridDeviceOptimizer(model.parameters(), offload_fraction=0.0, max_grad_norm=1.0, **options)
-    adamw = torch.optim.AdamW(model.parameters(), fused=True, **options)
-    return OptimizerStateOffloader(adamw, max_grad_norm=1.0, chunk_bytes=16 * 2**20, **FORMS[form])
+    given: Any = torch.optim.AdamW(model.parameters(), fused=True, **options)
+    if form.startswith("muon"):
+        whole, rest = parts_of(model)
+        given = [
+            torch.optim.Muon(whole, **{**MUON, "lr": RATE}),
+            torch.optim.AdamW(rest, fused=True, **options),
+        ]
+    return OptimizerStateOffloader(given, max_grad_norm=1.0, chunk_bytes=16 * 2**20, **FORMS[form])
 
 
 def largest_update(optimizer: torch.optim.Optimizer, betas: tuple[float, float]) -> float:
     """Return the largest update of any element of a matrix."""
     found = 0.0
     for state in optimizer.state_dict()["state"].values():
+        if "exp_avg" not in state:
+            continue
         step = state["step"].item()
         average = state["exp_avg"] / (1 - betas[0] ** step)
         square = state["exp_avg_sq"] / (1 - betas[1] ** step)
@@ -167,8 +186,8 @@ def train(
 
 def rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, object]]:
     """Yield a line for each form: validation losses and what they are off the exact ones of the same seed."""
-    exact = {run["seed"]: run["validation"] for run in runs if run["form"] == EXACT}
     for form in FORMS:
+        exact = {run["seed"]: run["validation"] for run in runs if run["form"] == exact_of(form)}
         listed = [run for run in runs if run["form"] == form]
         if listed:
             off = [run["validation"] / exact[run["seed"]] - 1 for run in listed if run["seed"] in exact]
@@ -199,8 +218,9 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     for form, losses in curves.items():
         steps = [50 * (index + 1) for index in range(len(losses))]
         above.plot(steps, losses, label=form, linewidth=1)
-        if form != EXACT and EXACT in curves:
-            off = [100 * (one / exact - 1) for one, exact in zip(losses, curves[EXACT], strict=True)]
+        base = exact_of(form)
+        if form != base and base in curves:
+            off = [100 * (one / exact - 1) for one, exact in zip(losses, curves[base], strict=True)]
             below.plot(steps, off, label=form, linewidth=1, color=above.lines[-1].get_color())
     above.set_ylabel("training loss")
     above.legend()

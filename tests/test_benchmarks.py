@@ -304,3 +304,17 @@ def test_states_in_fewer_bits_learn_as_well(convergence, tmp_path, monkeypatch, 
         assert run["losses"][-1] < 0.8 * run["losses"][0]
         assert run["validation"] == pytest.approx(exact[run["seed"]], rel=0.005)
         assert run["largest_update"] < 10
+
+
+@pytest.mark.slow
+def test_rows_of_muon_are_ratios_to_muon(plans, tmp_path, monkeypatch, capsys):
+    optimizer = importlib.import_module("optimizer")
+    out = tmp_path / "muon.json"
+    monkeypatch.setattr("sys.argv", ["optimizer.py", "--tiny", "--rows", "muon", "--out", str(out)])
+    optimizer.main()
+    (results,) = json.loads(out.read_text())["tokens"].values()
+    base = results["muon, nothing offloaded"]
+    assert base["ratio"] == 1
+    assert "none" not in results
+    for name, result in results.items():
+        assert (result["loss"] == base["loss"]) == ("bf16" not in name), name
