@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from muon_reference import ADAMW, MUON, Experts, MasterMuon, matrices_of, twins
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, train
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from reference_impl import (
     HybridDeviceOptimizer,
@@ -357,6 +359,28 @@ def test_muon_alone_is_torchs(device):
         assert torch.equal(ours["state"][0]["momentum_buffer"], expected["state"][0]["momentum_buffer"].cpu())
         theirs.load_state_dict(ours)
         optimizer.load_state_dict(expected)
+
+
+def test_a_distributed_checkpoint_has_both(device, hybrid, tmp_path):
+    (model, other), data = twins(device), batches(device.torch_device, 4)
+    built = []
+    for net in (model, other):
+        # torch asks for a state of every parameter that is trained.
+        net.unused.requires_grad_(requires_grad=False)
+        built.append(hybrid(net, split=(0.2, 0.4, 0.4) if net is model else (0, 1, 0)))
+    train(model, built[0], data[:2])
+    weights, states = get_state_dict(model, built[0])
+    dcp.save({"model": weights, "states": states}, checkpoint_id=tmp_path)
+    expected = copy.deepcopy(model.state_dict())
+    weights, states = get_state_dict(other, built[1])
+    dcp.load({"model": weights, "states": states}, checkpoint_id=tmp_path)
+    set_state_dict(other, built[1], model_state_dict=weights, optim_state_dict=states)
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    train(model, built[0], data[2:])
+    train(other, built[1], data[2:])
+    if device.torch_device.type == "cpu":
+        assert_same_weights(model, other)
 
 
 def test_groups_are_added_with_their_formula(device, hybrid):
