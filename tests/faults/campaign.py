@@ -60,6 +60,7 @@ CAMPAIGNS = (
     "shards-calls-signals",
     "begun",
     "users-begun",
+    "muon-begun",
     "layers-begun",
     "shards-begun",
     # When the second thread runs is chance.

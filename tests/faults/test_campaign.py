@@ -34,6 +34,7 @@ SLOW = {
     "muon-signals": 10 * TIMES,
     "muon-python": 10 * TIMES,
     "muon-calls": 10 * TIMES,
+    "muon-begun": 20 * TIMES,
     "python": 45 * TIMES,
     "calls": 56 * TIMES,
     "calls-signals": 56 * TIMES,
@@ -51,7 +52,7 @@ SLOW = {
 TOGETHER = [
     ["optimizers"],
     ["users", "python", "begun", "layers-begun"],
-    ["muon", "muon-signals", "muon-python", "muon-calls"],
+    ["muon", "muon-signals", "muon-python", "muon-calls", "muon-begun"],
     ["calls", "calls-signals", "readers"],
     ["layers", "signals", "users-signals", "layers-signals"],
     ["shards", "shards-signals"],
