@@ -52,11 +52,13 @@ from machine import machine, print_table
 from torch import nn
 from trace_overlap import record
 
+from reference_impl import limit_pinned_memory
 from reference_impl.activations import ActivationOffloader
 from reference_impl.activations.offloader import Offloader
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from skill_tools.units import parse_bytes
 
 # A budget profiles, plans, measures, and may have to plan again; the others have learnt all after two.
 WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 8, 3
@@ -279,8 +281,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     parser.add_argument("--trace", type=Path, help="write a Perfetto trace of two steps of `half the layers`")
     parser.add_argument("--figure", type=Path, help="draw the second of these steps as an SVG")
+    parser.add_argument("--pinned", help="limit what this process pins, for example 2GiB")
     parser.add_argument("--first", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.pinned:
+        limit_pinned_memory(parse_bytes(args.pinned, option="--pinned"))
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     shape = TINY if args.tiny else PUBLISHED
     lengths = [int(part) for part in (args.tokens or ("256" if args.tiny else "32768,8192")).split(",")]

@@ -4,6 +4,8 @@
     python benchmarks/frozen_layers.py --tiny                   # the same code at toy size, also on the CPU twin
     python benchmarks/frozen_layers.py --does-not-fit           # with a run that has less memory than weights
     python benchmarks/frozen_layers.py --trace trace.json       # with a Perfetto trace of two steps
+    python benchmarks/frozen_layers.py --rows streamed --tokens 8192 --pinned 2GiB,512MiB --old CHECKOUT
+                                                                # with little pinned memory, beside older code
 
 A row is LoRA training at batch 1: forward, backward, AdamW on the adapters, zero_grad. Times are medians of
 steps 3 to 6; the peak is the allocator's. `same_bits` is a run of its own, for every row and size, with deterministic
@@ -17,9 +19,12 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +35,11 @@ from machine import machine, print_table
 from torch import nn
 from trace_overlap import record
 
-from reference_impl import FrozenLayerStreamer
+from reference_impl import FrozenLayerStreamer, limit_pinned_memory
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
+from skill_tools.units import parse_bytes
 
 # What cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -71,8 +77,22 @@ def streamed(**options: Any) -> Attach:
     return lambda model: FrozenLayerStreamer(model, **options)
 
 
-def rows(shape: DecoderShape) -> dict[str, Attach]:
-    """Return every row of the table by name; in the last, half of the layers pass through staging memory."""
+def limited(limit_bytes: int) -> Attach:
+    """Return what attaches a streamer in a process that may pin only `limit_bytes`."""
+
+    @contextmanager
+    def attached(model: nn.Module) -> Iterator[FrozenLayerStreamer]:
+        with limit_pinned_memory(limit_bytes), FrozenLayerStreamer(model) as streamer:
+            yield streamer
+
+    return attached
+
+
+def rows(shape: DecoderShape, pinned: Sequence[str] = ()) -> dict[str, Attach]:
+    """Return every row of the table by name: in "half pinned" half of the layers pass through staging memory.
+
+    The last have a limit on pinned memory each, as `pinned` says.
+    """
     layer_bytes = 2 * shape.hidden * (4 * shape.hidden + 3 * shape.ffn)
     half_pinned_bytes = (shape.layers // 2 + 2) * layer_bytes
     layers = shape.layers
@@ -82,6 +102,7 @@ def rows(shape: DecoderShape) -> dict[str, Attach]:
         "streamed, prefetch 1": streamed(prefetch=1),
         "half resident": streamed(resident_layers=layers // 2),
         "half pinned": streamed(host_limit_bytes=half_pinned_bytes),
+        **{f"streamed, {limit} pinned": limited(parse_bytes(limit, option="--pinned")) for limit in pinned},
     }
 
 
@@ -213,6 +234,19 @@ def trace(attach: Attach, setting: Setting, path: Path) -> dict[str, float]:
     return {**overlap, "DtoH_bytes_per_step": sum(copied) / 2}
 
 
+def of_older_code(checkout: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the report of this program with the package of `checkout`, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "old.json"
+        subprocess.run(
+            [sys.executable, __file__, *arguments, "--out", str(out)],
+            env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+            check=True,
+        )
+        report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
 def main() -> None:
     """Run the rows that are asked for, print the table, write JSON."""
     parser = argparse.ArgumentParser(
@@ -226,6 +260,10 @@ def main() -> None:
     parser.add_argument(
         "--does-not-fit", action="store_true", help="also train with less memory than weights"
     )
+    parser.add_argument(
+        "--pinned", default="", help="limits on pinned memory, such as 2GiB, comma separated: a row each"
+    )
+    parser.add_argument("--old", type=Path, help="a checkout with older code, for the same rows beside these")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     parser.add_argument("--trace", type=Path, help="write a Perfetto trace of the streamed row, 8192 tokens")
     args = parser.parse_args()
@@ -235,12 +273,16 @@ def main() -> None:
     print(json.dumps(report["machine"]))
     wanted = [part for part in args.rows.split(",") if part]
     tokens = [64] if args.tiny else [int(part) for part in args.tokens.split(",")]
+    pinned = [limit for limit in args.pinned.split(",") if limit]
+    if args.old:
+        rest = ["--tiny"] if args.tiny else ["--tokens", args.tokens]
+        report["old"] = of_older_code(args.old, [*rest, "--rows", args.rows, "--pinned", args.pinned])
     for count in tokens:
         setting = Setting(shape, count, device)
         results: dict[str, Any] = {}
         baseline = measure(resident, setting, build(setting))
         expected = bits(resident, setting, build(setting))
-        for name, attach in rows(shape).items():
+        for name, attach in rows(shape, pinned).items():
             if wanted and name != "resident" and not any(part in name for part in wanted):
                 continue
             result = baseline if attach is resident else measure(attach, setting, build(setting))
@@ -250,6 +292,9 @@ def main() -> None:
                 "same_bits": equal(bits(attach, setting, build(setting)), expected),
                 **result,
             }
+        if "streamed" in results:
+            for result in results.values():
+                result["to_unlimited"] = result["step_s"] / results["streamed"]["step_s"]
         report["tokens"][count] = results
         print(f"\n{count} tokens a step")
         print_table([{"row": name, **result} for name, result in results.items()])

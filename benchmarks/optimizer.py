@@ -35,11 +35,12 @@ from trace_overlap import REPEATED, record
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.states import state_bytes
 from offload_arithmetic.update_time import whole_update_seconds
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, Streaming, limit_pinned_memory
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger, device_bytes
 from reference_impl.optimizers.auto_split import machine_rates
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
+from skill_tools.units import parse_bytes
 
 PUBLISHED = DecoderShape(hidden=2048, ffn=5632, layers=24, heads=16, vocab=32000)
 TINY = DecoderShape(hidden=64, ffn=176, layers=3, heads=4, vocab=256)
@@ -289,10 +290,13 @@ def main() -> None:
         "--trace", type=Path, help="write a Perfetto trace of a row, at the first of --tokens"
     )
     parser.add_argument("--figure", type=Path, help="draw one step of --trace as an SVG")
+    parser.add_argument("--pinned", help="limit what this process pins, for example 2GiB")
     parser.add_argument("--trace-row", default="ours 100%", help="the first row whose name contains this")
     args = parser.parse_args()
     if args.figure and not args.trace:
         parser.error("--figure draws a trace; expected --trace with it; try --trace trace.json")
+    if args.pinned:
+        limit_pinned_memory(parse_bytes(args.pinned, option="--pinned"))
     device = Device.of("cuda" if torch.cuda.is_available() else "cpu")
     shape, tokens = (TINY, 32) if args.tiny else (PUBLISHED, 2048)
     report: dict[str, Any] = {"machine": machine(device), "shape": vars(shape), "tokens": {}}

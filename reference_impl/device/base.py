@@ -329,6 +329,10 @@ class Device(ABC):
     def unpin(self, address: int) -> None:
         """Undo `pin` of the memory at `address`."""
 
+    def is_pageable(self, host: torch.Tensor) -> bool:
+        """Return whether copies reach `host` through pinned memory only."""
+        return bool(self.pageable) and host.untyped_storage().data_ptr() in self.pageable
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy between host and device on the live current stream; the host goes on. Allocates nothing.
 

@@ -326,6 +326,8 @@ class CudaDevice(Device, torch_type="cuda"):
         Those are a batch of tokens on its way to the forward, and, where somebody is `gathering`, the tables of sizes
         that FSDP2 copies in for every module that it has gathered.
         """
+        if self.is_pageable(host):
+            return self._copy_in_staged(target, host, after)
         part_bytes = _SMALL_PART_IN_BYTES if self.gathering else _PART_IN_BYTES
         targets, sources = parts_of(target, part_bytes), parts_of(host, part_bytes)
         with self._h2d.lock:
@@ -339,6 +341,16 @@ class CudaDevice(Device, torch_type="cuda"):
                     torch.accelerator.set_stream(stream)
                     self.copy(to, part)
             return _recorded(stream)
+
+    def _copy_in_staged(self, target: torch.Tensor, host: torch.Tensor, after: Iterable[Event]) -> Event:
+        """Copy all on one stream: its parts are as small, and others need not wait until threads have filled them."""
+        with self._h2d.lock:
+            stream = self._h2d.take(host.nbytes, in_turns=True)
+            for event in after:
+                _await(stream, event)
+        with OnStream(stream):
+            self.copy(target, host)
+        return _recorded(stream)
 
     def on_h2d_of_weights(self) -> AbstractContextManager[object]:
         """Switch to the stream of weights."""

@@ -1,11 +1,10 @@
-"""The ranks that train one model together, and those that share this host's cores and memory.
+"""The ranks that train one model together.
 
 Explained in docs/distributed.md.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,27 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-
-
-def local_ranks() -> int:
-    """Return how many ranks run on this host: `LOCAL_WORLD_SIZE`, which torchrun sets; 1 without it."""
-    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-
-
-def own_cores() -> int:
-    """Return this rank's share of the cores that it may run on.
-
-    Ranks that nobody has bound share all cores of the process that has launched them. Of those that are bound to fewer
-    cores, so many share a set as its part of all cores says.
-    """
-    ours = os.sched_getaffinity(0)
-    try:
-        launchers = os.sched_getaffinity(os.getppid())
-    except OSError:
-        launchers = ours
-    part = len(ours) / len(launchers) if ours < launchers else 1.0
-    sharing = max(round(local_ranks() * part), 1)
-    return max(len(ours) // sharing, 1)
 
 
 class RankGroup:

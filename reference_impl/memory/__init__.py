@@ -6,6 +6,7 @@
 - slot: a device buffer of a pool, which streamed data passes through; permanent slots stay, extra ones are temporary.
 - tier: a place for the bytes of saved storages: pinned host memory, or a file on disk behind pinned staging memory.
 - staging: pinned memory that copies to and from slower memory pass through.
+- copiers: threads that copy between pageable memory and staging, as many at a time as cores are idle (`cores`).
 - extent: a stretch of the spill file.
 - ledger: counts live and peak bytes of the device and host tiers.
 - region: a few lines that no signal may interrupt; signal handlers run at its end.

@@ -69,7 +69,8 @@ class HostArena:
     """Host memory of one mechanism, at most `limit_bytes` in slabs of `slab_bytes` or more.
 
     `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously. What may not be
-    pinned (see `memory.pinned`) is pageable, and its copies are staged.
+    pinned (see `memory.pinned`) is pageable, and its copies are staged; with `copied` too, all of an arena that is not
+    pinned, under a limit on what is.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class HostArena:
         slab_bytes: int = _SLAB_BYTES,
         remedy: str = "",
         pinned: bool = True,
+        copied: bool = False,
     ) -> None:
         """`remedy` ends the message when the host lacks the memory; nothing is allocated yet."""
         self._device = device
@@ -88,6 +90,7 @@ class HostArena:
         self._slab_bytes = slab_bytes
         self._remedy = remedy or "try offloading less"
         self._pinned = pinned
+        self._is_copied = pinned or copied
         self._lock = threading.Lock()
         self._returned: deque[HostBlock] = deque()
         self._slabs: list[Slab] = []
@@ -310,7 +313,7 @@ class HostArena:
 
     def _add(self, slab: Slab) -> bool:
         """Take a new slab, unless another thread's has used up the limit meanwhile; return whether it is taken."""
-        if self._pinned and not slab.is_pinned:
+        if self._is_copied and not slab.is_pinned:
             ring_of(self._device).serve(slab)
         with deferred_interrupts(), self._lock:
             left_bytes = self._left_bytes

@@ -1,9 +1,10 @@
 """Copies between the device and pageable memory, through a ring of pinned buffers.
 
-Pageable memory is what exceeds `pinned.limit_pinned_memory`. On the way in the calling thread fills a buffer and starts
-its H2D copy; it waits only where the buffer's last copy is still under way. On the way out the D2H copy into a buffer
-starts at once, and a thread empties it, so a training thread waits only where all buffers are on their way. Events of
-the device are what they are for pinned memory; who reads the host's side waits for the thread too (`Landing`).
+Pageable memory is what exceeds `pinned.limit_pinned_memory`. As many threads as cores are idle fill and empty the
+buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
+after the other, and starts the H2D copy of each. On the way out the D2H copy into a buffer starts at once, and threads
+empty it once that has ended, so a training thread waits only where all buffers are on their way. Events of the device
+are what they are for pinned memory; who reads the host's side waits for the threads too (`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other. A device has one ring, from its first pageable
 slab to the end of the limit.
@@ -15,40 +16,59 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import REACHED, Device, Event, together
+from reference_impl.memory.copiers import Copiers, Copy
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.pinned import at_end_of_limit, pinned_book
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.worker import Worker, is_done
 
-# Of each direction: one is filled, one copied, and two are between.
-_BUFFERS = 4
+# Of each direction: so many threads as fill the link work on one each, and a few more are copied or between.
+_BUFFERS = 16
 # A copy to the host that takes longer is lost.
 _DEADLINE_S = 600.0
 
 
 class Landing:
-    """An event: a thread has brought what was copied out to where it belongs."""
+    """An event: what was copied out to a buffer has been brought to where it belongs, and all before it on the ring."""
 
-    __slots__ = ("_future", "_worker")
+    __slots__ = ("_arrival", "_before", "_copiers", "_worker")
 
-    def __init__(self, worker: Worker, future: Future[None]) -> None:
-        self._worker, self._future = worker, future
+    def __init__(
+        self, worker: Worker, arrival: Future[Copy], copiers: Copiers, before: Landing | None
+    ) -> None:
+        """`arrival` is of `worker`: it starts the copy of `copiers` once the buffer is full."""
+        self._worker, self._arrival, self._copiers, self._before = worker, arrival, copiers, before
 
     def query(self) -> bool:
-        """Return whether the thread is done with it."""
-        return is_done(self._future)
+        """Return whether it is there, or never will be."""
+        if (before := self._before) is not None:
+            if not before.query():
+                return False
+            self._before = None
+        return self.has_failed or (is_done(self._arrival) and self._arrival.result().is_over)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it never will be there."""
+        return is_done(self._arrival) and (_failed(self._arrival) or _failed(self._arrival.result().future))
 
     def synchronize(self) -> None:
-        """Wait for the thread; raise what it has raised, and RuntimeError when it has died."""
-        self._worker.wait(self._future, deadline_s=_DEADLINE_S)
+        """Wait for it, as what is needed first; raise what a thread has raised, and RuntimeError when one has died."""
+        if (before := self._before) is not None:
+            # What has become of that is told to who waits for it.
+            with suppress(Exception):
+                before.synchronize()
+            self._before = None
+        self._copiers.wait(self._worker.wait(self._arrival, deadline_s=_DEADLINE_S))
 
 
 class _Buffers:
@@ -59,14 +79,19 @@ class _Buffers:
         self._turn: deque[tuple[torch.Tensor, Event]] = deque((part, REACHED) for part in parts)
         self.size_bytes = parts[0].numel()
 
-    def take(self, size_bytes: int) -> torch.Tensor:
-        """Return the buffer whose turn it is, once it is free."""
-        buffer, free = self._turn[0]
-        free.synchronize()
+    def take(self, size_bytes: int, *, ahead: int = 0) -> torch.Tensor:
+        """Return the buffer whose turn it is, once it is free, or the one whose turn is `ahead` of it."""
+        buffer, free = self._turn[ahead]
+        try:
+            free.synchronize()
+        except Exception:
+            # Who reads these bytes is told; the buffer is none the worse.
+            if not free.query():
+                raise
         return buffer[:size_bytes]
 
     def give_back(self, *, after: Event) -> None:
-        """Let the next one have its turn."""
+        """Let the next one have its turn: the one whose turn it was may be written after `after`."""
         buffer, _ = self._turn.popleft()
         self._turn.append((buffer, after))
 
@@ -82,39 +107,54 @@ class Ring:
         )
         buffers = self._slab.bytes.split(size_bytes // (2 * _BUFFERS))[: 2 * _BUFFERS]
         self._out, self._in = _Buffers(buffers[:_BUFFERS]), _Buffers(buffers[_BUFFERS:])
+        self._copiers = Copiers("host-copies")
+        # Waits for buffers that are being filled by the device.
         self._worker = Worker("staged-copies")
-        # What is on its way to the host: from which address to which, and when it is there.
+        # What is on its way to the host, and what has not come: from which address to which, and when it is there.
         self._landing: deque[tuple[int, int, Landing]] = deque()
+        self._lost: list[tuple[int, int, Landing]] = []
+        self._putting_away = threading.Lock()
 
     def serve(self, slab: Slab) -> None:
         """Take over the copies of a pageable slab until it is forgotten."""
+        # One that was at this address may have been dropped with a copy that failed.
+        self._forget(slab.bytes)
         self._device.pageable[slab.bytes.untyped_storage().data_ptr()] = self
 
     def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
         """Start filling `host`; return what its readers on the host wait for beside the stream."""
-        landed: Event = REACHED
+        landings: list[Event] = []
         with deferred_interrupts(), self._out.lock, self._settled_after_failure():
+            self._begin_anew(host)
             for part, piece in _pieces(host, source, self._out.size_bytes):
                 buffer = self._out.take(part.numel())
                 self._device.copy(buffer, piece)
-                landed = self._land(part, buffer, self._device.record(for_threads=True))
-                self._out.give_back(after=landed)
-        return landed
+                landings.append(self._land(part, buffer, self._device.record(for_threads=True)))
+                self._out.give_back(after=landings[-1])
+        return together(*landings)
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
         self._wait_landed(host)
-        with deferred_interrupts(), self._in.lock, self._settled_after_failure():
+        # What is being filled, the first one first.
+        filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
+        with deferred_interrupts(), self._in.lock, self._settled_after_failure(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
-                buffer = self._in.take(part.numel())
-                buffer.copy_(piece)
-                self._device.copy(part, buffer)
-                self._in.give_back(after=self._device.record(for_threads=True))
+                if len(filling) == _BUFFERS:
+                    self._send(filling)
+                buffer = self._in.take(part.numel(), ahead=len(filling))
+                filling.append((part, buffer, self._copiers.start(buffer, piece, is_needed=True)))
+            while filling:
+                self._send(filling)
 
     def synchronize(self) -> None:
-        """Wait until all that was copied out is where it belongs."""
+        """Wait until all that was copied out is where it belongs; raise once why it is not."""
         for _, _, landing in tuple(self._landing):
-            landing.synchronize()
+            try:
+                landing.synchronize()
+            except BaseException:
+                self._put_away()
+                raise
 
     def close(self) -> None:
         """Unlock the buffers. Raises RuntimeError where pageable memory is still in use."""
@@ -123,31 +163,68 @@ class Ring:
                 "pageable memory of an offloader is still in use; expected all to be closed before the limit on pinned "
                 "memory is lifted; try closing them first"
             )
-        self.synchronize()
+        # Nobody is left to read what has not come.
+        with suppress(Exception):
+            self.synchronize()
         self._worker.close()
+        self._copiers.close()
         self._device.synchronize()
         self._slab.close()
 
     def _land(self, part: torch.Tensor, buffer: torch.Tensor, copied: Event) -> Landing:
-        """Have the thread copy `buffer` to `part` once `copied` is reached."""
-        landing = Landing(self._worker, self._worker.submit(partial(_bring, part, buffer, copied)))
-        while self._landing and self._landing[0][2].query():
-            self._landing.popleft()
+        """Have `buffer` copied to `part` once `copied` is reached."""
+        arrival = self._worker.submit(partial(_begin_landing, self._copiers, part, buffer, copied))
+        before = self._landing[-1][2] if self._landing else None
+        landing = Landing(self._worker, arrival, self._copiers, before)
+        self._put_away()
         self._landing.append((*_addresses(part), landing))
         return landing
 
+    def _put_away(self) -> None:
+        """Forget what is where it belongs, and remember what never will be."""
+        with deferred_interrupts(), self._putting_away:
+            while self._landing and self._landing[0][2].query():
+                if self._landing[0][2].has_failed:
+                    self._lost.append(self._landing[0])
+                self._landing.popleft()
+
+    def _send(self, filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]]) -> None:
+        """Wait until the first of `filling` is full, and start its H2D copy."""
+        part, buffer, filled = filling[0]
+        self._copiers.wait(filled)
+        self._device.copy(part, buffer)
+        self._in.give_back(after=self._device.record(for_threads=True))
+        filling.popleft()
+
     def _wait_landed(self, host: torch.Tensor) -> None:
-        start, stop = _addresses(host)
-        for first, end, landing in tuple(self._landing):
-            if first < stop and start < end:
-                landing.synchronize()
+        """Wait for what is on its way into `host`; raise why it has not come, until it is copied out again."""
+        for entry in (*self._lost, *self._landing):
+            if _overlaps(entry, host):
+                entry[2].synchronize()
+
+    def _begin_anew(self, host: torch.Tensor) -> None:
+        """Have nothing on its way into `host`, which threads would land behind what is copied out next."""
+        for entry in tuple(self._landing):
+            if _overlaps(entry, host):
+                with suppress(Exception):
+                    entry[2].synchronize()
+        self._forget(host)
+
+    def _forget(self, host: torch.Tensor) -> None:
+        """Forget what has landed in `host`, or has not."""
+        with deferred_interrupts(), self._putting_away:
+            self._landing = deque(entry for entry in self._landing if not _overlaps(entry, host))
+            self._lost = [entry for entry in self._lost if not _overlaps(entry, host)]
 
     @contextmanager
-    def _settled_after_failure(self) -> Iterator[None]:
-        """Wait for the device after an error: nobody knows how far the copy of the last buffer has come."""
+    def _settled_after_failure(
+        self, filling: Iterable[tuple[torch.Tensor, torch.Tensor, Copy]] = ()
+    ) -> Iterator[None]:
+        """Wait for the device and for `filling` after an error: nobody knows how far these copies have come."""
         try:
             yield
         except BaseException:
+            self._copiers.settle(copy for _, _, copy in filling)
             with suppress(Exception):
                 self._device.synchronize()
             raise
@@ -172,9 +249,19 @@ def _close_ring(device: Device) -> None:
         del _rings[device]
 
 
-def _bring(part: torch.Tensor, buffer: torch.Tensor, copied: Event) -> None:
+def _begin_landing(copiers: Copiers, part: torch.Tensor, buffer: torch.Tensor, copied: Event) -> Copy:
     copied.synchronize()
-    part.copy_(buffer)
+    return copiers.start(part, buffer, is_needed=False)
+
+
+def _failed(future: Future[Any]) -> bool:
+    """Return whether a future is over without a result."""
+    return future.cancelled() or (future.done() and future.exception() is not None)
+
+
+def _overlaps(entry: tuple[int, int, Landing], host: torch.Tensor) -> bool:
+    start, stop = _addresses(host)
+    return entry[0] < stop and start < entry[1]
 
 
 def _addresses(host: torch.Tensor) -> tuple[int, int]:

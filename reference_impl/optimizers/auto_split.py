@@ -23,7 +23,8 @@ from offload_arithmetic.sizes import LEAST_GAIN
 from offload_arithmetic.states import StateBytes, state_bytes
 from offload_arithmetic.update_time import MachineRates, Split, host_bytes_per_s, whole_update_seconds
 from reference_impl.device import Device
-from reference_impl.distributed.ranks import RankGroup, local_ranks
+from reference_impl.distributed.ranks import RankGroup
+from reference_impl.memory.cores import local_ranks
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates

@@ -84,6 +84,7 @@ class GradientMover:
 
     def _copy(self, gradients: Mapping[Member, torch.Tensor], *, frees: bool) -> Event:
         computed = self._device.record()
+        landings: list[Event] = []
         with self._device.on_d2h_for_threads():
             self._device.wait(computed)
             for member, gradient in gradients.items():
@@ -94,7 +95,8 @@ class GradientMover:
                     if landed is not REACHED:
                         # It comes behind those before it.
                         self._landed = landed
-            arrival = together(self._device.record(), self._landed)
+                        landings.append(landed)
+            arrival = together(self._device.record(), *landings)
         size_bytes = sum(gradient.nbytes for gradient in gradients.values())
         # What is longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
         counted_bytes = min(size_bytes, self._in_flight_bytes or size_bytes)

@@ -1,8 +1,10 @@
 """Where a block's bytes are on the host: pinned, or in ordinary memory behind a small pinned ring.
 
-Pinned memory is copied to the device directly. What exceeds the limit on it stays where it is, which for a model
-loaded from safetensors is a memory mapping of its files, and passes through two pinned buffers that a thread
-fills. The device side cannot tell the difference, except by the speed of the disk.
+Pinned memory is copied to the device directly. What exceeds a streamer's own limit on it stays where it is, which for a
+model loaded from safetensors is a memory mapping of its files, and passes through two pinned buffers of a whole block.
+What exceeds the process's limit passes through the ring that all offloaders share. Either way a thread of the streamer
+waits until buffers are filled, and the training thread goes on. The device side cannot tell the difference, except by
+the speed of the disk.
 
 Explained in docs/layer-streaming.md.
 """
@@ -10,14 +12,17 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
+from reference_impl.memory.closing import undo_all
+from reference_impl.memory.copiers import Copiers
 from reference_impl.memory.host import HostMemoryError, available_bytes
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.worker import Worker
 from reference_impl.weights.residency import pinned_within
 from reference_impl.weights.storages import BlockStorage, layout
@@ -64,19 +69,43 @@ class Host(Protocol):
         """Give everything back. Calling it again does nothing."""
 
 
+class Loader:
+    """Starts H2D copies of blocks; where somebody has to fill pinned buffers first, a thread does."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._thread = Worker("frozen-weights", prepare=device.use_in_thread)
+
+    def load(self, target: torch.Tensor, host: torch.Tensor, *, after: Event) -> Started:
+        """Start filling `target` from `host` behind the live current stream, once `after` is reached."""
+        if self.device.is_pageable(host):
+            begun = self.device.record()
+            return self.in_turn(functools.partial(self.device.copy_in, target, host, after=(begun, after)))
+        event = self.device.copy_in(target, host, after=(self.device.record(), after))
+        return lambda: event
+
+    def in_turn(self, start: Callable[[], Event]) -> Started:
+        """Have the thread `start` a copy behind those that it was given before."""
+        return functools.partial(self._thread.wait, self._thread.submit(start), deadline_s=_DEADLINE_S)
+
+    def close(self) -> None:
+        """End the thread. Calling it again does nothing."""
+        self._thread.close()
+
+
 class PinnedCopy:
-    """One pinned block of the arena."""
+    """One block of an arena, pinned as far as that is allowed."""
 
     def __init__(
         self,
-        device: Device,
+        loader: Loader,
         arena: HostArena,
         sources: Sequence[torch.Tensor],
         offsets: Sequence[int],
         size_bytes: int,
     ) -> None:
         """Copy `sources` in. Raises HostMemoryError."""
-        self._device = device
+        self._loader = loader
         self._arena = arena
         self._block = arena.allocate(size_bytes)
         self._block.ready.synchronize()
@@ -88,8 +117,7 @@ class PinnedCopy:
 
     def load(self, target: torch.Tensor, *, after: Event) -> Started:
         """Start one H2D copy."""
-        event = self._device.copy_in(target, self.whole, after=(self._device.record(), after))
-        return lambda: event
+        return self._loader.load(target, self.whole, after=after)
 
     def own(self, part: torch.Tensor) -> torch.Tensor:
         """Return a copy in ordinary memory."""
@@ -101,26 +129,26 @@ class PinnedCopy:
 
 
 class Staging:
-    """Two pinned buffers and the thread that fills them."""
+    """Two pinned buffers of a whole block, and the threads that fill them."""
 
-    def __init__(self, device: Device, arena: HostArena, slot_bytes: int) -> None:
+    def __init__(self, loader: Loader, arena: HostArena, slot_bytes: int) -> None:
         """Pin the buffers. Raises HostMemoryError."""
-        self.device = device
+        self.device = loader.device
+        self._loader = loader
         self._blocks = [arena.allocate(slot_bytes) for _ in range(_STAGING_SLOTS)]
         self._free: list[Event] = [REACHED] * _STAGING_SLOTS
         self._next = 0
-        self._thread = Worker("frozen-weights")
+        self._copiers = Copiers("frozen-weights-copies")
 
     def load(
         self, target: torch.Tensor, parts: Sequence[torch.Tensor], offsets: Sequence[int], after: Event
     ) -> Started:
         """Queue reading `parts` and copying them to `offsets` of `target` once `after` is reached."""
-        task = functools.partial(self._pass_through, target, parts, offsets, after)
-        return functools.partial(self._thread.wait, self._thread.submit(task), deadline_s=_DEADLINE_S)
+        return self._loader.in_turn(functools.partial(self._pass_through, target, parts, offsets, after))
 
     def close(self) -> None:
-        """End the thread; the arena keeps the buffers."""
-        self._thread.close()
+        """End the threads; the arena keeps the buffers."""
+        self._copiers.close()
 
     def _pass_through(
         self, target: torch.Tensor, parts: Sequence[torch.Tensor], offsets: Sequence[int], after: Event
@@ -129,8 +157,10 @@ class Staging:
         self._next = (slot + 1) % _STAGING_SLOTS
         self._free[slot].synchronize()
         staged = self._blocks[slot].view(torch.uint8, target.shape)
-        for part, offset in zip(parts, offsets, strict=True):
-            staged[offset : offset + part.numel()].copy_(part)
+        self._copiers.copy(
+            (staged[offset : offset + part.numel()], part)
+            for part, offset in zip(parts, offsets, strict=True)
+        )
         self._free[slot] = self.device.copy_in(target, staged, after=(after,))
         return self._free[slot]
 
@@ -161,12 +191,23 @@ class HostMemory:
     """Keeps the storages of `blocks` on the host, at most `limit_bytes` of them pinned."""
 
     def __init__(
-        self, device: Device, blocks: Sequence[Sequence[BlockStorage]], limit_bytes: int | None
+        self,
+        device: Device,
+        blocks: Sequence[Sequence[BlockStorage]],
+        limit_bytes: int | None,
+        *,
+        seldom: Collection[int] = (),
     ) -> None:
-        """Pin the staging buffers if there will be unpinned blocks. Raises HostMemoryError."""
+        """Pin the staging buffers if there will be unpinned blocks. Raises HostMemoryError.
+
+        `seldom`: the blocks that a step copies less often than others, which are pinned last.
+        """
         sizes = [layout(block)[1] for block in blocks]
-        self._device = device
-        self._arena = HostArena(device, slab_bytes=max(min(sum(sizes), _SLAB_BYTES), 1), remedy=_REMEDY)
+        slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
+        self._arena = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY)
+        # What the process may not pin.
+        self._beyond = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY, pinned=False, copied=True)
+        self._loader = Loader(device)
         self._staging: Staging | None = None
         self._is_pinned = [True] * len(sizes)
         if limit_bytes is not None and sum(sizes) > limit_bytes:
@@ -177,8 +218,10 @@ class HostMemory:
                     available_bytes=limit_bytes,
                     remedy=f"try host_limit_bytes={staging_bytes}, enough for {_STAGING_SLOTS} blocks",
                 )
-            self._staging = Staging(device, self._arena, max(sizes))
-            self._is_pinned = pinned_within(sizes, limit_bytes - staging_bytes)
+            self._staging = Staging(self._loader, self._arena, max(sizes))
+            self._is_pinned = pinned_within(sizes, limit_bytes - staging_bytes, seldom=seldom)
+        elif (left_bytes := pinned_book.left_bytes()) is not None and sum(sizes) > left_bytes:
+            self._is_pinned = pinned_within(sizes, left_bytes, seldom=seldom)
         self._require(blocks)
 
     @property
@@ -190,15 +233,17 @@ class HostMemory:
         self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
     ) -> HostCopy:
         """Return the host's copy of `sources`, of block `index`. Raises HostMemoryError."""
-        if self._staging is None or self._is_pinned[index]:
-            return PinnedCopy(self._device, self._arena, sources, offsets, size_bytes)
-        return PageableCopy(self._staging, sources, offsets)
+        if self._staging is not None and not self._is_pinned[index]:
+            return PageableCopy(self._staging, sources, offsets)
+        arena = self._arena if self._is_pinned[index] else self._beyond
+        return PinnedCopy(self._loader, arena, sources, offsets, size_bytes)
 
     def close(self) -> None:
         """Wait for copies and give everything back. Calling it again does nothing."""
+        self._loader.close()
         if self._staging is not None:
             self._staging.close()
-        self._arena.close()
+        undo_all([self._beyond.close, self._arena.close])
 
     def _require(self, blocks: Sequence[Sequence[BlockStorage]]) -> None:
         """Raise HostMemoryError unless the host can hold what is not on it yet."""

@@ -9,7 +9,7 @@ Explained in docs/layer-streaming.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _STEPS = 256
 
@@ -80,8 +80,33 @@ def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_b
     )
 
 
-def pinned_within(sizes: Sequence[int], limit_bytes: int) -> list[bool]:
-    """Return which blocks of `sizes` are pinned within `limit_bytes`, spread evenly over all."""
+def pinned_within(sizes: Sequence[int], limit_bytes: int, *, seldom: Collection[int] = ()) -> list[bool]:
+    """Return which blocks of `sizes` are pinned within `limit_bytes`, spread evenly over all.
+
+    Those of `seldom`, by their indices, are pinned where all others are.
+    """
+    pinned = [False] * len(sizes)
+    often = [index for index in range(len(sizes)) if index not in seldom]
+    for group in (often, sorted(seldom)):
+        fits = _spread([sizes[index] for index in group], limit_bytes)
+        for index, fit in zip(group, fits, strict=True):
+            pinned[index] = fit
+            limit_bytes -= sizes[index] if fit else 0
+        if not all(fits):
+            break
+    return pinned
+
+
+def copied_once(blocks: int, window_blocks: int) -> set[int]:
+    """Return the blocks that a step copies once, and all others twice.
+
+    The last are still there at the turn from forward to backward, and the first at that from step to step.
+    """
+    return {*range(min(window_blocks, blocks)), *range(max(blocks - window_blocks, 0), blocks)}
+
+
+def _spread(sizes: Sequence[int], limit_bytes: int) -> list[bool]:
+    """Return which of `sizes` fit into `limit_bytes`, spread evenly."""
     total_bytes, seen_bytes, pinned_bytes = sum(sizes), 0, 0
     pinned = []
     for size in sizes:

@@ -19,7 +19,7 @@ from reference_impl.memory.absent import storage_of
 from reference_impl.memory.closing import close_behind
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
-from reference_impl.weights.residency import allowances, fraction_of_layers, fraction_within
+from reference_impl.weights.residency import allowances, copied_once, fraction_of_layers, fraction_within
 from reference_impl.weights.storages import (
     MIN_BYTES,
     BlockStorage,
@@ -83,7 +83,7 @@ class FrozenLayerStreamer(LayerStreamer):
             modules,
             storages,
             device=on,
-            host=HostMemory(on, streamed, host_limit_bytes),
+            host=HostMemory(on, streamed, host_limit_bytes, seldom=copied_once(len(modules), prefetch + 1)),
             allowances=shares,
         )
         try:

@@ -20,7 +20,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.weight_home import refuse_update
 from reference_impl.weights.block import StreamedBlock
-from reference_impl.weights.host_memory import PinnedCopy
+from reference_impl.weights.host_memory import Loader, PinnedCopy
 from reference_impl.weights.layers import LayerStreamer
 from reference_impl.weights.storages import BlockStorage, layout
 from reference_impl.weights.visiting import VisitingBlock
@@ -117,6 +117,7 @@ class Homes:
         total_bytes = sum(layout(block)[1] for block in blocks)
         self.device = device
         self._arena = HostArena(device, slab_bytes=max(min(total_bytes, _SLAB_BYTES), 1), remedy=remedy)
+        self._loader = Loader(device)
         self._copies: dict[int, HomeCopy] = {}
         self._shapes: dict[int, tuple[list[int], int]] = {}
         # For each block, which of its storages the last `keep` has found changed.
@@ -140,7 +141,7 @@ class Homes:
         """
         shape = list(offsets), size_bytes
         if index not in self._copies:
-            self._copies[index] = HomeCopy(self.device, self._arena, sources, offsets, size_bytes)
+            self._copies[index] = HomeCopy(self._loader, self._arena, sources, offsets, size_bytes)
             self._shapes[index] = shape
             self.changed[index] = [False] * len(sources)
         elif self._shapes[index] != shape:
@@ -155,6 +156,7 @@ class Homes:
 
     def close(self) -> None:
         """Wait for copies and give everything back. Calling it again does nothing."""
+        self._loader.close()
         self._copies.clear()
         self._arena.close()
 

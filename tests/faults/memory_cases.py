@@ -21,9 +21,16 @@ from leftovers import Leftovers
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
 from settings import differing, shuffled
 
-from reference_impl import ActivationOffloader, CheckpointOffloader, FrozenLayerStreamer
+from reference_impl import (
+    ActivationOffloader,
+    CheckpointOffloader,
+    FrozenLayerStreamer,
+    limit_pinned_memory,
+)
 from reference_impl.device import Device
+from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 
 STEPS = 5
@@ -47,6 +54,8 @@ class Way:
     shape: tuple[int, int]
     wrap: Callable[[Decoder, str], Any]
     lora: bool = False
+    # Nothing may be pinned but the ring.
+    is_limited: bool = False
 
 
 WAYS = (
@@ -79,6 +88,19 @@ WAYS = (
             lora=True,
         )
         for prefetch in (0, 1, 2)
+    ),
+    Way(
+        "frozen weights in pageable memory",
+        _SHORT,
+        lambda model, _: FrozenLayerStreamer(model),
+        lora=True,
+        is_limited=True,
+    ),
+    Way(
+        "checkpoints in pageable memory",
+        _SHORT,
+        lambda model, _: CheckpointOffloader(model, **_SMALL),
+        is_limited=True,
     ),
 )
 
@@ -143,9 +165,16 @@ def plain(way: Way, left_out: int | None) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def directory_of(way: Way) -> Iterator[str]:
-    """Make an empty directory for `way`."""
+    """Make an empty directory for `way`, and limit what it may pin."""
     with tempfile.TemporaryDirectory() as directory:
-        yield directory
+        if not way.is_limited:
+            yield directory
+            return
+        with limit_pinned_memory(MIB):
+            others = HostArena(Device.of("cpu"))
+            others.reserve(pinned_book.left_bytes() or 0)
+            yield directory
+            others.close()
 
 
 @cache
@@ -153,7 +182,7 @@ def visits(way: Way) -> dict[Moment, int]:
     """Return how often each seam is visited in each moment of an undisturbed run."""
     injector = Injector()
     trainee = Trainee(way, injector)
-    with injector.installed(Device.of("cpu")), directory_of(way) as directory:
+    with directory_of(way) as directory, injector.installed(Device.of("cpu")):
         offloader = way.wrap(trainee.model, directory)
         trainee.train(0)
         injector.enter(STEPS, "close")
@@ -263,7 +292,7 @@ def _judged(case: Case) -> Outcome:
     fault = case.fault if isinstance(case.fault, Fault) else None
     injector = Injector(fault)
     trainee = Trainee(case.way, injector)
-    with _injected(case, injector), directory_of(case.way) as directory:
+    with directory_of(case.way) as directory, _injected(case, injector):
         with injector.quietly():
             offloader = case.way.wrap(trainee.model, directory)
         outcome = _outcome(case, trainee, offloader, injector)

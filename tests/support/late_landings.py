@@ -26,8 +26,8 @@ class LateWorker:
         with self._lock:
             while not future.done():
                 task, own = self._tasks.popleft()
-                task()
-                own.set_result(None)
+                own.set_result(task())
+            return future.result()
 
     def close(self):
         assert not self._tasks

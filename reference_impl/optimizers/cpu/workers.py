@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from reference_impl.device import Event
-from reference_impl.distributed.ranks import own_cores
+from reference_impl.memory.cores import leave_cores_to, own_cores
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.worker import start
 from reference_impl.optimizers.step import WorkLostError, is_lasting
@@ -118,6 +118,11 @@ class _Queue:
             self.changed.notify_all()
 
     @property
+    def cores_in_use(self) -> int:
+        """How many threads run a job, or wait for its gradient: copies within host memory leave them their cores."""
+        return self.running
+
+    @property
     def is_idle(self) -> bool:
         return not (self.waiting or self.running)
 
@@ -147,6 +152,7 @@ class DeadlineWorkers:
             self._queue.close()
             raise
         _open.add(self)
+        leave_cores_to(self._queue)
         weakref.finalize(self, self._queue.close).atexit = False
         # A thread's own setting also becomes the default of threads born later: put that back.
         torch.set_num_threads(callers_threads)

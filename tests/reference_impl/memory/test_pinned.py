@@ -1,3 +1,4 @@
+import ctypes
 import gc
 import threading
 
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from reference_impl import limit_pinned_memory
 from reference_impl.device import Device
+from reference_impl.memory import copiers
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
 from reference_impl.memory.slab import Slab
@@ -122,6 +124,87 @@ def test_threads_may_copy_at_once(device, arena):
     for thread in threads:
         thread.join()
     assert all(torch.equal(back, source) for back, source in zip(backs, sources, strict=True))
+
+
+class Together:
+    """`memmove` of which four have to run at once."""
+
+    def __init__(self):
+        self.met, self.barrier = 0, threading.Barrier(4)
+
+    def memmove(self, target, source, size):
+        if self.barrier.wait(20) == 0:
+            self.met += 1
+        ctypes.memmove(target, source, size)
+
+
+def test_several_threads_fill_and_empty_the_ring_at_once(device, monkeypatch):
+    monkeypatch.setattr(copiers, "own_cores", lambda: 4)
+    monkeypatch.setattr(copiers, "idle_cores", lambda: 4)
+    together = Together()
+    monkeypatch.setattr(copiers, "ctypes", together)
+    with limit_pinned_memory(2 * MIB):
+        arena = HostArena(device, slab_bytes=MIB)
+        # Sixteen buffers' worth, twice: every copy has three others beside it.
+        source, host = bytes_of(MIB // 2, device), pageable(arena, MIB // 2)
+        back = torch.empty_like(source)
+        device.copy_out(host, source, after=[device.record()]).synchronize()
+        assert torch.equal(host, source.cpu())
+        out = together.met
+        device.copy_in(back, host, after=[]).synchronize()
+        assert torch.equal(back, source)
+        assert (out, together.met - out) == (8, 8)
+        arena.close()
+
+
+def test_the_event_of_a_copy_out_is_that_of_all_its_parts(device, arena, monkeypatch):
+    late = threading.Event()
+    host, source = pageable(arena, 40_000), bytes_of(40_000, device)
+
+    class FirstPartLast:
+        def memmove(self, target, source, size):
+            if target == host.data_ptr():
+                late.wait(0.2)
+            ctypes.memmove(target, source, size)
+
+    monkeypatch.setattr(copiers, "idle_cores", lambda: 4)
+    monkeypatch.setattr(copiers, "ctypes", FirstPartLast())
+    device.copy_out(host, source, after=[device.record()]).synchronize()
+    assert torch.equal(host, source.cpu())
+
+
+def test_of_two_copies_into_the_same_bytes_the_later_one_stays(device, arena):
+    host = pageable(arena, MIB)
+    for seed in range(5):
+        device.copy_out(host, bytes_of(MIB, device, seed=seed), after=[device.record()])
+    device.synchronize()
+    assert torch.equal(host, bytes_of(MIB, device, seed=4).cpu())
+
+
+def test_what_has_not_landed_is_told_to_who_copies_it_in_until_it_is_written_again(
+    device, arena, monkeypatch
+):
+    host, source = pageable(arena, MIB), bytes_of(MIB, device)
+    back = torch.empty_like(source)
+
+    class Failing:
+        @staticmethod
+        def memmove(target, source, size):
+            raise MemoryError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(copiers, "ctypes", Failing)
+        device.copy_out(host[:1000], source[:1000], after=[device.record()])
+        with pytest.raises(MemoryError, match="planted"):
+            device.synchronize()
+    # What is copied out afterwards, elsewhere, forgets nothing.
+    device.copy_out(host[MIB // 2 :], source[MIB // 2 :], after=[device.record()]).synchronize()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="planted"):
+            device.copy_in(back, host, after=[])
+    device.copy_out(host, source, after=[device.record()])
+    device.copy_in(back, host, after=[]).synchronize()
+    assert torch.equal(back, source)
 
 
 def test_other_dtypes_and_parts_of_tensors_pass_through(device, arena):

@@ -3,7 +3,14 @@ import re
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from reference_impl.weights.residency import allowances, device_bytes, fraction_within, kept_bytes
+from reference_impl.weights.residency import (
+    allowances,
+    copied_once,
+    device_bytes,
+    fraction_within,
+    kept_bytes,
+    pinned_within,
+)
 
 BLOCKS = st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=8), min_size=1, max_size=12)
 # A layer of the published decoder, in bytes: fused qkv, out, gate, up, down in bf16.
@@ -54,3 +61,24 @@ def test_what_stays_may_need_less_than_nothing_that_stays():
     blocks = [[300, 30], [1] * 8]
     assert device_bytes(blocks, 0.0, 4) == 1320
     assert device_bytes(blocks, fraction_within(blocks, 700, 4), 4) <= 700
+
+
+def test_blocks_that_a_step_copies_twice_are_pinned_first_and_spread():
+    seldom = copied_once(16, 3)
+    assert seldom == {0, 1, 2, 13, 14, 15}
+    some = pinned_within([10] * 16, 40, seldom=seldom)
+    assert [index for index, is_pinned in enumerate(some) if is_pinned] == [5, 7, 10, 12]
+    many = pinned_within([10] * 16, 130, seldom=seldom)
+    assert [index for index, is_pinned in enumerate(many) if not is_pinned] == [0, 2, 14]
+    assert copied_once(4, 3) == {0, 1, 2, 3}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 700), st.integers(1, 4))
+def test_what_is_pinned_keeps_the_limit_and_leaves_less_than_a_block_of_each_kind(sizes, limit_bytes, window):
+    seldom = copied_once(len(sizes), window)
+    pinned = pinned_within(sizes, limit_bytes, seldom=seldom)
+    taken = sum(size for size, is_pinned in zip(sizes, pinned, strict=True) if is_pinned)
+    assert taken <= limit_bytes
+    often = [is_pinned for index, is_pinned in enumerate(pinned) if index not in seldom]
+    assert all(often) or not any(pinned[index] for index in seldom)
+    assert all(pinned) or limit_bytes < sum(sizes)
