@@ -24,6 +24,7 @@ _MODULES = {
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
     "onetrainer": "skill_tools.dialects.block_swap.onetrainer",
+    "ai-toolkit": "skill_tools.dialects.block_swap.ai_toolkit",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",

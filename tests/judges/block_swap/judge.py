@@ -28,7 +28,7 @@ from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 
 ROOT = Path(__file__).parents[3]
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer")
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit")
 
 
 def main() -> int:

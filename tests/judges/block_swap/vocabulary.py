@@ -1,11 +1,13 @@
 """Writes the names that image and video trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts|onetrainer
+    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
 """
 
+import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,17 +58,31 @@ def onetrainer(folder: Path) -> Iterator[str]:
                 yield f"{path}{name}.*"
 
 
+def ai_toolkit(folder: Path) -> Iterator[str]:
+    """Yield the names that the configuration classes of three sections ask for."""
+    yield "network"
+    source = (folder / "toolkit/config_modules.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        section = {"ModelConfig": "model", "NetworkConfig": "network", "TrainConfig": "train"}.get(
+            getattr(node, "name", "")
+        )
+        for name in re.findall(r"kwargs\.get\(\s*['\"](\w+)['\"]", ast.unparse(node)) if section else ():
+            yield f"{section}.{name}"
+            if re.search(r"kwargs|params|paths|config$|^lorm$|preservation", name):
+                yield f"{section}.{name}.*"
+
+
 def main() -> None:
     """Print the file."""
     name = sys.argv[1]
     module = importlib.import_module(name)
     folders = [ROOT / "build" / module.NAME / release for release in module.RELEASES]
-    if name == "onetrainer":
-        print(
-            "# Fields of OneTrainer's configuration.\n#\n# Source: TrainConfig.default_values, at the commits of"
-        )
-        print(f"# {' and '.join(module.RELEASES)}. Written by tests/judges/block_swap/vocabulary.py.\n")
-        print(*sorted({field for folder in folders for field in onetrainer(folder)}), sep="\n")
+    if name in ("onetrainer", "ai_toolkit"):
+        fields = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit}[name]
+        print(f"# Names of {module.NAME}'s configuration.\n#")
+        print(f"# Source: its own classes, at {' and '.join(module.RELEASES)}.")
+        print("# Written by tests/judges/block_swap/vocabulary.py.\n")
+        print(*sorted({field for folder in folders for field in fields(folder)}), sep="\n")
         return
     options = {"musubi": musubi, "sd_scripts": sd_scripts}[name]
     found = {option for folder in folders for option in options(folder) if option.startswith("--")}
