@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from reference_impl.memory.interrupts import deferred_interrupts
+
 Tensors = list[torch.Tensor]
 Numbers = torch.Tensor | Sequence[torch.Tensor]
 Formula = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], Numbers], Sequence[torch.Tensor]]
@@ -169,7 +171,9 @@ def scripted(function: Callable[..., None]) -> Any:
 
 def script_list(values: list[Any]) -> Any:
     """Return a list that scripted functions take as it is; a Python list would be converted at every call."""
-    return _quiet_script(values)
+    # With room: at the recursion limit torch's own code for it ends the process.
+    with deferred_interrupts():
+        return _quiet_script(values)
 
 
 def _quiet_script(subject: Any) -> Any:

@@ -1,16 +1,19 @@
 """The CPU update alone: every element once, and every bit that of `torch.optim`."""
 
 import itertools
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_training import OPTIONS
+from python_faults import deeper
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.device import Device
 from reference_impl.optimizers import SGD, Adam
+from reference_impl.optimizers.algorithms.base import script_list
 from reference_impl.optimizers.cpu.buckets import BucketMemory, plan_buckets
 from reference_impl.optimizers.cpu.update import (
     BLOCK_ELEMENTS,
@@ -158,3 +161,15 @@ def test_parameters_are_masters_rounded_to_nearest_even(dtype):
         optimizer.step()
         expected = torch.tensor(SPECIAL).to(dtype)
         assert torch.equal(param.detach().view(torch.int16), expected.view(torch.int16))
+
+
+def test_lists_are_made_at_the_recursion_limit_or_not():
+    """There torch's own code ended the process."""
+    limit, outcomes = sys.getrecursionlimit(), set()
+    for room in range(150, 0, -1):
+        try:
+            deeper(limit - room, lambda: script_list([torch.zeros(2)]))
+            outcomes.add("made")
+        except RecursionError:
+            outcomes.add("not made")
+    assert outcomes == {"made", "not made"}
