@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,7 +98,7 @@ class ResidentShare:
         longest = max((update.scratch_numel for update in updates), default=0)
         scratch = torch.empty(longest, dtype=torch.float32, device=self._device.torch_device)
         for update in updates:
-            update.scratch = scratch
+            update.share(scratch)
 
     def new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield what `update` has computed of a split member and its parameter does not hold yet."""
@@ -119,7 +119,7 @@ class ResidentShare:
 
 
 class ResidentUpdate:
-    """The update of some states in one step. `run` queues it in `scratch` (fp32, `scratch_numel` elements).
+    """The update of some states in one step, which `run` queues; copies of gradients take `scratch_numel` elements.
 
     Args:
         device: where they are.
@@ -139,29 +139,48 @@ class ResidentUpdate:
     ) -> None:
         self._launch = device.launch
         self._algorithm = algorithm
-        self._gradients = gradients
         self._groups = groups
         self._grad_scale = None if decision is None else decision.grad_scale
         self._found_inf = None if decision is None else decision.found_inf
-        self._chunks = list(_chunks(list(gradients)))
+        self._chunks = [
+            (group, states, [self._part(states, gradients, part) for part in _parts(states)])
+            for group, states in _chunks(list(gradients))
+        ]
         self.scratch_numel = max(
-            (self._copied_numel(chunk, part) for _, chunk in self._chunks for part in _parts(chunk)),
-            default=0,
+            (sum(part.sizes) for _, _, parts in self._chunks for part in parts), default=0
         )
-        self.scratch: torch.Tensor | None = None
+
+    def _part(
+        self,
+        states: Sequence[ResidentState],
+        gradients: Mapping[ResidentState, torch.Tensor],
+        where: slice | None,
+    ) -> _Part:
+        found = _cut([gradients[state] for state in states], where)
+        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
+        is_scaled = self._grad_scale is not None
+        copied = [i for i, each in enumerate(found) if is_scaled or each.dtype is not torch.float32]
+        numels = [found[i].numel() for i in copied]
+        return _Part(where, found, copied, [size for n in numels for size in (n, aligned(n) - n)], [])
+
+    def share(self, scratch: torch.Tensor) -> None:
+        """Let gradients be copied to `scratch`."""
+        for part in (part for _, _, parts in self._chunks for part in parts):
+            sizes = [*part.sizes, scratch.numel() - sum(part.sizes)]
+            part.copies[:] = scratch.split(sizes)[:-1:2]
 
     def run(self) -> None:
         """Queue the update on the live current stream; allocates nothing."""
-        for group, states in self._chunks:
+        for group, states, parts in self._chunks:
             steps = [state.step for state in states]
             self._launch(torch._foreach_add_, steps, 1)
-            for part in _parts(states):
+            for part in parts:
                 self._launch(
                     self._algorithm.update,
-                    [_cut(state.master, part) for state in states],
-                    self._widened(states, part),
+                    _cut([state.master for state in states], part.where),
+                    self._widened(part),
                     [
-                        [_cut(state.moments[index], part) for state in states]
+                        _cut([state.moments[index] for state in states], part.where)
                         for index in range(len(self._algorithm.moments))
                     ],
                     steps,
@@ -177,41 +196,44 @@ class ResidentUpdate:
                     torch._foreach_copy_, [state.weight for state in apart], [state.master for state in apart]
                 )
 
-    def _widened(self, states: Sequence[ResidentState], part: slice) -> list[torch.Tensor]:
+    def _widened(self, part: _Part) -> list[torch.Tensor]:
         """Return a part of each gradient in fp32, copied to scratch where that is needed."""
-        gradients = [_cut(self._gradients[state], part) for state in states]
-        copies: dict[int, torch.Tensor] = {}
-        begin = 0
-        for index, gradient in enumerate(gradients):
-            if self._is_copied(gradient):
-                assert self.scratch is not None
-                copies[index] = self.scratch[begin : begin + gradient.numel()]
-                begin += aligned(gradient.numel())
-        if copies:
-            # One launch for many of them.
-            self._launch(torch._foreach_copy_, list(copies.values()), [gradients[index] for index in copies])
-        return [copies.get(index, gradient) for index, gradient in enumerate(gradients)]
-
-    def _is_copied(self, gradient: torch.Tensor) -> bool:
-        # The kernel writes the scaled gradient back, so it gets a copy also where none is needed to widen.
-        return self._grad_scale is not None or gradient.dtype is not torch.float32
-
-    def _copied_numel(self, states: Iterable[ResidentState], part: slice) -> int:
-        """Return how many elements of scratch the copies of a part take."""
-        copied = (each for state in states if self._is_copied(each := self._gradients[state]))
-        return sum(aligned(len(range(each.numel())[part])) for each in copied)
+        if not part.copied:
+            return part.gradients
+        widened = list(part.gradients)
+        for index, copy in zip(part.copied, part.copies, strict=True):
+            widened[index] = copy
+        # One launch for many of them.
+        self._launch(torch._foreach_copy_, part.copies, [part.gradients[index] for index in part.copied])
+        return widened
 
 
-def _parts(states: Iterable[ResidentState]) -> list[slice]:
+class _Part(NamedTuple):
+    """What one launch of the kernel updates: the elements `where` of each state of a chunk, or all of them.
+
+    Those of the `gradients` that are `copied`, by index, go to `copies` in scratch: `sizes` elements, each with a gap
+    behind it.
+    """
+
+    where: slice | None
+    gradients: list[torch.Tensor]
+    copied: list[int]
+    sizes: list[int]
+    copies: list[torch.Tensor]
+
+
+def _parts(states: Iterable[ResidentState]) -> list[slice | None]:
     """Return the parts in which members of a chunk are updated: one, but for a long member."""
-    # A member without elements is counted, too.
-    longest = max([1, *(state.member.resident for state in states)])
+    longest = max(state.member.resident for state in states)
+    if longest <= WIDENED_ELEMENTS:
+        # A member without elements is counted, too.
+        return [None]
     return [slice(start, start + WIDENED_ELEMENTS) for start in range(0, longest, WIDENED_ELEMENTS)]
 
 
-def _cut(flat: torch.Tensor, part: slice) -> torch.Tensor:
-    """Return `flat[part]`, without a view where that is all of it."""
-    return flat[part] if part.start or flat.numel() > part.stop else flat
+def _cut(flats: list[torch.Tensor], part: slice | None) -> list[torch.Tensor]:
+    """Return `flat[part]` of each, without a view where that is all of it."""
+    return flats if part is None else [flat[part] for flat in flats]
 
 
 def _chunks(states: Sequence[ResidentState]) -> Iterator[tuple[int, list[ResidentState]]]:

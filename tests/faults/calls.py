@@ -234,6 +234,10 @@ def _after_step(case: Case, program: Program, told: str) -> Outcome:
     """The step has happened or has not; `status` is not looked at."""
     trainee = program.trainee
     trainee.recover(interrupted=True)
+    is_deep = isinstance(case.fault, TooDeep) and case.setting.updates_in_backward
+    if is_deep and trainee.optimizer.status == "begun":
+        # With two frames nothing of the call can be noted: then the state is refused, and this is advised.
+        trainee.optimizer.step()
     seen = trainee.snapshot()
     which = next((stop for stop in (BATCHES, BATCHES - 1) if not _same(seen, case.setting, stop)), None)
     if which is None:
