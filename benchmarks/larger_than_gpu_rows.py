@@ -66,6 +66,7 @@ class Row:
     stay: float = 0.0
     on_cpu: float = 0.0
     inputs: Any = "device"
+    keep_attention: bool = False
     chunk_mib: int = STATE_CHUNK_BYTES // 2**20
 
 
@@ -106,6 +107,8 @@ def row_of(text: str, defaults: Row) -> Row:
                 row = replace(row, memory_gb=float(value))
             case "inputs":
                 row = replace(row, inputs=value)
+            case "attention":
+                row = replace(row, keep_attention=True)
             case "resident":
                 row = replace(row, resident_layers=int(value))
             case "stay":
@@ -118,8 +121,8 @@ def row_of(text: str, defaults: Row) -> Row:
                 row = replace(row, chunk_mib=int(value))
             case _:
                 raise ValueError(
-                    f"{text!r} has {name!r}; expected memory=, inputs=, resident=, stay=, cpu=, prefetch=, chunk= or "
-                    "no-clip"
+                    f"{text!r} has {name!r}; expected memory=, inputs=, attention, resident=, stay=, cpu=, prefetch=, "
+                    "chunk= or no-clip"
                 )
     return row
 
@@ -231,6 +234,8 @@ def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> T
         resident_layers=row.resident_layers,
         split=(row.stay, 1 - row.stay - row.on_cpu, row.on_cpu),
         inputs=row.inputs,
+        # Not passed where it is not asked for: the package may be older.
+        **({"keep_attention": True} if row.keep_attention else {}),
         layers=layers_of(model),
         device=setting.device.torch_device,
     )

@@ -10,8 +10,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
@@ -35,17 +35,25 @@ from reference_impl.activations.run import ForwardPass, MovedTensor
 from reference_impl.activations.tokens import KeptTensor
 from reference_impl.memory.closing import close_behind
 
-_EXPENSIVE = {
+# Forward kernels that return the output and what backward needs beside it, whoever calls them: torch's own
+# (native_functions.yaml), and those that flash-attn registers (flash_attn_interface.py, since 2.7).
+_ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+}
+_EXPENSIVE = _ATTENTION | {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
     "aten::baddbmm",
     "aten::convolution",
     "aten::_scaled_mm",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
 }
 
 
@@ -63,6 +71,7 @@ class CheckpointOffloader(Offloader):
         num_layers: int | None = None,
         layers: Iterable[str | nn.Module] | None = None,
         keep: Sequence[str] = (),
+        keep_attention: bool = False,
         keep_last_bytes: int = 0,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -74,6 +83,9 @@ class CheckpointOffloader(Offloader):
             layers: recompute these modules, given as names or modules.
             keep: endings of names of modules inside the layers (`core_attention`, `qkv`) whose matrix products
                 and attention are kept on the host and not computed again.
+            keep_attention: keep the output and logsumexp of every attention kernel inside the layers on the host, and
+                do not compute it again: `scaled_dot_product_attention` by flash, efficient or cuDNN attention, or
+                flash-attn. Flex attention and attention that is written out are computed again.
             keep_last_bytes: bytes at the end of each forward that stay on the device.
             options: see `EngineOptions`.
 
@@ -90,7 +102,8 @@ class CheckpointOffloader(Offloader):
         try:
             super().__init__(model, **options)
             self._share = EvenFraction(keep_last_bytes=keep_last_bytes)
-            self._results: list[ExpensiveResults] = []
+            self._results: list[KeptResults] = []
+            self._keeps_attention = keep_attention
             self._outside = AtMost(self._share)
             self._largest_input_bytes = 0
             for module in kept:
@@ -126,19 +139,27 @@ class CheckpointOffloader(Offloader):
         )
         self._outside.limit_bytes = input_bytes
         self._largest_input_bytes = max(self._largest_input_bytes, input_bytes)
-        results = ExpensiveResults(lambda tensor: self.engine.save(tensor, self._share))
+        # The outer one has the attention of all modules: of two that keep the same, the inner one would hide it.
+        attention = KeptResults(self._save, _ATTENTION) if self._keeps_attention else None
+        results = KeptResults(self._save, _EXPENSIVE - _ATTENTION if attention else _EXPENSIVE)
 
         def body(*inputs: Any) -> Any:
             results.start_pass()
+            if attention is not None:
+                attention.start_pass()
             self._results.append(results)
             try:
-                return call(*inputs)
+                with attention or nullcontext():
+                    return call(*inputs)
             finally:
                 self._results.pop()
 
         # The layer's caller holds the input while the layer runs: until then it takes no memory to wait for its copy.
         with self.engine.saving(layer, self._share), self.engine.headroom.allowing(input_bytes):
             return recomputed(body, *leaves)
+
+    def _save(self, tensor: torch.Tensor) -> KeptTensor | MovedTensor:
+        return self.engine.save(tensor, self._share)
 
     def _around_kept(
         self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,18 +211,22 @@ class _BlockingCheckpoint(torch.autograd.Function):
         return (None, None, hidden.grad, *(None for _ in ctx.rest))
 
 
-class ExpensiveResults(TorchDispatchMode):
+class KeptResults(TorchDispatchMode):
     """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
 
-    Inside the modules that the user names, matrix products, convolutions and attention are handed back in the order in
-    which they were recorded. It works below autograd, so the recomputed layer saves for backward exactly what it would
-    have saved.
+    Those of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
+    recomputed layer saves for backward exactly what it would have saved. Random numbers that an operation has taken,
+    for dropout, are skipped where its result is handed back.
     """
 
-    def __init__(self, save: Callable[[torch.Tensor], KeptTensor | MovedTensor]) -> None:
+    def __init__(
+        self, save: Callable[[torch.Tensor], KeptTensor | MovedTensor], operations: Collection[str]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._save = save
-        self._results: list[Any] = []
+        self._operations = operations
+        # With the state of the generator afterwards, of an operation that drops.
+        self._results: list[tuple[Any, torch.Tensor | None]] = []
         self._passes = 0
         self._next = 0
 
@@ -213,14 +238,19 @@ class ExpensiveResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func.name().partition(".")[0] not in _EXPENSIVE:
+        if func.name().partition(".")[0] not in self._operations:
             return func(*args, **(kwargs or {}))
         if self._passes == 1:
             result = func(*args, **(kwargs or {}))
-            self._results.append(tree_map(self._save_leaf, result))
+            drops = _argument(func, "dropout_p", args, kwargs or {})
+            random = _generator_of(args[0]).get_rng_state() if drops else None
+            self._results.append((tree_map(self._save_leaf, result), random))
             return result
+        result, random = self._results[self._next]
         self._next += 1
-        return tree_map(_restore_leaf, self._results[self._next - 1])
+        if random is not None:
+            _generator_of(args[0]).set_rng_state(random)
+        return tree_map(_restore_leaf, result)
 
     def _save_leaf(self, leaf: Any) -> Any:
         return self._save(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -228,3 +258,16 @@ class ExpensiveResults(TorchDispatchMode):
 
 def _restore_leaf(leaf: Any) -> Any:
     return leaf.restore() if isinstance(leaf, KeptTensor | MovedTensor) else leaf
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the argument `name` of a call, its default where it is not given, or None where there is none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
+    return None
+
+
+def _generator_of(tensor: torch.Tensor) -> Any:
+    """Return the module whose `get_rng_state` and `set_rng_state` are those of the tensor's current device."""
+    return torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)

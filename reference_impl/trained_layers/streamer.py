@@ -94,6 +94,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all,
             and its gradients add up in fp32 and are rounded once.
         inputs: where the layers' inputs wait for backward: `device` or `host`.
+        keep_attention: do not compute attention again; its outputs wait on the host with `inputs="host"`, see
+            `CheckpointOffloader`.
         layers: the blocks, where they cannot be found by structure, or `[embedding, *blocks, head]` where these two are
             to stream as well.
         device: where `model` runs, when its weights are still on the CPU.
@@ -121,10 +123,12 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         resident_layers: int = 0,
         slices: int = 1,
         inputs: Literal["device", "host"] = "device",
+        keep_attention: bool = False,
         layers: Iterable[nn.Module] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         _check_options(inputs=inputs, backward_overlap=backward_overlap, streaming=streaming, cpu=cpu)
+        _check_kept(keep_attention, inputs)
         _check_counts(prefetch=(prefetch, 0), slices=(slices, 1), resident_layers=(resident_layers, 0))
         streaming = streaming or Streaming()
         _check_split(split, cpu, backward_overlap)
@@ -200,7 +204,12 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 do_undoably(partial(sum_in_fp32, inside), self._undo)
             if inputs == "host":
                 do_undoably(
-                    lambda: CheckpointOffloader(model, layers=blocks, min_bytes=MIN_BYTES).close, self._undo
+                    lambda: (
+                        CheckpointOffloader(
+                            model, layers=blocks, keep_attention=keep_attention, min_bytes=MIN_BYTES
+                        ).close
+                    ),
+                    self._undo,
                 )
             for module in blocks:
                 recomputing = partial(
@@ -256,6 +265,15 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     def __enter__(self) -> Self:
         """Return the streamer, which is attached already."""
         return self
+
+
+def _check_kept(keep_attention: bool, inputs: str) -> None:
+    """Raise ValueError where attention is to be kept without a host side to keep it on."""
+    if keep_attention and inputs != "host":
+        raise ValueError(
+            f"keep_attention=True with inputs={inputs!r}; expected inputs='host', where attention's outputs wait too; "
+            "try inputs='host'"
+        )
 
 
 def _recomputed(modules: list[nn.Module]) -> list[nn.Module]:

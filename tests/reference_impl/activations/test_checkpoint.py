@@ -4,9 +4,12 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader, LegacyCheckpointOffloader
+from reference_impl.activations import checkpoint as module
 from reference_impl.activations.attach import find_blocks
 from reference_impl.memory.ledger import Ledger
 
@@ -307,3 +310,100 @@ def test_a_layer_that_writes_an_object_it_is_given_is_told_which(device):
     model.zero_grad()
     with ActivationOffloader(model, min_bytes=1):
         model(torch.ones(2, 8)).sum().backward()
+
+
+class CountAttention(TorchDispatchMode):
+    """Counts the forward kernels of attention that run."""
+
+    def __init__(self, name="attention"):
+        super().__init__()
+        self.name, self.count = name, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += self.name in func.name() and "backward" not in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(nn.Module):
+    """SDPA of four heads, between dropouts."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.dropout = dropout
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        x = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return functional.dropout(self.out(x.transpose(1, 2).flatten(2)).sin(), 0.25)
+
+
+def attending(device, dropout=0.0):
+    torch.manual_seed(5)
+    model = nn.Sequential(*(Attention(dropout) for _ in range(3))).to(device.torch_device)
+    x = torch.randn(2, 64, 32, device=device.torch_device, requires_grad=True)
+
+    def step():
+        torch.manual_seed(7)
+        model.zero_grad()
+        loss = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        return [loss, gradient, *(param.grad.clone() for param in model.parameters())]
+
+    return model, step
+
+
+def test_kept_attention_is_not_computed_again_and_the_bits_stay(device):
+    model, step = attending(device)
+    expected = step()
+    counted = []
+    for keep_attention in (False, True):
+        with (
+            CheckpointOffloader(
+                model, layers=list(model), keep_attention=keep_attention, **SMALL
+            ) as offloader,
+            CountAttention() as counter,
+        ):
+            assert all(map(torch.equal, step(), expected))
+            counted.append((counter.count, offloader.offloaded_bytes))
+    # Each of two backwards computes every layer again.
+    assert [count for count, _ in counted] == [9, 3]
+    out_and_logsumexp = 2 * 64 * 32 * 4 + 2 * 64 * 4 * 4
+    assert counted[1][1] - counted[0][1] == 3 * out_and_logsumexp
+
+
+@torch.library.custom_op("offload_test::attend", mutates_args=())
+def attend(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    return x * (torch.rand_like(x) > dropout_p)
+
+
+attend.register_autograd(
+    lambda context, gradient: (gradient * (context.saved_tensors[0] != 0), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def test_random_numbers_behind_kept_attention_are_those_of_the_first_call(device, monkeypatch):
+    """The CPU's attention has no kernel with dropout, so one that takes random numbers stands in for it."""
+    monkeypatch.setattr(module, "_ATTENTION", {"offload_test::attend"})
+    model, step = attending(device, dropout=0.5)
+    for layer in model:
+        layer.out.register_forward_hook(lambda _, __, output: attend(output, 0.5))
+    expected = step()
+    with (
+        CheckpointOffloader(model, layers=list(model), keep_attention=True, **SMALL),
+        CountAttention("attend") as counter,
+    ):
+        assert all(map(torch.equal, step(), expected))
+    assert counter.count == 3
+
+
+def test_attention_beside_kept_modules(trainee):
+    expected = trainee.step()
+    for keep in (["core_attention"], ["qkv", "gate"]):
+        with CheckpointOffloader(trainee.model, keep=keep, keep_attention=True, **SMALL):
+            for _ in range(2):
+                assert trainee.step() == expected

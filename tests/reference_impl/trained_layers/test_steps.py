@@ -48,6 +48,11 @@ def test_with_inputs_on_the_host(device, dtype):
     compare(device, dtype=dtype, inputs="host")
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_with_attention_kept_on_the_host(device, slices):
+    compare(device, inputs="host", keep_attention=True, slices=slices)
+
+
 @pytest.mark.parametrize("inputs", [pytest.param("device", marks=pytest.mark.slow), "host"])
 def test_in_slices_of_the_batch(device, inputs):
     compare(device, slices=2, inputs=inputs)
