@@ -6,7 +6,9 @@ Where the model's shape is not known there is no plan; the card's decision table
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from skill_tools.dialects import registry
 from skill_tools.dialects.candidates import RECOMPUTE
+from skill_tools.planning.accounts import Kind
 from skill_tools.planning.search.legality import Condition, RuledOut
 from skill_tools.planning.search.options import Option, over
 from skill_tools.planning.search.planner import Plan, shown
@@ -26,6 +28,14 @@ _NO_PLAN = "no plan was computed, because the model's shape is not known; the ca
 _ESTIMATED = (
     "a range of step times is given where nobody measured the rates of this setting; `offload probe`, run once on the "
     "machine, narrows it, and so does --step-time with what a run without offload took"
+)
+_PARKED = (
+    Kind.WEIGHTS,
+    Kind.FROZEN_WEIGHTS,
+    Kind.IDLE_WEIGHTS,
+    Kind.MASTERS,
+    Kind.MOMENTS,
+    Kind.OTHER_STATES,
 )
 _HEADER = ("", "GPU GiB", "host GiB/node", "step", "ratio", "")
 
@@ -155,6 +165,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         memory = [f"{line.name}: {gib(line.bytes)} = {line.formula}" for line in best.memory.gpu]
         sections.append((f"memory of one GPU on pipeline stage {best.memory.stage}", memory))
         sections.append(("time of one step", _times(best)))
+        sections.append(("parked between two steps (docs/parking.md)", _parked(plan, best)))
     sections.append(
         ("what would change the answer", [f"{change}: {answer}" for change, answer in plan.sensitivity])
     )
@@ -182,6 +193,19 @@ def _times(option: Option) -> list[str]:
         also = f", {seconds(hidden)} more hidden" if hidden > 0.0005 else ""
         lines.append(f"{cost.name}: {seconds(cost.exposed_s)}{also} = {cost.formula}")
     return lines
+
+
+def _parked(plan: Plan, option: Option) -> list[str]:
+    """Return what `park()` moves once the gradients are gone; nothing where neither loop nor trainer takes it."""
+    size_bytes = sum(line.bytes for line in option.memory.gpu if line.kind in _PARKED)
+    takes_it = registry.named(plan.run.dialect).carry_out or plan_answer.carried_out_by_ours(plan)
+    if not takes_it or not size_bytes:
+        return []
+    away_s, back_s = size_bytes / plan.machine.d2h_copy, size_bytes / plan.machine.h2d_copy
+    return [
+        f"{gib(size_bytes)} leave each GPU, and take as much pinned memory of the host",
+        f"away in {seconds(away_s)}, back in {seconds(back_s)}, at the link's rates",
+    ]
 
 
 def _open_keys(conditions: Iterable[Condition]) -> list[str]:

@@ -1,5 +1,6 @@
 """What a plan says to people, where words could promise another run than the numbers."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_a_loop_that_offloads_is_told_how_to(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "apply_plan" in out
     assert "nothing to change" not in out
+
+
+def test_details_say_what_parking_frees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--model", "llama-3-8b", "--gpu", "h200", "--details"])
+    whole = capsys.readouterr().out
+    main(["plan", "--model", "llama-3-8b", "--gpu", "h200", "--gpu-memory", "80GiB", "--details"])
+    offloaded = capsys.readouterr().out
+    freed = [
+        float(re.search(r"parked between two steps.*\n  ([\d.]+) GiB leave each GPU", out)[1])  # type: ignore[index]
+        for out in (whole, offloaded)
+    ]
+    # bf16 weights with states, and what of them an offloading plan leaves on the GPU.
+    assert 2 * 8.03e9 / 2**30 <= freed[1] < freed[0] < 16.1 * 8.03e9 / 2**30
+    assert "parked between" not in script_plan(SCRIPT, tmp_path, capsys)
 
 
 def test_every_error_of_the_run_as_it_is_is_counted(
