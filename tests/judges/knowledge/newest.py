@@ -4,7 +4,8 @@
 
 pip fetches each package without its requirements into build/knowledge; nothing of it is installed or run. A row says
 until which release the package is recorded, which one is published, how many offload settings and defaults are not as
-recorded, and how many quotes of rules and messages are gone. The exit code is 1 if any row has one.
+recorded, and how many quotes of rules and messages are gone. The exit code is 1 if any row has one. Below stand the
+changes of other projects that `upstream.yaml` says to watch.
 """
 
 import json
@@ -17,8 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "knowledge"
+WATCHED = ROOT / "skill_tools" / "knowledge" / "upstream.yaml"
 PACKAGES = (
     "transformers", "trl", "peft", "accelerate", "deepspeed", "axolotl", "megatron-core", "megatron-bridge",
     "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning",
@@ -102,6 +106,9 @@ def main() -> int:
             print(f"    not recorded: {each['name']} = {each['now']}")
         for each in found["lost"]:
             print(f"    {each['what']} gone: {each['id']} ({each['ref']})")
+    print("\nnot merged when they were last read, and would change what is recorded:")
+    for each in yaml.safe_load(WATCHED.read_text(encoding="utf-8")):
+        print(f"    {each['thread']} ({each['seen']}): {each['what']}")
     return int(total > 0)
 
 
