@@ -154,3 +154,46 @@ def test_lightnings_trainer(make, tmp_path):
     (expected, losses), (found, same) = trained
     assert same == losses
     assert all(map(torch.equal, found, expected))
+
+
+def adapted(*, parks: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Train adapters of peft over a frozen model whose head is its embedding; park behind each backward and step."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install -c constraints.txt '.[trainers]'")
+    transformers = pytest.importorskip(
+        "transformers", reason="needs transformers: pip install -c constraints.txt '.[trainers]'"
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(r=4, target_modules="all-linear")
+    )
+    optimizer = stock([param for param in model.parameters() if param.requires_grad])
+    parked = park(model, optimizer) if parks else nullcontext()
+    losses, copied = [], []
+    for step in range(3):
+        ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        for act in (optimizer.step, optimizer.zero_grad):
+            with parked:
+                if parks:
+                    assert_all_is_away(model)
+                    copied.append(parked.report.copied_bytes)
+            act()
+    if parks:
+        frozen = {param.data_ptr(): param.nbytes for param in model.parameters() if not param.requires_grad}
+        # The frozen model went out once.
+        assert copied[0] - copied[1] > 0.5 * sum(frozen.values())
+        parked.close()
+    return losses, weights_of(model)
+
+
+def test_adapters_of_peft():
+    losses, expected = adapted(parks=False)
+    same, found = adapted(parks=True)
+    assert same == losses
+    assert all(map(torch.equal, found, expected))
