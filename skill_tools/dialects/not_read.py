@@ -1,6 +1,7 @@
 """Frameworks whose configurations are known by sight and not read: they are refused by name, with what to do instead.
 
-Without this a file of MindSpeed-LLM is Megatron-LM's with thirty misspelt options, and one of the others is nothing.
+Without this a file of MindSpeed-LLM or slime is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
+DeepSpeed's, and one of the others is nothing.
 Apart because a new entry here changes no reader.
 """
 
@@ -18,7 +19,7 @@ class Known(NamedTuple):
     """A framework: its name, what of a script or of the names at the top of a file is its own, and what to try.
 
     A script is its own by any match of `command`, which holds one of `marks`, or by two of `options`; a file by all of
-    `names`.
+    `names`, with or without dashes before them, beside the text `inside`.
     """
 
     label: str
@@ -27,8 +28,17 @@ class Known(NamedTuple):
     options: tuple[str, ...] = ()
     names: frozenset[str] = frozenset()
     attempt: str = _PLAN
+    inside: str = ""
 
 
+_ON_MEGATRON = (
+    "--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there"
+)
+_SLIME = (
+    "--rollout-batch-size", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--actor-num-gpus-per-node",
+    "--actor-num-nodes", "--num-rollout", "--colocate", "--sglang-mem-fraction-static", "--rollout-max-response-len",
+    "--n-samples-per-prompt", "--offload-train", "--offload-rollout", "--hf-checkpoint", "--ref-load",
+)  # fmt: skip
 _MINDSPEED = (
     "--reuse-fp32-param", "--swap-attention", "--swap-optimizer", "--use-fused-rmsnorm", "--use-fused-swiglu",
     "--use-fused-rotary-pos-emb", "--recompute-activation-function", "--use-ascend-mc2", "--smart-swap",
@@ -40,7 +50,7 @@ KNOWN = (
         ("mindspeed_llm", "posttrain_gpt.py"),
         r"(?m)^[^#\n]*\b(?:mindspeed_llm|posttrain_gpt\.py)\b",
         _MINDSPEED,
-        attempt="--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there",
+        attempt=_ON_MEGATRON,
     ),
     Known(
         "LitGPT",
@@ -59,6 +69,47 @@ KNOWN = (
         ("composer", "llmfoundry"),
         r"(?m)^[^#\n]*\bcomposer\b[^#\n]*\btrain\.py\b|^[^#\n]*\bllmfoundry train\b",
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
+    ),
+    Known("slime or miles", (), "", _SLIME, attempt=_ON_MEGATRON),
+    Known("OpenRLHF", ("openrlhf",), r"(?m)^[^#\n]*\bopenrlhf\.cli\.train_\w+"),
+    Known("SkyRL", ("skyrl",), r"(?m)^[^#\n]*\bskyrl(?:_train|\.train)\.(?:entrypoints\.main_\w+|main_sft)"),
+    Known(
+        "ROLL",
+        ("roll_pipeline", "start_"),
+        r"(?m)^[^#\n]*\bstart_(?:rlvr|agentic|dpo|distill|sft)\w*pipeline\.py",
+        names=frozenset({"actor_train", "actor_infer", "rollout_batch_size"}),
+    ),
+    Known(
+        "AReaL",
+        (),
+        "",
+        names=frozenset({"experiment_name", "trial_name", "total_train_epochs", "saver"}),
+    ),
+    Known(
+        "Oumi",
+        ("oumi",),
+        r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",
+        names=frozenset({"model", "data", "training"}),
+        inside="trainer_type",
+    ),
+    Known(
+        "NeMo AutoModel",
+        ("automodel",),
+        r"(?m)^[^#\n]*\bautomodel (?:finetune|pretrain|kd)\b",
+        names=frozenset({"model"}),
+        inside="nemo_automodel.",
+    ),
+    Known(
+        "MaxText",
+        ("maxtext", "MaxText"),
+        r"(?m)^[^#\n]*\b[Mm]ax[Tt]ext\.(?:trainers\.)?[\w.]*train\w*",
+        attempt="offload plan --framework pytorch for a loop of PyTorch; MaxText trains with JAX",
+    ),
+    Known(
+        "SimpleTuner",
+        ("simpletuner",),
+        r"(?m)^[^#\n]*\bsimpletuner train\b",
+        names=frozenset({"model_family", "model_type", "data_backend_config"}),
     ),
 )
 
@@ -85,8 +136,8 @@ def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
     elif source.kind in (Kind.YAML, Kind.JSON):
         wanted = [each for each in KNOWN if each.names and all(name in source.text for name in each.names)]
         for each in wanted:
-            if each.names <= _top(source).keys():
-                yield each, ", ".join(sorted(each.names))
+            if each.inside in source.text and each.names <= {name.lstrip("-") for name in _top(source)}:
+                yield each, ", ".join([*sorted(each.names), *([each.inside] if each.inside else [])])
 
 
 def _is_given(option: str, text: str) -> bool:

@@ -356,6 +356,29 @@ NOT_READ = {
         "general: {run: a}\nparallelism: {dp: 2, tp: 1}\ntokens: {}\ncheckpoints: {}\n",
         "nanotron's",
     ),
+    "slime.sh": (
+        "python3 train.py --actor-num-nodes 1 --colocate --num-layers 48 --use-mcore-models --rollout-batch-size 32 "
+        "--tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
+        "slime or miles's",
+    ),
+    "openrlhf.sh": ("deepspeed --module openrlhf.cli.train_sft --ds.adam_offload\n", "OpenRLHF's"),
+    "skyrl.sh": ("uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base a.b=c\n", "SkyRL's"),
+    "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
+    "areal.yaml": (
+        "experiment_name: a\ntrial_name: b\ntotal_train_epochs: 1\nsaver: {}\nactor: {}\n",
+        "AReaL's",
+    ),
+    "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
+    "oumi.yaml": ("model: {}\ndata: {}\ntraining: {trainer_type: TRL_SFT}\n", "Oumi's"),
+    "automodel.yaml": (
+        "model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained}\n",
+        "AutoModel's",
+    ),
+    "maxtext.sh": ("python3 -m maxtext.trainers.pre_train.train base.yml run_name=a\n", "MaxText's"),
+    "simpletuner.json": (
+        '{"--model_family": "wan", "--model_type": "lora", "--data_backend_config": "d.json", "--train_batch_size": 1}',
+        "SimpleTuner's",
+    ),
     "foundry.yaml": (
         "max_seq_len: 8\nmax_duration: 1ba\ntrain_loader: {}\nfsdp_config: {}\n",
         "LLM Foundry's",
