@@ -172,7 +172,7 @@ class Dialect(ABC):
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that `config` describes; raises `UnusableInput` for sizes that cannot be."""
-        raise self._not_planned()
+        raise self.not_planned()
 
     def current(self, config: Config, run: "TrainingRun") -> "Mode":
         """Return the mode that the configuration asks for as it stands."""
@@ -182,7 +182,7 @@ class Dialect(ABC):
 
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield the ways to fit, each with the optimizer offloaded whole or not at all."""
-        raise self._not_planned()
+        raise self.not_planned()
 
     def question(self, config: Config) -> Question | None:
         """Return what the input leaves open, so that a plan gives both answers."""
@@ -192,7 +192,8 @@ class Dialect(ABC):
         """Yield what the run may change beside offloading, of each kind the smallest change first."""
         return iter(())
 
-    def _not_planned(self) -> UnusableInput:
+    def not_planned(self) -> UnusableInput:
+        """Return why there is no plan, for a dialect that says it in `no_plan`."""
         ours = f"; {self.carry_out_ours()}" if self.adapter else ""
         return UnusableInput(
             self.no_plan,

@@ -82,7 +82,10 @@ def _only_model_named(config: Config) -> str | None:
     return named.pop() if len(named) == 1 else None
 
 
-def _unknown(config: Config) -> UnknownShapeError:
+def _unknown(config: Config) -> UnusableInput:
+    dialect = registry.named(config.framework)
+    if dialect.no_plan:  # no model that is named would give one
+        return dialect.not_planned()
     sizes = {
         "num_layers": fields.integer(config, "num_layers"),
         "hidden_size": fields.integer(config, "hidden_size"),
@@ -94,7 +97,7 @@ def _unknown(config: Config) -> UnknownShapeError:
         return UnknownShapeError(
             f"the configuration sets some of the model's sizes, but not {', '.join(missing)}",
             expected="all of them, a known model or a config.json",
-            attempt=f"{registry.named(config.framework).size_override(missing[0])}, or --model NAME",
+            attempt=f"{dialect.size_override(missing[0])}, or --model NAME",
         )
     if config.model_name:
         error = known_models.unknown(config.model_name)
