@@ -152,8 +152,12 @@ def in_parts(model, device, *, writes, parks):
             parked.park()
             parked.restore("weights")
         if writes:
-            model[0][0].weight.data.mul_(2)
+            with torch.no_grad():
+                model[0][0].weight.mul_(2)
         if parks:
+            parked.restore()
+            parked.park()
+            parked.restore("weights")
             parked.park()
             parked.restore("weights", "gradients")
             parked.restore()
