@@ -155,9 +155,9 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         self._failures.told_begun = False
         self._step_stream = stream
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
-        """Hear that `step(closure)` raises: where no model's forward would wait for new weights, wait for them now."""
-        if not self._returns_early:
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
+        """Hear that `step(closure)` raises: finish what `is_left`, and where no forward would, wait for weights."""
+        if is_left or not self._returns_early:
             with suppress(Exception):
                 self.synchronize()
 

@@ -298,11 +298,11 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._step()
             return loss
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
         """Ask for what backward has begun, where a hook in front of `step()` has kept it from asking."""
         if closure is None:
             self._ask()
-        super()._step_has_raised(closure)
+        super()._step_has_raised(closure, is_left=self._asked is not None)
 
     @in_turn
     def _finish_earlier(self, *, asks: bool) -> None:

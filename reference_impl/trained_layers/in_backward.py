@@ -217,11 +217,11 @@ class InBackwardOptimizer(LayersOptimizer):
         self.streamed.advance()
         self.streamed.queue(gradients)
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None) -> None:
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
         """Ask for what backward has begun, where `step()` has not come so far."""
         if closure is None:
             self._is_asked = self._is_asked or bool(self._updating)
-        super()._step_has_raised(closure)
+        super()._step_has_raised(closure, is_left=self._is_asked)
 
     def _step(self) -> None:
         """Update what is left of the batch."""
@@ -229,8 +229,7 @@ class InBackwardOptimizer(LayersOptimizer):
         self._follow_groups()
         self._check_used_stand()
         self._take_what_stands()
-        if self._waits is not None:
-            self._waits.on_step([*self._updating, *self._final])
+        self._note_step()
         self._is_asked = True
         try:
             self._update()
@@ -238,6 +237,10 @@ class InBackwardOptimizer(LayersOptimizer):
             self._is_asked = bool(self._updating)
             raise
         self._end_step()
+
+    def _note_step(self) -> None:
+        if self._waits is not None:
+            self._waits.on_step([*self._updating, *self._final])
 
     def _check_plan(self) -> None:
         if self._plan is not None:
@@ -281,6 +284,7 @@ class InBackwardOptimizer(LayersOptimizer):
         super()._ready()
         if self._is_asked:
             self._check_plan()
+            self._note_step()
             self._update()
             self._end_step()
             self._failures.told_begun = True

@@ -221,6 +221,21 @@ def test_a_hook_that_raises_in_front_of_step_keeps_nobody_from_finishing_what_ba
         assert_same_weights(model, plain)
 
 
+def test_what_is_left_of_streamed_layers_is_done_before_the_next_forward(device):
+    """Nobody has called the optimizer in between: the forward would find old weights outside of the layers."""
+    with Loop(device, "update") as loop:
+        loop.backward(0)
+        hook = loop.optimizer.register_step_pre_hook(boom)
+        with pytest.raises(UserError):
+            loop.optimizer.step()
+        hook.remove()
+        loss = loop.loss(1)
+        loop.model.zero_grad()
+        loss.backward()
+        loop.optimizer.step()
+        assert_equal(loop, device, "update", 2)
+
+
 def test_a_hook_in_front_of_step_keeps_streamed_layers_from_no_later_call(device):
     """As every optimizer whose update has begun in backward: the step is asked for, and the next call finishes it."""
     with Loop(device, "update") as loop:
@@ -237,9 +252,9 @@ def test_a_hook_in_front_of_step_keeps_streamed_layers_from_no_later_call(device
         assert_equal(loop, device, "update", 2)
 
 
-def reference(device, batches):
+def reference(device, batches, **options):
     model = twins(device)[0]
-    with hybrid(model, **UPDATING) as optimizer:
+    with hybrid(model, **(options or UPDATING)) as optimizer:
         train(model, optimizer, batches)
     return model
 
@@ -254,11 +269,18 @@ UPDATING = {
 
 @pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError, RecursionError])
-def test_what_is_left_of_an_update_in_backward_uses_its_own_gradients(device, monkeypatch, attached, error):
+@pytest.mark.parametrize("on_cpu", ["matrices", "vectors"])
+def test_what_is_left_of_an_update_in_backward_uses_its_own_gradients(
+    device, monkeypatch, attached, error, on_cpu
+):
     """The model drops them, and not the optimizer, which has heard of the step."""
+    updating = dict(UPDATING)
+    if on_cpu == "vectors":
+        # Then a forward begins with weights of which backward has begun nothing.
+        updating["offload_filter"] = lambda param: param.dim() == 1
     model, data = twins(device)[0], batches(device.torch_device, 3)
-    plain = reference(device, data)
-    with hybrid(model, **UPDATING) as optimizer:
+    plain = reference(device, data, **updating)
+    with hybrid(model, **updating) as optimizer:
         if attached:
             optimizer.attach(model)
         model(data[0]).backward()
