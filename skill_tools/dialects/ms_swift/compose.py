@@ -11,6 +11,7 @@ from pathlib import Path
 
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import (
     Flag,
@@ -36,6 +37,7 @@ _OVERRIDES = "<overrides>"
 _MEGATRON = "megatron"
 _PROGRAMS = ("swift", _MEGATRON)
 _TASKS = ("sft", "pt", "rlhf")
+_LISTS_AS_TEXT_SINCE = "4.6"  # swift/cli/main.py::parse_yaml_args
 _RAY_GROUPS = frozenset({"colocate_groups", "rollout"})
 _OF_RAY = frozenset(
     {"colocate_groups", "sleep_level", "nnodes", "train", "rollout", "teacher"}
@@ -59,7 +61,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.YAML | Kind.JSON:
                 root = single_document(source, draft=draft)
                 program = _program_of(draft, entries_of(root))
-                _write_file(draft, root, source.name, program)
+                _write_file(draft, root, source.name, program, source.release(MS_SWIFT))
             case _:
                 raise UnusableInput(
                     f"{source.name} is {source.kind.value}",
@@ -83,7 +85,8 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
         found = find(words[0].text, folders)
         if found is not None:
             draft.take(found)
-            _write_file(draft, single_document(found, draft=draft), found.name, program)
+            root = single_document(found, draft=draft)
+            _write_file(draft, root, found.name, program, source.release(MS_SWIFT) or found.release(MS_SWIFT))
         else:
             place = Place(source.name, words[0].line, words[0].column)
             draft.missing_files.append(Setting("config", words[0].text, "config", place))
@@ -154,7 +157,9 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
         draft.model_name = value
 
 
-def _set_from_file(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
+def _set_from_file(
+    draft: Draft, spelling: str, value: object, written: str, place: Place, release: str | None
+) -> None:
     """Write a value of a file as the text that stands for it on the command line that ms-swift makes of the file."""
     is_container = value is UNREADABLE or isinstance(value, list | dict)
     _set(draft, spelling, value if is_container else str(value), written, place)
@@ -164,8 +169,17 @@ def _set_from_file(draft: Draft, spelling: str, value: object, written: str, pla
         return
     if value is None:
         draft.refuse_type(name, "a value, or no such key: null becomes the text None on the command line")
-    elif isinstance(value, list) and not all(isinstance(each, str) for each in value):
-        draft.refuse_type(name, "a list of text: a number or null in it cannot be put on the command line")
+    elif _is_refused_list(value, release):
+        since = _LISTS_AS_TEXT_SINCE
+        draft.refuse_type(
+            name, f"a list of text: before ms-swift {since} no command line holds a number or null of it"
+        )
+
+
+def _is_refused_list(value: object, release: str | None) -> bool:
+    """Return whether some release that may be meant hands on what no command line holds, instead of its text."""
+    is_text = not isinstance(value, list) or all(isinstance(each, str) for each in value)
+    return not is_text and (release is None or is_before(release, _LISTS_AS_TEXT_SINCE))
 
 
 def _program_of(draft: Draft, entries: Mapping[str, Node]) -> str:
@@ -176,8 +190,8 @@ def _program_of(draft: Draft, entries: Mapping[str, Node]) -> str:
     return _MEGATRON if _RAY_GROUPS & entries.keys() or any(only_megatron) else "swift"
 
 
-def _write_file(draft: Draft, root: Node, file: str, program: str) -> None:
-    """Write arguments in YAML or JSON, or a file in the form of --fsdp.
+def _write_file(draft: Draft, root: Node, file: str, program: str, release: str | None) -> None:
+    """Write arguments in YAML or JSON as `release` of ms-swift takes them, or a file in the form of --fsdp.
 
     In a file for Ray the group that trains has its own arguments over the shared ones; the other groups do not train.
     """
@@ -197,7 +211,7 @@ def _write_file(draft: Draft, root: Node, file: str, program: str) -> None:
             for variable, value in entries_of(node).items():
                 draft.set_environment(variable, plain(value), Place(file, value.line, value.column))
         elif draft.accepts(spelling):
-            _set_from_file(draft, spelling, plain(node), name, place)
+            _set_from_file(draft, spelling, plain(node), name, place, release)
         else:
             draft.note_unknown(name, place, spelling=spelling)
 

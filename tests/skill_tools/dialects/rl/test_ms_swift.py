@@ -120,3 +120,13 @@ def test_a_file_becomes_text_on_the_command_line() -> None:
     wrong = [each.setting.key for each in config.wrong_types]
     assert wrong == ["--max_grad_norm", "swift.save_only_model", "--target_modules"]
     assert config.value("swift.gradient_checkpointing") is True
+
+
+def test_from_4_6_on_a_list_in_a_file_becomes_text_too() -> None:
+    text = "model: some/model\ntuner_type: lora\ndataset: a.jsonl\ntarget_modules: [1, null]\n"
+    refused = {
+        release: bool(read_text(f"# ms-swift {release}\n{text}", "config.yaml").wrong_types)
+        for release in ("4.5.3", "4.6.0")
+    }
+    assert refused == {"4.5.3": True, "4.6.0": False}
+    assert "before ms-swift 4.6" in read_text(text, "config.yaml").wrong_types[0].expected
