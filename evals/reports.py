@@ -58,8 +58,14 @@ def load() -> list[dict[str, Any]]:
 
 
 def held_out(reports: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Return the ids that measure."""
-    return frozenset(random.Random(SEED).sample(sorted(each["id"] for each in reports), HELD_OUT))
+    """Return the ids that measure: some of the newest collection, because who mends comes to know the older ones."""
+    newest = max(_collection(each) for each in reports)
+    fresh = sorted(each["id"] for each in reports if _collection(each) == newest)
+    return frozenset(random.Random(SEED).sample(fresh, HELD_OUT))
+
+
+def _collection(report: Mapping[str, Any]) -> int:
+    return int(report.get("collection", 1))
 
 
 def answer(report: Mapping[str, Any]) -> str:
