@@ -25,7 +25,7 @@ from skill_tools.diagnosis import diagnosis, memory_owners
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.errors import OwnLoop, UnusableInput, printable_lines
+from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput, printable_lines
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
@@ -141,8 +141,10 @@ def _read(args: argparse.Namespace) -> _Read:
 
     try:
         config = plan_request.read_config(args, args.inputs)
-    except OwnLoop as problem:
-        print(f"offload: {problem}", file=sys.stderr)
+    except Unrecognised as problem:
+        if args.framework and not isinstance(problem, OwnLoop):
+            raise
+        print(f"offload: {problem}; the log is read without it", file=sys.stderr)
         args.inputs = []
         return _Read("")
     stated = {name: each.version for name, each in releases.of_run(args, config, args.inputs).items()}

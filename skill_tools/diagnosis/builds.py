@@ -19,7 +19,8 @@ _ERRORS = re.compile(
     + rf"(?P<error>\S*?[^\s:]:\d+(?::\d+)?: ?{_WORD} ?[:：].*"  # gcc, clang
     + r"|\S+\(\d+\): (?:fatal )?error(?: C\d+|:).*"  # nvcc, cl
     + r"|nvcc (?:fatal|error) *:.*|nvcc: (?:No such file|not found).*|.*\bnvcc: (?:command )?not found.*"
-    + r"|\S*\bld(?:\.\w+)?: (?:cannot find|.*undefined reference|.*No such file).*"
+    + r"|\S*\bld(?:\.\w+)? ?: (?:cannot find|.*undefined reference|.*No such file"
+    + r"|(?!warning|skipping).{0,60}(?<!\S)-l\w).*"
     + r"|(?:\S*[cg]\+\+|\S*gcc|\S*cc1plus|\S*clang(?:\+\+)?): (?:fatal )?error: .*)",
     re.MULTILINE,
 )

@@ -43,6 +43,7 @@ class Evidence(NamedTuple):
     errors: Sequence[KnownError]
     seen: Sequence[Seen]
     patterns: Sequence[StepPattern]
+    leap: StepPattern | None
     out_of_memory: OutOfMemory | None
     build: BuildError | None
     owners: Owners
@@ -139,6 +140,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
             return _of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
     if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
         return fitting
+    if message.kind == "hang" and evidence.phase is Phase.STARTUP and evidence.mechanisms:
+        return _of_a_hang_at_the_start(evidence)
     change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
     if message.kind in HOST_RAN_OUT:
         return _of_the_host(message, evidence, change)
@@ -155,6 +158,24 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
     return Conclusion(cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
+
+
+def _of_a_hang_at_the_start(evidence: Evidence) -> Conclusion:
+    """Return a conclusion about a collective that no rank came past before the first step: no save, no slow update."""
+    offloads = ", ".join(f"{each.written}={each.value}" for each in code.offloads(evidence.config))
+    cause = (
+        "a collective never ended at the start, before the first step, so it was no save and no slow update"
+    )
+    if offloads:
+        cause += f"; {offloads} puts tensors on the CPU, and building, initialising or loading those may wait for ever"
+    return Conclusion(
+        cause,
+        "",
+        (
+            told("params-on-gpu", evidence.dialects, evidence.config),
+            "or another release of torch and of the framework: a rank that waits in py-spy dump says in which call",
+        ),
+    )
 
 
 def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
@@ -188,8 +209,13 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
     where = code.of(evidence.failure) if evidence.failure is not None else None
     stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
     mechanisms = {rule.id: rule.mechanism for rule in load_rules()} if evidence.findings else {}
-    for finding in phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped):
+    ordered = phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped)
+    if evidence.leap is not None:
+        ordered = tuple(sorted(ordered, key=lambda finding: not phases.loses_what_was_loaded(finding)))
+    for finding in ordered:
         if finding.severity is Severity.INFO:
+            continue
+        if stopped and finding.effect == "out-of-memory" and not _is_of_memory(evidence):
             continue
         fits = phases.stops(finding, evidence.phase) if stopped else finding.effect in _SILENT
         # What would have printed its own text is not why another was printed.
@@ -198,6 +224,11 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
         if fits and (silent or not stopped) and (in_its_code or not needs_code):
             return _of_finding(finding)
     return None
+
+
+def _is_of_memory(evidence: Evidence) -> bool:
+    """Return whether the log says that memory ran out; any other exception has another cause."""
+    return evidence.out_of_memory is not None or any(each.message.kind in _MEMORY for each in evidence.seen)
 
 
 def _of_notice(evidence: Evidence) -> Conclusion | None:
@@ -209,7 +240,7 @@ def _of_notice(evidence: Evidence) -> Conclusion | None:
 
 
 def _of_pattern(evidence: Evidence) -> Conclusion | None:
-    for pattern in evidence.patterns:
+    for pattern in (*((evidence.leap,) if evidence.leap else ()), *evidence.patterns):
         return Conclusion(f"{pattern.seen}: {pattern.points_to}", pattern.rule, ())
     return None
 

@@ -43,6 +43,9 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
+_LOOKED_AT = 50  # exceptions of a log that are asked for what came after them
+
+
 def _none(_: object) -> None:
     return None
 
@@ -126,15 +129,21 @@ def diagnose(
     raised = failures.failures(log)
     failure = failures.ended_by(log, raised)
     phase = phases.phase_of(log, failure)
+    past = _lines_of_what_was_caught(log, raised, failure)
     times = steps.times_s(log)
     evidence = Evidence(
         failure=failure,
         phase=phase,
-        errors=known_errors.find(
-            log, broken=[finding.rule for finding in findings], framework=framework, ended_by=failure
+        errors=tuple(
+            each
+            for each in known_errors.find(
+                log, broken=[finding.rule for finding in findings], framework=framework, ended_by=failure
+            )
+            if not any(first <= each.line <= last for first, last in past)
         ),
-        seen=messages.find(log, failure),
+        seen=tuple(each for each in messages.find(log, failure) if not _is_past(each, log)),
         patterns=steps.patterns(log, times),
+        leap=steps.loss_leap(log),
         out_of_memory=memory.out_of_memory(log),
         build=builds.first_error(log),
         owners=memory_owners.owners(log, config.sources if config else {}, saving=phase is Phase.SAVE),
@@ -157,7 +166,7 @@ def diagnose(
         out_of_memory=evidence.out_of_memory,
         reported=memory.reported_bytes(log),
         steps=times,
-        patterns=tuple(evidence.patterns),
+        patterns=(*((evidence.leap,) if evidence.leap else ()), *evidence.patterns),
         conclusion=conclusion,
         gpu=machine_in_log.gpu_name(log, known_gpu),
         host_bytes=machine_in_log.host_bytes(log),
@@ -169,6 +178,26 @@ def diagnose(
         owners=evidence.owners,
         in_use=memory_owners.in_use(log),
         releases=code.release(where.code.package, releases) if where else "",
+    )
+
+
+def _lines_of_what_was_caught(
+    log: Log, raised: Sequence[Failure], ended_by: Failure | None
+) -> list[tuple[int, int]]:
+    """Return the first and the last line of each exception after which training went on."""
+    return [
+        (log.line_at(each.start), log.line_at(each.raised_at))
+        for each in raised[:_LOOKED_AT]
+        if each is not ended_by and failures.went_on_after(log, each.raised_at)
+    ]
+
+
+def _is_past(seen: Seen, log: Log) -> bool:
+    """Return whether `seen` is an exception that was caught, or that ended an earlier run in the same log."""
+    return (
+        seen.message.role == "exception"
+        and not seen.ended_the_run
+        and failures.went_on_after(log, seen.at + len(seen.text))
     )
 
 

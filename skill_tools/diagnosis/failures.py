@@ -29,13 +29,15 @@ _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _IGNORED = "Exception ignored in"
 _NATIVE = re.compile(
-    r"(?P<native>Segmentation fault|Bus error|Aborted|Floating point exception|Illegal instruction)"
-    r"(?: \(core dumped\))?$"
+    r"(?P<native>Segmentation fault|Bus error|Aborted|Floating point exception|Illegal instruction"
+    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"  # a shell in another locale
+    r"(?: +\([^()\n]{1,40}\))?(?: +\S*(?:python|torchrun|deepspeed|accelerate)\b.{0,200})?$"
     r"|terminate called after throwing an instance of|Fatal Python error: |: Assertion [`'].{1,400}' failed\.$"
 )
 _INTERESTING = re.compile(
     r"^.*(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
-    r"|above exception|Assertion|terminate called|Bus error|Illegal instruction).*$",
+    r"|above exception|Assertion|terminate called|Bus error|Illegal instruction"
+    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误).*$",
     re.MULTILINE,
 )
 _PROGRESS = re.compile(
@@ -147,6 +149,12 @@ def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
     if final:
         return min(final.values(), key=lambda each: each.raised_at)
     return next((each for each in ending if "Died" not in each.error), None)
+
+
+def went_on_after(log: Log, position: int) -> bool:
+    """Return whether training went on after what stands at `position`, so that it ended nothing."""
+    found = list(zip(range(_STEPS_OF_OTHERS), _PROGRESS.finditer(log.text, position), strict=False))
+    return len(found) == _STEPS_OF_OTHERS
 
 
 def _steps(text: str) -> list[tuple[str, int]]:

@@ -22,6 +22,9 @@ _MOST_PIPED_BYTES = 512 << 20  # a pipe may have no end
 _FAILED = (b"Traceback (most recent call last)", b"ut of memory", b"oom-kill", b"oom_kill", b"core dumped")
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]")
 _EXPECTED = "a training log or traceback"
+_SAMPLE_BYTES = 1 << 16
+# Of Chinese, Japanese and Korean systems: a letter takes two high bytes, which Western text seldom has in a row.
+_OLDER = ("gb2312", "euc_jp", "euc_kr")
 
 
 class Log(NamedTuple):
@@ -55,11 +58,25 @@ def read_log(path: str) -> Log:
     data = b"".join(chunk for chunk, _ in chunks)
     if not data.strip():
         raise UnusableInput(f"{name} is empty", expected=_EXPECTED, attempt="the log of a rank")
-    encoding = "utf-16" if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8"
+    encoding = _encoding(data)
     # A crashed host leaves some NUL bytes in a log, not one in a hundred.
     if encoding == "utf-8" and data.count(0) > len(data) // 100:
         raise UnusableInput(f"{name} is no text", expected=_EXPECTED, attempt="the log of a rank")
     return _joined(name, chunks, codecs.getincrementaldecoder(encoding)("replace"))
+
+
+def _encoding(data: bytes) -> str:
+    """Return the encoding of a log's beginning: UTF-8, or the first of the older ones that it is valid in."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    sample = data[:_SAMPLE_BYTES]
+    for encoding in ("utf-8", *_OLDER):
+        try:
+            codecs.getincrementaldecoder(encoding)("strict").decode(sample)
+        except UnicodeDecodeError:
+            continue
+        return encoding
+    return "utf-8"
 
 
 def _joined(name: str, chunks: list[tuple[bytes, int]], decoder: codecs.IncrementalDecoder) -> Log:

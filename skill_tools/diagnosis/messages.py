@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from skill_tools import knowledge
-from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.texts import REACH, position, span
 
@@ -98,15 +98,19 @@ def from_data(entry: dict[str, object]) -> Message:
 
 
 def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
-    """Return the messages in `log`: those of what ended the run first, then what causes others, then in its order."""
-    found: list[tuple[bool, int, int, int, Seen]] = []
+    """Return the messages in `log`: those of what ended the run first, then what causes others, then in its order.
+
+    Of several whose frames the traceback goes through, the one with more frames is more exact, then the inner one.
+    """
+    found: list[tuple[bool, int, int, int, int, Seen]] = []
     for message in load_messages():
         start, inside = _place(message, log, ended_by)
         if start < 0:
             continue
         seen = Seen(log.line_at(start), log.context(start), message, start, inside)
-        found.append((not inside, -len(message.frames), ORDER.index(message.kind), start, seen))
-    return tuple(seen for *_, seen in sorted(found, key=lambda each: each[:4]))
+        depth = _depth(message.frames, ended_by) if inside and ended_by is not None else 0
+        found.append((not inside, -len(message.frames), -depth, ORDER.index(message.kind), start, seen))
+    return tuple(seen for *_, seen in sorted(found, key=lambda each: each[:5]))
 
 
 def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, bool]:
@@ -135,6 +139,16 @@ def _span_in(text: str, log: Log, ended_by: Failure) -> int:
 
 
 def _goes_through(frames: Sequence[str], failure: Failure) -> bool:
-    return all(
-        any(part in frame.path or part == frame.function for frame in failure.frames) for part in frames
+    return all(any(_is_of(part, frame) for frame in failure.frames) for part in frames)
+
+
+def _depth(frames: Sequence[str], failure: Failure) -> int:
+    """Return how far in the innermost frame of `failure` is that any of `frames` names."""
+    named = (
+        place for place, frame in enumerate(failure.frames, 1) if any(_is_of(part, frame) for part in frames)
     )
+    return max(named, default=0)
+
+
+def _is_of(part: str, frame: Frame) -> bool:
+    return part in frame.path or part == frame.function

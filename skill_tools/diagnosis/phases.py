@@ -121,6 +121,11 @@ def when(finding: Finding) -> str:
     return shown
 
 
+def loses_what_was_loaded(finding: Finding) -> bool:
+    """Return whether `finding` is about wrong numbers after weights were loaded."""
+    return finding.effect == "wrong-numerics" and any(map(_LOADS.search, _names(finding)))
+
+
 def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tuple[Finding, ...]:
     """Return the findings that may show in a log, those first whose consequence fits where it ends."""
 
@@ -133,13 +138,18 @@ def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tu
 
 def _own_phases(finding: Finding) -> frozenset[Phase]:
     """Return the phases that the finding's own keys speak of: saving, loading, or none of them."""
+    if finding.effect != "crashes-later":
+        return frozenset()
+    names = _names(finding)
+    saves, loads = any(map(_SAVES.search, names)), any(map(_LOADS.search, names))
+    return frozenset(phase for phase, holds in ((Phase.SAVE, saves), (Phase.RESUME, loads)) if holds)
+
+
+def _names(finding: Finding) -> list[str]:
+    """Return the keys that `finding` observed, in every framework's spelling."""
     known = load_keys()
-    names = [
+    return [
         name
         for key in finding.observed
         for name in (key, *(known[key].spelling.values() if key in known else ()))
     ]
-    if finding.effect != "crashes-later":
-        return frozenset()
-    saves, loads = any(map(_SAVES.search, names)), any(map(_LOADS.search, names))
-    return frozenset(phase for phase, holds in ((Phase.SAVE, saves), (Phase.RESUME, loads)) if holds)
