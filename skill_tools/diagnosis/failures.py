@@ -31,7 +31,7 @@ _IGNORED = "Exception ignored in"
 _NATIVE = re.compile(
     r"(?P<native>Segmentation fault|Bus error|Aborted|Floating point exception|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"  # a shell in another locale
-    r"(?: +\([^()\n]{1,40}\))?(?: +\S*(?:python|torchrun|deepspeed|accelerate)\b.{0,200})?$"
+    r"(?: +\([^()\n]{1,40}\))?(?: +\S*python[\d.]*\b.{0,200})?$"
     r"|terminate called after throwing an instance of|Fatal Python error: |: Assertion [`'].{1,400}' failed\.$"
 )
 _INTERESTING = re.compile(
