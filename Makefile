@@ -187,7 +187,7 @@ skill:
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/offload card pages
-	$(BIN)/mkdocs build --strict
+	PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-trainers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -84,20 +84,17 @@ def brief(rule: Rule) -> str:
 
 
 def index_page(rules: Sequence[Rule]) -> str:
-    """Return the index of all rules, by mechanism."""
+    """Return the index: one table of all rules, in the order of their mechanisms."""
     lines = [
         "# Rules",
         "",
         f"{len(rules)} rules. `offload explain RULE` prints a page; `offload lint` finds them."
         " [Coverage](coverage.md) says which known constraints they report.",
     ]
-    for mechanism in sorted({rule.mechanism for rule in rules}):
-        lines += ["", f"## {mechanism}", "", "| rule | severity | frameworks | what |", "|---|---|---|---|"]
-        for rule in rules:
-            if rule.mechanism == mechanism:
-                title = rule.title.replace("|", "\\|")
-                frameworks = ", ".join(rule.dialects)
-                lines.append(f"| [{rule.id}]({rule.id}.md) | {rule.severity} | {frameworks} | {title} |")
+    lines += ["", "| rule | severity | mechanism | frameworks | what |", "|---|---|---|---|---|"]
+    for rule in sorted(rules, key=lambda rule: rule.mechanism):
+        cells = (f"[{rule.id}]({rule.id}.md)", rule.severity, rule.mechanism, ", ".join(rule.dialects))
+        lines.append(f"| {' | '.join(cells)} | {_cell(rule.title)} |")
     return "\n".join(lines) + "\n"
 
 

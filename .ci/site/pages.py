@@ -1,0 +1,142 @@
+"""What the site has beside docs/: home from README, the changelog, models, GPUs and API; and links from ids of rules.
+
+MkDocs calls these functions (`hooks` in mkdocs.yml). Guides come before rules in its search.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import cpu_offloading
+from skill_tools.knowledge import load_yaml
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# [text](path) and ![text](path), not of another site or of a heading of the same page.
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
+_RULE = re.compile(r"(?<!\[)`([a-z0-9]+(?:-[a-z0-9]+)+)`(?!\])")
+_FENCE = re.compile(r"(?ms)^(`{3,}).*?^\1\s*$")
+_OPTION = re.compile(r"<!-- /?(?:run|card):.*?-->|<!-- /(?:run|card) -->\n?")
+_ORDER = {"index.md": 4, "faq.md": 3, "choosing.md": 3, "configuration.md": 0.3, "changelog.md": 0.2}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that no file of docs/ is; docs/README.md, which a repository shows, becomes `overview.md`."""
+    overview = files.get_file_from_path("README.md")
+    assert overview is not None
+    files.remove(overview)
+    made = {
+        "overview.md": overview.content_string,
+        "index.md": _of_root("README.md"),
+        "changelog.md": _of_root("CHANGELOG.md"),
+        "models.md": _models_page(),
+        "api.md": _api_page(),
+    }
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make rule ids links to their pages, and rank the page in the search."""
+    path = page.file.src_uri
+    page.meta["search"] = {"boost": _boost(path)}
+    if path.startswith("rules/") and path not in ("rules/README.md", "rules/coverage.md"):
+        page.meta["hide"] = ["navigation"]
+        return markdown
+    return "".join(_linked(part, path, files) for part in _outside_fences(_OPTION.sub("", markdown)))
+
+
+def _boost(path: str) -> float:
+    return 0.1 if path.startswith("rules/") else _ORDER.get(path, 2)
+
+
+def _outside_fences(markdown: str) -> Iterator[tuple[str, bool]]:
+    """Yield the parts of a page in order, each with whether it is prose, not a fence of code."""
+    end = 0
+    for fence in _FENCE.finditer(markdown):
+        yield markdown[end : fence.start()], True
+        yield fence[0], False
+        end = fence.end()
+    yield markdown[end:], True
+
+
+def _linked(part: tuple[str, bool], path: str, files: Files) -> str:
+    text, is_prose = part
+    up = "" if path.startswith("rules/") else "rules/"
+
+    def link(rule: re.Match[str]) -> str:
+        is_rule = files.get_file_from_path(f"rules/{rule[1]}.md") is not None
+        return f"[`{rule[1]}`]({up}{rule[1]}.md)" if is_rule else rule[0]
+
+    return _RULE.sub(link, text) if is_prose else text
+
+
+def _of_root(name: str) -> str:
+    """Return a page of the repository's root with links that lead from the site's own root."""
+    server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
+    address = f"{server}/{repository}/blob/HEAD" if server and repository else ""
+
+    def moved(link: re.Match[str]) -> str:
+        picture, text, path, heading = link[1], link[2], link[3], link[4] or ""
+        if path == "docs/README.md":
+            path = "docs/overview.md"
+        if path.startswith("docs/"):
+            return f"{picture}[{text}]({path.removeprefix('docs/')}{heading})"
+        return f"[{text}]({address}/{path}{heading})" if address else text
+
+    return _LINK.sub(moved, (ROOT / name).read_text(encoding="utf-8"))
+
+
+def _models_page() -> str:
+    models: Mapping[str, Any] = load_yaml("models.yaml")["models"]
+    machines: Mapping[str, Any] = load_yaml("hardware.yaml")["gpus"]
+    lines = [
+        "# Models and GPUs",
+        "",
+        "`offload plan --model NAME --gpu NAME` knows these by name. Another model is planned from its `config.json`,"
+        " and another GPU from the four numbers of its row.",
+        "",
+        "## Models",
+        "",
+        "| Model | Parameters, 10⁹ | Layers | Hidden | Vocabulary | Experts | Source |",
+        "|---|--:|--:|--:|--:|--:|---|",
+    ]
+    for name, shape in models.items():
+        sizes = (shape.get(key, "") for key in ("num_layers", "hidden", "vocab", "experts"))
+        cells = (f"`{name}`", f"{shape['parameters'] / 1e9:.1f}", *map(str, sizes), str(shape["source"]))
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    lines += [
+        "",
+        "## GPUs",
+        "",
+        "Memory is what torch reports. Rates are of data sheets unless the source says measured.",
+        "",
+        "| GPU | Memory, GiB | bf16, TFLOP/s | Memory, GB/s | Link, GB/s | Source |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    for name, gpu in machines.items():
+        numbers = (gpu.get(key, "") for key in ("memory_gib", "bf16_tflops", "hbm_gbs", "link_gbs"))
+        cells = (f"`{name}`", *map(str, numbers), str(gpu["source"]))
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _api_page() -> str:
+    """Return a page that mkdocstrings fills from the docstrings of all public names."""
+    names = [name for name in cpu_offloading.__all__ if not name.startswith("_")]
+    heading = (
+        "# API\n\nAll that `cpu_offloading` exports. The lines for trainers are in [Trainers](trainers.md).\n"
+    )
+    return heading + "".join(
+        f"\n::: cpu_offloading.{name}\n    options: {{heading_level: 2}}\n" for name in names
+    )
