@@ -12,7 +12,8 @@ configuration, 2 unusable input, 3 a fault of this tool.
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         framework=read.framework,
         config=read.config,
         releases=read.releases,
+        unread=read.unread,
         known_gpu=_known_gpu,
         known_model=known_models.of_size,
     )
@@ -131,6 +133,17 @@ class _Read(NamedTuple):
     config: Config | None = None
     findings: tuple[Finding, ...] = ()
     releases: Mapping[str, str] = MappingProxyType({})
+    unread: Mapping[str, str] = MappingProxyType({})  # texts of files that are no known configuration
+
+
+def _texts(paths: Sequence[str]) -> dict[str, str]:
+    """Return the beginnings of files by their paths: a launcher's options say who takes memory, whoever reads them."""
+    texts = {}
+    for path in paths:
+        if Path(path).is_file():
+            with Path(path).open("rb") as file:
+                texts[path] = file.read(_SAMPLE).decode("utf-8", "replace")
+    return texts
 
 
 def _read(args: argparse.Namespace) -> _Read:
@@ -145,8 +158,8 @@ def _read(args: argparse.Namespace) -> _Read:
         if args.framework and not isinstance(problem, OwnLoop):
             raise
         print(f"offload: {problem}; the log is read without it", file=sys.stderr)
-        args.inputs = []
-        return _Read("")
+        unread, args.inputs = _texts(args.inputs), []
+        return _Read("", unread=unread)
     stated = {name: each.version for name, each in releases.of_run(args, config, args.inputs).items()}
     return _Read(config.framework, config, lint(config, versions=stated).findings, stated)
 

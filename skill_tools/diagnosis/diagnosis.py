@@ -118,13 +118,15 @@ def diagnose(
     framework: str = "",
     config: Config | None = None,
     releases: Mapping[str, str] = MappingProxyType({}),
+    unread: Mapping[str, str] = MappingProxyType({}),
     known_gpu: Callable[[str], str | None] = _none,
     known_model: Callable[[int], str | None] = _none,
 ) -> Diagnosis:
     """Read `log`; `findings` are what lint says of the run's `config`, which was read as one of `framework`.
 
-    `releases` are those that ran, by distribution. `known_gpu` returns the name that a plan has for a GPU,
-    `known_model` the one for a model of so many parameters, or None.
+    `releases` are those that ran, by distribution, `unread` the texts of files that are no known configuration.
+    `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters,
+    or None.
     """
     raised = failures.failures(log)
     failure = failures.ended_by(log, raised)
@@ -146,7 +148,7 @@ def diagnose(
         leap=steps.loss_leap(log),
         out_of_memory=memory.out_of_memory(log),
         build=builds.first_error(log),
-        owners=memory_owners.owners(log, config.sources if config else {}, saving=phase is Phase.SAVE),
+        owners=memory_owners.owners(log, config.sources if config else unread, saving=phase is Phase.SAVE),
         findings=findings,
         config=config,
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),

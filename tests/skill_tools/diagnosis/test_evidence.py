@@ -129,3 +129,9 @@ def test_a_shell_of_another_locale_says_killed() -> None:
         conclusion = diagnose(Log("a", f"./run.sh: line 3:  4711 {word}      python train.py\n")).conclusion
         assert conclusion is not None, word
         assert "SIGKILL" in conclusion.cause, word
+
+
+def test_a_launcher_that_nobody_reads_still_says_who_takes_host_memory(answer: Answer) -> None:
+    log = "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+    launcher = ("run.sh", "python3 train.py --colocate --overlap-cpu-optimizer-d2h-h2d\n")
+    assert "overlap-cpu-optimizer-d2h-h2d" in answer(log, launcher)
