@@ -131,7 +131,8 @@ def diagnose(
     raised = failures.failures(log)
     failure = failures.ended_by(log, raised)
     phase = phases.phase_of(log, failure)
-    past = _lines_of_what_was_caught(log, raised, failure)
+    went_on_until = failures.went_on_until(log)
+    past = _lines_of_what_was_caught(log, raised, failure, went_on_until)
     times = steps.times_s(log)
     evidence = Evidence(
         failure=failure,
@@ -143,7 +144,7 @@ def diagnose(
             )
             if not any(first <= each.line <= last for first, last in past)
         ),
-        seen=tuple(each for each in messages.find(log, failure) if not _is_past(each, log)),
+        seen=tuple(each for each in messages.find(log, failure) if not _is_past(each, went_on_until)),
         patterns=steps.patterns(log, times),
         leap=steps.loss_leap(log),
         out_of_memory=memory.out_of_memory(log),
@@ -184,23 +185,19 @@ def diagnose(
 
 
 def _lines_of_what_was_caught(
-    log: Log, raised: Sequence[Failure], ended_by: Failure | None
+    log: Log, raised: Sequence[Failure], ended_by: Failure | None, went_on_until: int
 ) -> list[tuple[int, int]]:
     """Return the first and the last line of each exception after which training went on."""
     return [
         (log.line_at(each.start), log.line_at(each.raised_at))
         for each in raised[:_LOOKED_AT]
-        if each is not ended_by and failures.went_on_after(log, each.raised_at)
+        if each is not ended_by and each.raised_at < went_on_until
     ]
 
 
-def _is_past(seen: Seen, log: Log) -> bool:
+def _is_past(seen: Seen, went_on_until: int) -> bool:
     """Return whether `seen` is an exception that was caught, or that ended an earlier run in the same log."""
-    return (
-        seen.message.role == "exception"
-        and not seen.ended_the_run
-        and failures.went_on_after(log, seen.at + len(seen.text))
-    )
+    return seen.message.role == "exception" and not seen.ended_the_run and seen.at < went_on_until
 
 
 def beyond_bytes(found: Diagnosis, predicted_bytes: int) -> int:

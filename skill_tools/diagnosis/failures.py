@@ -6,6 +6,7 @@ fail, because the others fail of it. An exception after which training went on e
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -151,10 +152,10 @@ def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
     return next((each for each in ending if "Died" not in each.error), None)
 
 
-def went_on_after(log: Log, position: int) -> bool:
-    """Return whether training went on after what stands at `position`, so that it ended nothing."""
-    found = list(zip(range(_STEPS_OF_OTHERS), _PROGRESS.finditer(log.text, position), strict=False))
-    return len(found) == _STEPS_OF_OTHERS
+def went_on_until(log: Log) -> int:
+    """Return the position in front of which nothing ended the run, because training went on after it; -1 if none."""
+    steps = deque((match.start() for match in _PROGRESS.finditer(log.text)), _STEPS_OF_OTHERS)
+    return steps[0] if len(steps) == _STEPS_OF_OTHERS else -1
 
 
 def _steps(text: str) -> list[tuple[str, int]]:
