@@ -71,7 +71,9 @@ class Copiers:
     """Threads called `name`, from the first copy until they are closed, or dropped."""
 
     def __init__(self, name: str) -> None:
-        self._worker = Worker(name, threads=min(own_cores(), _MOST_THREADS))
+        # Asked once: the system is asked for it, which takes longer than all other bookkeeping of a copy.
+        self._cores = own_cores()
+        self._worker = Worker(name, threads=min(self._cores, _MOST_THREADS))
         self._lock = threading.Lock()
         # In the order in which they are needed: what somebody waits for, and the rest.
         self._needed: deque[Copy] = deque()
@@ -140,7 +142,7 @@ class Copiers:
         while True:
             try:
                 copy = None
-                most = idle_cores()
+                most = idle_cores(self._cores)
                 with self._lock:
                     queue = self._needed or self._others
                     if not queue or len(self._serving - {me}) >= most:

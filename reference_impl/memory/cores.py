@@ -53,8 +53,8 @@ def own_cores() -> int:
     return max(len(ours) // sharing, 1)
 
 
-def idle_cores() -> int:
-    """Return how many cores of this rank neither training nor a CPU update needs now; 1 at least."""
+def idle_cores(own: int) -> int:
+    """Return how many of a rank's `own` cores neither training nor a CPU update needs now; 1 at least."""
     with _lock:
         in_use = sum(user.cores_in_use for user in _users)
-    return max(own_cores() - _KEPT_FREE - in_use, 1)
+    return max(own - _KEPT_FREE - in_use, 1)

@@ -31,8 +31,8 @@ from reference_impl.memory.pinned import at_end_of_limit, pinned_book
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.worker import Worker, is_done
 
-# Of each direction: so many threads as fill the link work on one each, and a few more are copied or between.
-_BUFFERS = 16
+# Of each direction: so many threads fill the link. Of 16 buffers each is half as long, and bookkeeping takes longer.
+_BUFFERS = 8
 # A copy to the host that takes longer is lost.
 _DEADLINE_S = 600.0
 

@@ -19,7 +19,7 @@ def cores(monkeypatch):
     """Let this many cores be idle, or as many as `cores` is set to later."""
     idle = [4]
     monkeypatch.setattr(module, "own_cores", lambda: 8)
-    monkeypatch.setattr(module, "idle_cores", lambda: idle[0])
+    monkeypatch.setattr(module, "idle_cores", lambda own: idle[0])
     return idle
 
 

@@ -46,15 +46,14 @@ class Update:
     cores_in_use = 0
 
 
-def test_a_cpu_update_keeps_its_cores_while_it_runs_and_training_two(monkeypatch):
-    monkeypatch.setattr("reference_impl.memory.cores.own_cores", lambda: 16)
+def test_a_cpu_update_keeps_its_cores_while_it_runs_and_training_two():
     update = Update()
     leave_cores_to(update)
     idle = []
     for in_use in (0, 5, 14, 20, 0):
         update.cores_in_use = in_use
-        idle.append(idle_cores())
+        idle.append(idle_cores(16))
     assert idle == [14, 9, 1, 1, 14]
     update.cores_in_use = 5
     del update
-    assert idle_cores() == 14
+    assert idle_cores(16) == 14

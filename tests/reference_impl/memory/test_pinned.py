@@ -140,12 +140,12 @@ class Together:
 
 def test_several_threads_fill_and_empty_the_ring_at_once(device, monkeypatch):
     monkeypatch.setattr(copiers, "own_cores", lambda: 4)
-    monkeypatch.setattr(copiers, "idle_cores", lambda: 4)
+    monkeypatch.setattr(copiers, "idle_cores", lambda own: 4)
     together = Together()
     monkeypatch.setattr(copiers, "ctypes", together)
     with limit_pinned_memory(2 * MIB):
         arena = HostArena(device, slab_bytes=MIB)
-        # Sixteen buffers' worth, twice: every copy has three others beside it.
+        # Eight buffers' worth, twice: every copy has three others beside it.
         source, host = bytes_of(MIB // 2, device), pageable(arena, MIB // 2)
         back = torch.empty_like(source)
         device.copy_out(host, source, after=[device.record()]).synchronize()
@@ -153,7 +153,7 @@ def test_several_threads_fill_and_empty_the_ring_at_once(device, monkeypatch):
         out = together.met
         device.copy_in(back, host, after=[]).synchronize()
         assert torch.equal(back, source)
-        assert (out, together.met - out) == (8, 8)
+        assert (out, together.met - out) == (4, 4)
         arena.close()
 
 
@@ -167,7 +167,7 @@ def test_the_event_of_a_copy_out_is_that_of_all_its_parts(device, arena, monkeyp
                 late.wait(0.2)
             ctypes.memmove(target, source, size)
 
-    monkeypatch.setattr(copiers, "idle_cores", lambda: 4)
+    monkeypatch.setattr(copiers, "idle_cores", lambda own: 4)
     monkeypatch.setattr(copiers, "ctypes", FirstPartLast())
     device.copy_out(host, source, after=[device.record()]).synchronize()
     assert torch.equal(host, source.cpu())
