@@ -297,7 +297,9 @@ def test_states_in_fewer_bits_learn_as_well(convergence, tmp_path, monkeypatch, 
         ["convergence.py", "--tiny", "--steps", "90", "--seeds", "0,1", "--forms", forms, "--out", str(out)],
     )
     convergence.main()
-    runs = json.loads(out.read_text())["runs"]
+    everything = json.loads(out.read_text())["runs"]
+    # Names of Muon's forms contain those of AdamW's.
+    runs = [run for run in everything if not run["form"].startswith("muon")]
     exact = {run["seed"]: run["validation"] for run in runs if run["form"] == "exact"}
     assert len(runs) == 6
     for run in runs:
