@@ -15,27 +15,17 @@ from typing import Any
 import torch
 
 from reference_impl.optimizers.algorithms.base import check_learning_rate, check_numbers
-from reference_impl.optimizers.algorithms.matrices import Work, check_shapes
+from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm, Work, check_shapes
 
 
 @dataclass(frozen=True)
-class Dion:
+class Dion(MatrixAlgorithm):
     """Dion for matrices and stacks of them; embeddings, heads and vectors are AdamW's."""
-
-    @property
-    def kernels(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
 
     @property
     def defaults(self) -> Mapping[str, Any]:
         """The rank is `rank_fraction` of the shorter side; `eps` is the least norm that a factor is divided by."""
         return {"lr": 1e-2, "weight_decay": 0.0, "momentum": 0.95, "rank_fraction": 1.0, "eps": 1e-8}
-
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
 
     @property
     def counts_steps(self) -> bool:

@@ -26,7 +26,17 @@ _ALIGNMENT_BYTES = 256
 
 
 class MatrixAlgorithm(AnyAlgorithm, Protocol):
-    """A formula whose unit is a matrix."""
+    """A formula whose unit is a matrix. It has no choice of kernels and no fixed options, unless it names some."""
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
 
     def updated(
         self,

@@ -19,7 +19,7 @@ from reference_impl.optimizers.algorithms.base import (
     check_switches,
     is_number,
 )
-from reference_impl.optimizers.algorithms.matrices import Work, check_shapes
+from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm, Work, check_shapes
 
 _ADJUSTS = (None, "original", "match_rms_adamw")
 # From so many on torch refuses.
@@ -27,13 +27,8 @@ _MOST_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(MatrixAlgorithm):
     """Muon for matrices and stacks of them; embeddings, heads and vectors are AdamW's."""
-
-    @property
-    def kernels(self) -> Mapping[str, Any]:
-        """None: torch has one form."""
-        return {}
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -48,11 +43,6 @@ class Muon:
             "ns_steps": 5,
             "adjust_lr_fn": None,
         }
-
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """None."""
-        return {}
 
     @property
     def counts_steps(self) -> bool:

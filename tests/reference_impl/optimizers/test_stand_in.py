@@ -28,9 +28,8 @@ def clipped_steps(model, optimizer, data, clip):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("attached", [False, True])
 def test_clip_grad_norm_gives_the_bits_of_torch(device, make, dtype, fraction, foreach, attached):
-    if device.is_accelerator and (fraction < 1 or foreach is not False or dtype is torch.float32):
-        # bf16 hides the last bit of the norm, which a hook takes by the kernel for lists.
-        pytest.skip("shares round differently there, and so do fp32 norms of lists")
+    if device.is_accelerator and (fraction < 1 or foreach is not False):
+        pytest.skip("shares round differently there, and so do norms of lists")
     model, plain = twins(device, dtype)
     optimizer = make(model, offload_fraction=fraction)
     if attached:
@@ -42,9 +41,14 @@ def test_clip_grad_norm_gives_the_bits_of_torch(device, make, dtype, fraction, f
 
     norms = clipped_steps(model, optimizer, data, clip)
     expected = clipped_steps(plain, reference(plain), data, clip)
-    assert all(torch.equal(one, other) for one, other in zip(norms, expected, strict=True))
     assert all(norm > 0.05 for norm in norms)
     optimizer.synchronize()
+    if device.is_accelerator and dtype is torch.float32:
+        # The hook's kernel for lists of norms sums in another order, which bf16 hides.
+        torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        return
+    assert all(torch.equal(one, other) for one, other in zip(norms, expected, strict=True))
     assert_same_weights(model, plain)
 
 
