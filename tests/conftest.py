@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -22,6 +23,8 @@ os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-f
 # Nor on a terminal: readline, which pytest loads, leaves a width in the environment of its worker processes.
 for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
+# Nor on who starts it: a shell has its background processes ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -151,12 +151,7 @@ def interrupt():
 
 
 @pytest.mark.parametrize(("happens", "error"), [(fail, MemoryError), (interrupt, KeyboardInterrupt)])
-def test_no_hook_stays_of_an_attach_that_does_not_come_to_its_end(
-    device, monkeypatch, request, happens, error
-):
-    # Whoever ran before in this process may have left another handler.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+def test_no_hook_stays_of_an_attach_that_does_not_come_to_its_end(device, monkeypatch, happens, error):
     model, _ = twins(device)
     own = hooks_on(model)
     with hybrid(model) as optimizer, monkeypatch.context() as patched:
