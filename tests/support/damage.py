@@ -143,12 +143,14 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch while the block runs."""
+        """Watch while the block runs. Python keeps no bytecode meanwhile, whose files would count as ours."""
+        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
         self._on = True
         try:
             yield
         finally:
             self._on = False
+            sys.dont_write_bytecode = before
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._on:
