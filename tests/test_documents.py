@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
+from skill_tools import __version__
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
 from skill_tools.reports.checkout import pages_with_blocks
@@ -113,3 +114,18 @@ def test_the_picture_in_the_readme_is_the_plan_that_it_prints(tmp_path: Path) ->
         assert main([*shlex.split(words), "--plot", str(drawn)]) == 0
     labels = [re.findall(r"<text[^>]*>([^<]+)</text>", path.read_text("utf-8")) for path in (drawn, shown)]
     assert labels[0] == labels[1], f"draw it again: offload {words} --plot docs/figures/plan.svg --force"
+
+
+def test_the_changelog_is_short_dated_releases() -> None:
+    """A line each thing that a user notices, at most 40 a release; the newest release is the package's version."""
+    sections = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text("utf-8"), flags=re.MULTILINE)[1:]
+    assert sections[0].startswith("[Unreleased]\n")
+    heads = [re.match(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)\n", section) for section in sections[1:]]
+    assert all(heads), [section.splitlines()[0] for section in sections]
+    releases = [tuple(map(int, head[1].split("."))) for head in heads if head]
+    assert releases == sorted(set(releases), reverse=True)
+    assert ".".join(map(str, releases[0])) == __version__
+    long = [line for section in sections for line in section.splitlines() if len(line) > 300]
+    assert not long, f"tell a user what changed in one line of 300 characters, the docs the rest: {long}"
+    many = [section.splitlines()[0] for section in sections if section.count("\n- ") > 40]
+    assert not many, f"at most 40 lines a release: {many}"
