@@ -210,7 +210,10 @@ class ForwardWaits:
 
     def _learn_and_wait(self, members: Sequence[Member]) -> None:
         self._learn(members)
-        self._wait_for_pending([*members, *self._unannounced] if self._unannounced else members)
+        # A module may own one that was not announced.
+        self._wait_for_pending(
+            dict.fromkeys([*members, *self._unannounced]) if self._unannounced else members
+        )
 
     def _wait_for_pending(self, members: Iterable[Member]) -> None:
         waiting = [member for member in members if member.pending]

@@ -391,16 +391,30 @@ class AskedGradients:
     """
 
     def __init__(self, members: Iterable[Member]) -> None:
-        standing = ((member.param, member.param.grad) for member in members)
+        self._members = list(members)
+        standing = ((member.param, member.param.grad) for member in self._members)
         self._asked = [
             (param, gradient, _writes_of(gradient)) for param, gradient in standing if gradient is not None
         ]
+        self._held_back: list[Member] = []
 
-    def use(self, take: Callable[[], None]) -> None:
+    def use(self, take: Callable[[], None], *, is_taken: Callable[[], bool]) -> None:
         """Call `take` while these gradients stand on their parameters; what has replaced them stands there again then.
 
-        Raises WorkLostError where somebody has written one of them.
+        Until it `is_taken`, whoever reads a weight of `members` waits for it. Raises WorkLostError where somebody has
+        written one of the gradients.
         """
+        try:
+            for member in self._held_back:
+                member.pending = False
+            self._held_back = [member for member in self._members if not member.pending]
+            self._use(take)
+        finally:
+            if not is_taken():
+                for member in self._held_back:
+                    member.pending = True
+
+    def _use(self, take: Callable[[], None]) -> None:
         for param, gradient, writes in self._asked:
             stands = unwrapped(gradient)
             is_dropped = isinstance(stands, GradientStandIn) and stands.dropped

@@ -354,7 +354,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _finish_begun(self) -> None:
         self._write_rest()
         if self._asked is not None:
-            self._asked.use(self._take)
+            self._asked.use(self._take, is_taken=lambda: self._asked is None)
             self._failures.told_begun = True
 
     @property

@@ -73,7 +73,7 @@ class InBackwardOptimizer(LayersOptimizer):
         """Make the live current stream see new weights of `params`; all updates have been queued."""
         self._check_backward()
         members = self._pending(params)
-        if members:
+        if members or self._is_asked:
             self._settle(members)
 
     @in_turn
@@ -203,7 +203,7 @@ class InBackwardOptimizer(LayersOptimizer):
             self._final.clear()
             return
         # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
-        self._wait_for_all()
+        super()._wait_for([member for member in self._members.values() if member.pending])
         if self._plan is None:
             self._follow_writes()
             self._plan = StepPlan(snapshot(self.param_groups), None)
@@ -283,11 +283,26 @@ class InBackwardOptimizer(LayersOptimizer):
         self._check_backward()
         super()._ready()
         if self._is_asked:
+            self._finish_asked()
+
+    def _finish_asked(self) -> None:
+        """Update what is left of a step that has failed; where that fails too, whoever reads a weight of it waits."""
+        try:
             self._check_plan()
             self._note_step()
             self._update()
-            self._end_step()
-            self._failures.told_begun = True
+        except BaseException:
+            for member in self._final:
+                member.pending = True
+            raise
+        self._end_step()
+        self._failures.told_begun = True
+
+    @in_turn
+    def _wait_for(self, members: Iterable[Member]) -> None:
+        if self._is_asked and not self._closed:
+            self._ready()
+        super()._wait_for(members)
 
     def _end_step(self) -> None:
         """Let the next backward begin anew."""

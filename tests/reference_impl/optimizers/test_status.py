@@ -342,6 +342,47 @@ def fails_always(patch, optimizer):
     patch.setattr(optimizer._shares, "prepare", prepare)
 
 
+def test_a_forward_takes_what_is_left_of_an_update_wherever_memory_was_missing_twice(device, monkeypatch):
+    """`step()` has tried again, in vain: of what the first modules read, backward has begun nothing."""
+    updating = {**UPDATING, "offload_filter": lambda param: param.shape == (48, 131)}
+    model, data = twins(device)[0], batches(device.torch_device, 3)
+    plain = reference(device, data, **updating)
+    with hybrid(model, **updating) as optimizer:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        with monkeypatch.context() as patch:
+            fails_always(patch, optimizer)
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+            model.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError):
+                model(data[1])
+        train(model, optimizer, data[1:])
+        assert_same_weights(model, plain)
+
+
+def test_a_forward_of_streamed_layers_takes_what_is_left_of_an_update(device, monkeypatch):
+    """Memory was missing for it, and again when `step()` tried once more."""
+    with Loop(device, "update") as loop:
+        loop.backward(0)
+        with monkeypatch.context() as patch:
+
+            def prepare(*_, **__):
+                raise torch.OutOfMemoryError("no memory")
+
+            patch.setattr(loop.optimizer.streamed, "prepare", prepare)
+            with pytest.raises(torch.OutOfMemoryError):
+                loop.optimizer.step()
+            loop.model.zero_grad()
+            with pytest.raises(torch.OutOfMemoryError):
+                loop.loss(1)
+        for index in (1, 2):
+            loop.backward(index)
+            loop.optimizer.step()
+            loop.model.zero_grad()
+        assert_equal(loop, device, "update", 3)
+
+
 def test_a_forward_over_old_weights_is_refused_where_no_model_is_attached(device, monkeypatch):
     model, data = twins(device)[0], batches(device.torch_device, 2)
     plain = reference(device, data)
