@@ -31,6 +31,7 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
 from reference_impl.trained_layers.checks import check_params, check_streaming
+from reference_impl.trained_layers.one_thread import OneThread
 from reference_impl.trained_layers.room import check_room, host_bytes
 from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
@@ -84,6 +85,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         gathered_groups(model)
         ranks = RankGroup.of(model.parameters())
         self._model = model
+        self._one_thread = OneThread()
         try:
             with alike(ranks):
                 algorithm = algorithm_of(optimizer)
@@ -136,6 +138,10 @@ class ShardStreamer(Shown, ClosedAtExit):
         )
         self.optimizer.attach(model)
         _hook(model, self._shards, self.optimizer, self._undo)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Last, and in front: whoever is refused has changed nothing.
+                self._one_thread.guard(module, self._undo)
 
     def _facts(self) -> Mapping[str, str]:
         return {"optimizer": repr(self.optimizer)}
@@ -146,6 +152,7 @@ class ShardStreamer(Shown, ClosedAtExit):
 
         Those that are gathered together with one of them come too. Masters of weights that were changed are made anew.
         """
+        self._one_thread.check("gathers a model whose shards stream")
         params = (module or self._model).parameters()
         lent = self._shards.lend(self._shards.beside(param for param in params if param in self._shards))
         try:

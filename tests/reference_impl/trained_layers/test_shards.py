@@ -1,5 +1,6 @@
 """Everything off under FSDP2: what one rank can show. Several ranks train in `distributed/test_fsdp2.py`."""
 
+import threading
 import warnings
 
 import pytest
@@ -358,3 +359,71 @@ def test_two_gpus_train_as_without_offload(tmp_path, place):
     sums = ("once,clipped", "reduced,clipped", "unreduced,unclipped")
     cases = [f"{layout},everything,{sums[number % 3]}" for number, layout in enumerate(layouts)]
     run_ranks(sharded_ranks.__file__, 2, str(tmp_path / "store"), place, *cases, timeout_s=280)
+
+
+def in_another_thread(call):
+    """Return what `call` has raised in a thread of its own, or None."""
+    raised = []
+
+    def run():
+        try:
+            call()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="reader")
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_one_thread_runs_the_model_and_another_is_refused_by_name_at_every_moment():
+    """FSDP2 itself serves one thread: a reader would find, or leave, a model that is half gathered."""
+    model, data, told = net(), data_of(3), []
+    with streamed(model) as streamer:
+
+        def read(*_):
+            with torch.no_grad():
+                readings = (
+                    lambda: model(data[0]),
+                    lambda: model.layers[1](data[0]),
+                    model.state_dict,
+                    model.layers[1].state_dict,
+                    lambda: model.load_state_dict({}),
+                    streamer.gathered().__enter__,
+                )
+                told.extend(in_another_thread(reading) for reading in readings)
+                assert in_another_thread(streamer.optimizer.state_dict) is None
+
+        for batch in data:
+            hook = model.layers[2].register_forward_hook(read)
+            loss = model(batch)
+            hook.remove()
+            read()
+            loss.backward()
+            read()
+            streamer.optimizer.step()
+            read()
+            streamer.optimizer.zero_grad()
+        assert_same(weights(model), trained_plainly(data))
+    assert len(told) == len(data) * 4 * 6
+    for error in told:
+        assert "thread 'reader' " in str(error)
+        assert "'MainThread' is the one that runs it" in str(error)
+        assert "between two steps" in str(error)
+    assert in_another_thread(lambda: model(data[0])) is None
+
+
+def test_a_thread_that_trains_takes_the_place_of_the_one_that_made_the_streamer():
+    model, data = net(), data_of(2)
+    model(data[0])  # FSDP2 registers its own hooks in the first forward: ours stay in front of them
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    with streamed(model) as streamer:
+
+        def trains():
+            model.load_state_dict(saved)
+            train(model, streamer.optimizer, data)
+
+        assert in_another_thread(trains) is None
+        # It has ended, so this one may.
+        assert_same(weights(model), trained_plainly(data))

@@ -1,0 +1,81 @@
+"""The one thread that runs a model whose shards stream.
+
+FSDP2 keeps what it has gathered on the modules and in one state, so two threads that run one model, or one that saves
+it while the other is between its gathers, leave torch's own code with wrong or missing weights. On several ranks their
+gathers also pair by chance. So one thread runs the model, on each rank the same, and every other is refused before
+FSDP2 has heard of it. Apart because the streamer is at its size, and knows nothing else of threads.
+
+Explained in docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from reference_impl.memory.closing import do_undoably, register_undoably
+
+_NO_BACKWARD = -1
+
+
+class OneThread:
+    """First the thread that makes this; one that trains takes its place until the model has run, or after its end."""
+
+    def __init__(self) -> None:
+        self._thread = threading.current_thread()
+        self._has_run = False
+
+    def check(self, doing: str, *, trains: bool = False, runs: bool = False) -> None:
+        """Raise RuntimeError where another thread is the one.
+
+        `doing` says what the calling thread does. Only one that `trains`, or loads weights to do so, becomes the one,
+        and only what `runs` the model makes it stay.
+        """
+        if torch._C._current_graph_task_id() != _NO_BACKWARD:
+            # A backward has threads of its own, whose forward was checked.
+            return
+        me = threading.current_thread()
+        if me is not self._thread:
+            if not (trains and not self._has_run) and self._thread.is_alive():
+                raise RuntimeError(
+                    f"thread {me.name!r} {doing}, and thread {self._thread.name!r} is the one that runs it; expected "
+                    "one thread, because FSDP2 gathers for one at a time, and ranks have to gather in the same order; "
+                    f"try it in {self._thread.name!r} between two steps, or let that thread end first; "
+                    "optimizer.state_dict() may be called from any thread"
+                )
+            self._thread, self._has_run = me, False
+        self._has_run = self._has_run or runs
+
+    def guard(self, module: nn.Module, undo: list[Callable[[], None]]) -> None:
+        """Check each forward of `module` and each of its state_dicts; `undo` gets what undoes it."""
+        forward = torch.compiler.disable(self._before_forward)
+        register_undoably(module.register_forward_pre_hook, forward, undo, prepend=True)
+        for register, hooks, hook in (
+            (module.register_state_dict_pre_hook, module._state_dict_pre_hooks, self._before_state_dict),
+            (module.register_load_state_dict_pre_hook, module._load_state_dict_pre_hooks, self._before_load),
+        ):
+            do_undoably(partial(_register_first, register, hooks, hook), undo)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self.check("runs a model whose shards stream", trains=torch.is_grad_enabled(), runs=True)
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.check("calls state_dict() of a model whose shards stream")
+
+    def _before_load(self, *_: Any) -> None:
+        self.check("calls load_state_dict() of a model whose shards stream", trains=True)
+
+
+def _register_first(
+    register: Callable[[Callable[..., None]], RemovableHandle], hooks: Any, hook: Callable[..., None]
+) -> Callable[[], None]:
+    """Register `hook` in front of all that are in `hooks`, FSDP2's included, which reshards; return what undoes it."""
+    handle = register(hook)
+    hooks.move_to_end(handle.id, last=False)
+    return handle.remove
