@@ -50,7 +50,8 @@ wrong). Whoever mended it had rebuilt the ten, and wrote no text of theirs into 
 things were corrected afterwards, for both columns: the pattern of one was too mild, which turned a right into a partly
 right, and this script could not state two releases, so that one had no answer at all, which had counted as wrong. One
 thing was mended on the ten after that, and shows in "Now" alone: ms-swift's activation offload is known as code that
-offloads.
+offloads. Then a mechanism for failures that nothing knows was built, with the five silent ones before its eyes: what
+"Now" says of the ten measures nothing any more.
 
 The first collection's ten, of which 7 were right when they were asked, stand among the others now: the tool was mended
 on the three that were not. Of the others, the patterns of three and the configuration of one were corrected once an

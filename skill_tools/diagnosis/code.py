@@ -81,6 +81,12 @@ def runs(config: Config | None) -> frozenset[str]:
     return frozenset(keys[each.key].mechanism for each in _switched_on(config))
 
 
+def set_for(config: Config, mechanisms: frozenset[str]) -> tuple[Setting, ...]:
+    """Return the settings of `config` that offload by one of `mechanisms`."""
+    keys = load_keys()
+    return tuple(each for each in _switched_on(config) if keys[each.key].mechanism in mechanisms)
+
+
 def _switched_on(config: Config | None) -> tuple[Setting, ...]:
     if config is None:
         return ()

@@ -7,11 +7,12 @@ there, if there is one. A notice counts only where nothing failed and the run do
 nothing is known of an exception, the answer says where it was raised and what would decide.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
-from skill_tools.diagnosis import code, phases
+from skill_tools.diagnosis import code, phases, symptoms
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.failures import Failure
@@ -36,7 +37,10 @@ _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 class Evidence(NamedTuple):
-    """All that a log and its run's configuration show. `dialects` are those whose settings the user has."""
+    """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
+
+    `said` is the text of the failure from its first line on, `offloads` has what shows each kind of offload of the run.
+    """
 
     failure: Failure | None
     phase: Phase
@@ -51,6 +55,8 @@ class Evidence(NamedTuple):
     config: Config | None
     dialects: tuple[str, ...]
     mechanisms: frozenset[str]
+    said: str = ""
+    offloads: Mapping[str, str] = MappingProxyType({})
 
 
 class Conclusion(NamedTuple):
@@ -75,7 +81,7 @@ def conclude(evidence: Evidence) -> Conclusion | None:
     outside = _of_the_rest(evidence)
     if outside is not None or evidence.failure is None or evidence.failure.is_aftermath:
         return outside
-    return _unknown(evidence, evidence.failure)
+    return _of_symptom(evidence, evidence.failure) or _unknown(evidence, evidence.failure)
 
 
 def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
@@ -243,6 +249,21 @@ def _of_pattern(evidence: Evidence) -> Conclusion | None:
     for pattern in (*((evidence.leap,) if evidence.leap else ()), *evidence.patterns):
         return Conclusion(f"{pattern.seen}: {pattern.points_to}", pattern.rule, ())
     return None
+
+
+def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return what such a failure most likely means under an offload that the run has."""
+    found = symptoms.explain(failure, evidence.said, evidence.phase, evidence.offloads)
+    if found is None:
+        return None
+    where = code.of(failure)
+    package = where.code.package if where is not None else "the framework"
+    change = tuple(
+        told(each.replace("{package}", package), evidence.dialects, evidence.config) for each in found.change
+    )
+    off = symptoms.switched_off(found.offload, evidence.config)
+    cause = f"most likely {found.offload.name}, which {found.shown_by} shows: {found.cause.cause}"
+    return Conclusion(cause, "", (*change[:1], f"or {off}"))
 
 
 def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:

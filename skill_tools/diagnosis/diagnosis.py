@@ -22,6 +22,7 @@ from skill_tools.diagnosis import (
     model_in_log,
     phases,
     steps,
+    symptoms,
 )
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import Conclusion, Evidence, conclude
@@ -43,6 +44,7 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
+_SAID = 600  # characters of a failure's text, from its first line on
 _LOOKED_AT = 50  # exceptions of a log that are asked for what came after them
 
 
@@ -154,6 +156,10 @@ def diagnose(
         config=config,
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
         mechanisms=code.runs(config),
+        said=log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else "",
+        offloads=symptoms.running(log, failure, (config.sources if config else unread).items(), config)
+        if failure
+        else MappingProxyType({}),
     )
     evidence = evidence._replace(
         mechanisms=evidence.mechanisms | {each.message.shows for each in evidence.seen if each.message.shows}

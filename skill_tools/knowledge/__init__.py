@@ -37,6 +37,8 @@ SECTIONS = (
     "changes",
     "code",
     "builds",
+    "offloads",
+    "symptoms",
 )  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 

@@ -36,6 +36,8 @@ def build() -> dict[str, Any]:
         "changes": knowledge.load_yaml("changes.yaml"),
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
+        "offloads": knowledge.load_yaml("offloads.yaml"),
+        "symptoms": knowledge.load_yaml("symptoms.yaml"),
     }
 
 

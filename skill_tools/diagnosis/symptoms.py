@@ -1,0 +1,222 @@
+"""What a failure that nothing knows says of an offload that the run has: its kind, and whose it most likely is.
+
+A kind of failure (two devices, memory that is gone, saved tensors that do not fit) has other causes under each kind of
+offload. Which of these a run has is read from its configuration, from any of its files, also one that no dialect
+reads, from its log, and from the code that its traceback goes through. `knowledge/symptoms.yaml` and `offloads.yaml`
+have both.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.configs.config import Config, Setting
+from skill_tools.diagnosis import code
+from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.texts import position
+from skill_tools.rules.fixes import spell
+
+_ANY = "any"
+_MOST_TEXT = 1 << 20  # characters of a log in which signs are looked for, at its beginning and at its end
+# What stands behind an option that is switched off.
+_OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
+_COMMENT = re.compile(r"^\s*(?:#|//)")
+
+
+class Offload(NamedTuple):
+    """A kind of offload: its name, what shows it in a text, its code, its mechanisms, and how it is switched off."""
+
+    id: str
+    name: str
+    signs: tuple[str, ...]
+    code: tuple[str, ...]
+    mechanisms: frozenset[str]
+    without: str
+
+
+class Cause(NamedTuple):
+    """Why failures of a kind happen under an offload; `inside` says that its own code has to have raised them."""
+
+    offload: str
+    frames: tuple[str, ...]
+    phase: str
+    inside: bool
+    cause: str
+    change: tuple[str, ...]
+
+
+class Symptom(NamedTuple):
+    """A kind of failure: what it says, frames that it always has, and its causes, most exact first."""
+
+    texts: tuple[str, ...]
+    frames: tuple[str, ...]
+    causes: tuple[Cause, ...]
+
+
+class Explained(NamedTuple):
+    """The cause that fits a failure, the offload, what shows that the run has it, and what to change."""
+
+    cause: Cause
+    offload: Offload
+    shown_by: str
+    change: tuple[str, ...]
+
+
+@knowledge.derived
+def load_offloads() -> Mapping[str, Offload]:
+    """Return every kind of offload by its name."""
+    return {
+        entry["offload"]: Offload(
+            entry["offload"],
+            entry["name"],
+            tuple(entry["signs"]),
+            tuple(entry["code"]),
+            frozenset(entry.get("mechanisms", ())),
+            entry["without"],
+        )
+        for entry in knowledge.index()["offloads"]
+    }
+
+
+@knowledge.derived
+def load_symptoms() -> tuple[Symptom, ...]:
+    """Return every kind of failure, in the file's order."""
+    return tuple(
+        Symptom(
+            tuple(entry["text"]),
+            tuple(entry.get("frames", ())),
+            tuple(
+                Cause(
+                    each["offload"],
+                    tuple(each.get("frames", ())),
+                    each.get("phase", ""),
+                    each.get("inside", False),
+                    each["cause"],
+                    tuple(each["change"]),
+                )
+                for each in entry["causes"]
+            ),
+        )
+        for entry in knowledge.index()["symptoms"]
+    )
+
+
+def explain(failure: Failure, said: str, phase: Phase, running: Mapping[str, str]) -> Explained | None:
+    """Return the first cause that fits `failure`, whose text begins `said`; `running` shows each offload of the run."""
+    inner = _of_the_code(failure)
+    for symptom in load_symptoms():
+        if not _says(said, symptom.texts) or not _passes(failure, symptom.frames):
+            continue
+        for cause in symptom.causes:
+            offloads = running if cause.offload == _ANY else (cause.offload,)
+            for name in offloads:
+                if name in running and _fits(cause, name, failure, phase, inner):
+                    offload = load_offloads()[name]
+                    return Explained(cause, offload, running[name], cause.change)
+    return None
+
+
+def running(
+    log: Log, failure: Failure | None, texts: Iterable[tuple[str, str]], config: Config | None
+) -> dict[str, str]:
+    """Return what shows each offload of the run: a setting, a place in one of its `texts` (name, text), or the log."""
+    shown: dict[str, str] = {}
+    edges = (
+        log.text if len(log.text) <= 2 * _MOST_TEXT else f"{log.text[:_MOST_TEXT]}\n{log.text[-_MOST_TEXT:]}"
+    )
+    read = [*texts, (log.name, edges)]
+    for offload in load_offloads().values():
+        inside = failure and next(
+            (frame for frame in failure.frames if any(part in _path(frame.path) for part in offload.code)),
+            None,
+        )
+        if (setting := _setting(offload, config)) is not None:
+            shown[offload.id] = f"{setting.written} ({setting.place.file}:{setting.place.line})"
+        elif (sign := _sign(offload.signs, read)) is not None:
+            shown[offload.id] = sign
+        elif inside:
+            shown[offload.id] = f"{_path(inside.path).rpartition('/')[2]}:{inside.line} {inside.function}"
+    return shown
+
+
+def switched_off(offload: Offload, config: Config | None) -> str:
+    """Return how the run's own configuration switches `offload` off, else how it is switched off anywhere."""
+    setting = _setting(offload, config)
+    if setting is None or config is None:
+        return offload.without
+    if setting.written.startswith("--") and isinstance(setting.value, bool):
+        return f"without {setting.written}"
+    return spell(config.framework, setting.written, _off(setting.value))
+
+
+def _off(value: object) -> object:
+    if isinstance(value, bool):
+        return False
+    return 0 if isinstance(value, int | float) else "none"
+
+
+def _setting(offload: Offload, config: Config | None) -> Setting | None:
+    """Return the setting of `config` that switches `offload` on: one that its signs name, or one of its mechanisms."""
+    if config is None:
+        return None
+    named = (
+        setting
+        for setting in config.settings.values()
+        if any(sign.lstrip("-") in setting.key or sign in setting.written for sign in offload.signs)
+        and not isinstance(setting.value, dict | list)
+        and setting.value not in (False, None, 0, "none", "false", "")
+        and not setting.key.endswith("pin_memory")
+    )
+    return next(named, None) or next(iter(_of_mechanisms(offload, config)), None)
+
+
+def _of_mechanisms(offload: Offload, config: Config) -> Sequence[Setting]:
+    return code.set_for(config, offload.mechanisms) if offload.mechanisms else ()
+
+
+def _sign(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None:
+    """Return the first sign that stands in a text and is not switched off there, with its place."""
+    for name, text in read:
+        for sign in signs:
+            start = text.find(sign)
+            while start >= 0:
+                line = text[text.rfind("\n", 0, start) + 1 : start]
+                if not _COMMENT.match(line) and not _OFF.match(text, start + len(sign)):
+                    return f"{sign} ({name}:{text.count(chr(10), 0, start) + 1})"
+                start = text.find(sign, start + 1)
+    return None
+
+
+def _says(said: str, texts: Sequence[str]) -> bool:
+    return any(position(said, text) >= 0 for text in texts)
+
+
+def _passes(failure: Failure, frames: Sequence[str]) -> bool:
+    return all(
+        any(part in _path(frame.path) or part == frame.function for frame in failure.frames)
+        for part in frames
+    )
+
+
+def _fits(cause: Cause, offload: str, failure: Failure, phase: Phase, inner: frozenset[str]) -> bool:
+    return (
+        _passes(failure, cause.frames)
+        and (not cause.phase or cause.phase == phase)
+        and (not cause.inside or offload in inner)
+    )
+
+
+def _of_the_code(failure: Failure) -> frozenset[str]:
+    """Return the offloads whose own code the traceback goes through."""
+    return frozenset(
+        offload.id
+        for offload in load_offloads().values()
+        if any(part in _path(frame.path) for frame in failure.frames for part in offload.code)
+    )
+
+
+def _path(path: str) -> str:
+    return path.replace("\\", "/")

@@ -1,0 +1,102 @@
+"""A failure that nothing else knows is told by its kind and by the offload that the run shows to have."""
+
+import json
+from collections.abc import Mapping
+
+import jsonschema
+import pytest
+
+from skill_tools import knowledge
+from skill_tools.bundle import schema_path
+from skill_tools.configs.keys import load_keys
+from skill_tools.diagnosis import failures, symptoms
+from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.phases import Phase
+from tests.support.for_each import for_each
+
+DEVICES = "RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cpu, different from other"
+GONE = "RuntimeError: CUDA error: an illegal memory access was encountered"
+
+
+def raised(error: str, *frames: tuple[str, str]) -> str:
+    lines = [f'  File "/e/site-packages/{path}", line 9, in {function}' for path, function in frames]
+    return "\n".join(["Traceback (most recent call last):", *lines, error, ""])
+
+
+def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
+    return diagnose(Log("train.log", log), unread=unread or {})
+
+
+@pytest.mark.parametrize("name", ["offloads", "symptoms"])
+def test_the_facts_are_what_their_schemas_say(name: str) -> None:
+    jsonschema.validate(
+        knowledge.load_yaml(f"{name}.yaml"), json.loads(schema_path(name).read_text(encoding="utf-8"))
+    )
+
+
+def test_each_names_what_there_is() -> None:
+    offloads, mechanisms = symptoms.load_offloads(), {key.mechanism for key in load_keys().values()}
+    for offload in offloads.values():
+        assert offload.mechanisms <= mechanisms, offload.id
+    for symptom in symptoms.load_symptoms():
+        for cause in symptom.causes:
+            assert cause.offload in {*offloads, "any"}
+            assert cause.phase in {"", *Phase}, cause.cause
+
+
+CASES = [(symptom, cause) for symptom in symptoms.load_symptoms() for cause in symptom.causes]
+
+
+@for_each(CASES, name=lambda case: case[1].cause)
+def test_each_cause_is_told_of_a_failure_that_shows_it(case: tuple[symptoms.Symptom, symptoms.Cause]) -> None:
+    """A failure of its kind, in its frames and phase, in a run that has its offload alone; or a more exact one is."""
+    symptom, cause = case
+    offload = symptoms.load_offloads().get(cause.offload, next(iter(symptoms.load_offloads().values())))
+    through = [*symptom.frames, *cause.frames, *(offload.code[:1] if cause.inside else ())]
+    frames = tuple(failures.Frame(f"/e/{part}.py", 9, part) for part in through)
+    phase = next((each for each in Phase if each == cause.phase), Phase.STARTUP)
+    told = set()
+    for text in symptom.texts:
+        said = text.replace("{..}", "x")
+        failure = failures.Failure("", 0, 0, len(said), "Error", said, frames, is_aftermath=False)
+        found = symptoms.explain(failure, said, phase, {offload.id: "here"})
+        assert found is not None, text
+        told.add(found.cause)
+    assert cause in told
+
+
+def test_an_option_counts_that_is_not_switched_off() -> None:
+    log = raised(DEVICES, ("torch/nn/modules/linear.py", "forward"))
+    on = "python train.py --enable_group_offload --lora_rank 16\n"
+    found = answer(log, {"run.sh": on}).conclusion
+    assert found is not None
+    assert found.is_known
+    assert "enable_group_offload (run.sh:1)" in found.cause
+    for off in (
+        "enable_group_offload: false\n",
+        "enable_group_offload = False\n",
+        "# enable_group_offload: true\n",
+        '"enable_group_offload": null\n',
+    ):
+        found = answer(log, {"run.sh": off}).conclusion
+        assert found is not None
+        assert not found.is_known, off
+
+
+def test_the_offload_decides_what_a_kind_of_failure_means() -> None:
+    log = raised(GONE, ("vllm/model_executor/models/utils.py", "load_weights"))
+    sleeping = answer(log, {"train.py": "GRPOConfig(vllm_enable_sleep_mode=True)\n"}).conclusion
+    saving = answer(log, {"run.sh": "python train.py --activation_offloading true\n"}).conclusion
+    assert sleeping is not None
+    assert "unmapped" in sleeping.cause
+    assert saving is not None
+    assert "copy" in saving.cause
+    assert sleeping.change[0].startswith("wake_up")
+
+
+def test_a_failure_of_another_kind_stays_unknown() -> None:
+    log = raised("ValueError: too many values to unpack (expected 2)", ("my/train.py", "main"))
+    found = answer(log, {"train.py": "GRPOConfig(vllm_enable_sleep_mode=True)\n"}).conclusion
+    assert found is not None
+    assert not found.is_known
