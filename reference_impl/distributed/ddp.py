@@ -1,7 +1,8 @@
 """What DistributedDataParallel has reduced, told bucket by bucket.
 
 DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees what this
-rank alone has. The public place behind the reduction is the communication hook, of which a model has one, for good.
+rank alone has. The public place behind the reduction is the communication hook, of which a model has one, for good. So
+one that somebody else registers later is called by ours, which then tells nobody.
 Buckets are DDP's memory for the whole run; what it has reduced stands on the parameters at the end of backward.
 
 What torch has no public name for: a call at the end of backward (`queue_callback`, by which DDP puts gradients on
@@ -11,9 +12,11 @@ Explained in docs/distributed.md.
 """
 
 # Torch compares the annotations of a communication hook, so here they are no strings.
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ def foreign_hook(model: DistributedDataParallel) -> str | None:
     if getattr(model, "_use_python_reducer", False):
         return "python_reducer"
     if model in _reductions:
-        return None
+        return _reductions[model].others_name
     name = model._get_ddp_logging_data().get("comm_hook")
     return None if name is None else str(name)
 
@@ -68,6 +71,8 @@ class ReducedGradients:
         if model not in _reductions:
             _reductions[model] = _Reduction(model, device)
             model.register_comm_hook(_reductions[model], _reduce)
+            # Bound to the model, it is bound to a copy of it in the copy.
+            model.register_comm_hook = MethodType(register_comm_hook, model)  # type: ignore[method-assign]
         self.on_reduced, self.on_placed = on_reduced, on_placed
         self._listeners = _reductions[model].listeners
         self._listeners.add(self)
@@ -83,7 +88,14 @@ class _Reduction:
     def __init__(self, model: DistributedDataParallel, device: Device) -> None:
         self.model, self.device = weakref.ref(model), device
         self.group = model.process_group
+        # What somebody else has registered later: the hook, and what it is called with.
+        self.other: tuple[Callable[..., torch.futures.Future[torch.Tensor]], object] | None = None
         self.listeners: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
+
+    @property
+    def others_name(self) -> str | None:
+        """The name of the hook that somebody else has registered."""
+        return None if self.other is None else str(getattr(self.other[0], "__qualname__", self.other[0]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:
         return object()
@@ -95,12 +107,42 @@ class _Reduction:
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = weakref.WeakKeyDictionary()
 
 
+def register_comm_hook(
+    model: DistributedDataParallel, state: object, hook: Callable[..., torch.futures.Future[torch.Tensor]]
+) -> None:
+    """Let `hook` reduce the gradients of `model`, whose communication hook is ours; they stay on the parameters then.
+
+    Raises RuntimeError for a second one, and what torch's own method raises.
+    """
+    reduction = _reductions.get(model)
+    if reduction is None:
+        # A copy of a model has no hook.
+        DistributedDataParallel.register_comm_hook(model, state, hook)
+        return
+    if reduction.other is not None:
+        raise RuntimeError(
+            f"the model has the communication hook {reduction.others_name} already; expected one for good, as "
+            "DistributedDataParallel takes; try one hook that calls both"
+        )
+    model._check_comm_hook(hook)
+    reduction.other = hook, state
+    if reduction.listeners:
+        warnings.warn(
+            f"the communication hook {reduction.others_name} was registered behind attach(): from now on it reduces "
+            "gradients, and they stay on param.grad until step(); to let them leave during backward, register none",
+            stacklevel=2,
+        )
+
+
 @torch.no_grad()
 def _reduce(
     state: _Reduction,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket as DDP does without a hook, to the bit, and tell whoever listens."""
+    """Reduce a bucket as DDP does without a hook, to the bit, and tell whoever listens; or as another hook does."""
+    if state.other is not None:
+        hook, its_state = state.other
+        return hook(its_state, bucket)
     buffer = bucket.buffer()
     # Not divided: for three ranks the bits are others.
     buffer.mul_(1 / state.group.size())

@@ -184,6 +184,56 @@ def test_a_users_hook_is_respected():
         assert_same(model.parameters(), plain.parameters())
 
 
+def test_a_users_hook_that_is_registered_behind_attach_is_served():
+    """Torch takes one hook for good, which is ours then: it calls theirs, and gradients stay until step()."""
+    wrong = []
+    for overlap, split in itertools.product(("gradients", "update"), (CPU, (0.3, 0.4, 0.3))):
+        model, plain, data = net(), net(), data_of(4)
+        with hybrid(model, split=split, backward_overlap=overlap) as optimizer:
+            optimizer.attach(model)
+            train(model, optimizer, data[:1])
+            with pytest.warns(UserWarning, match=r"twice was registered behind attach\(\).*until step\(\)"):
+                model.register_comm_hook(None, twice)
+            with pytest.raises(RuntimeError, match=r"hook twice already.*calls both"):
+                model.register_comm_hook(None, twice)
+            model(data[1]).backward()
+            assert not any(isinstance(param.grad, GradientStandIn) for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            train(model, optimizer, data[2:3])
+        # The hook is there for good, and the next optimizer respects it.
+        with hybrid(model, split=split, backward_overlap=overlap) as optimizer:
+            with pytest.warns(UserWarning, match="communication hook twice"):
+                optimizer.attach(model)
+            train(model, optimizer, data[3:])
+        one, other = (torch.optim.AdamW(plain.parameters(), fused=True, **OPTIONS) for _ in range(2))
+        for inner, batch, factor in zip((one, one, one, other), data, (1, 2, 2, 2), strict=True):
+            plain(batch).backward()
+            for param in plain.parameters():
+                param.grad.mul_(factor)
+            inner.step()
+            plain.zero_grad()
+        if not all(map(torch.equal, model.parameters(), plain.parameters())):
+            wrong.append((overlap, split))
+    assert not wrong
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_hook_that_is_registered_with_a_copy_is_the_copys(copied):
+    model, (batch,) = net(), data_of(1)
+    with hybrid(model, split=CPU) as optimizer:
+        optimizer.attach(model)
+        other = copied(model)
+        other.register_comm_hook(None, twice)
+        plain = net()
+        for each in (plain, other):
+            each(batch).backward()
+        for left, right in zip(plain.parameters(), other.parameters(), strict=True):
+            assert torch.equal(2 * left.grad, right.grad)
+        train(model, optimizer, [batch])
+        assert_same(model.parameters(), trained_plainly([batch]))
+
+
 def test_a_hook_of_torchs_own_is_respected():
     model, data = net(), data_of(2)
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
