@@ -1,14 +1,17 @@
 """Gradients that torch has given one memory: where they leave, each counts once, whatever is added or scaled."""
 
-from contextlib import nullcontext
+import itertools
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from optimizer_training import OPTIONS, hybrid, streaming
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import linear
 
-from reference_impl import TrainableLayerStreamer
+from reference_impl import ShardStreamer, TrainableLayerStreamer
 
 WIDTH = 64
 
@@ -43,7 +46,7 @@ def batches(device):
     return [torch.randn(8, WIDTH, generator=generator).to(device.torch_device) for _ in range(6)]
 
 
-def train(model, optimizer, data, *, adds, clips):
+def steps(model, optimizer, data, *, adds, clips):
     """Steps of `adds` batches each."""
     for begin in range(0, len(data), adds):
         for batch in data[begin : begin + adds - 1]:
@@ -54,6 +57,11 @@ def train(model, optimizer, data, *, adds, clips):
             nn.utils.clip_grad_norm_(model.parameters(), 1e-4)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train(model, optimizer, data, **loop):
+    """Return the weights behind `steps`."""
+    steps(model, optimizer, data, **loop)
     getattr(optimizer, "synchronize", lambda: None)()
     return [param.detach().clone() for param in model.parameters()]
 
@@ -115,6 +123,41 @@ def test_gradients_of_layers_that_stream_count_once(device, slices, loop):
         train(model, streamer.optimizer, batches(device), **loop)
     expected = trained_by_adamw(device, apart=True, layers=3, **loop)
     torch.testing.assert_close([param.detach() for param in model.parameters()], expected, rtol=0, atol=2e-4)
+
+
+class Unreduced:
+    """An optimizer of FSDP2's shards in whose `accumulate()` gradients add up on the device, unreduced."""
+
+    def __init__(self, optimizer, model):
+        self.step, self.zero_grad, self._model = optimizer.step, optimizer.zero_grad, model
+
+    @contextmanager
+    def accumulate(self):
+        self._model.set_requires_gradient_sync(False)
+        yield
+        self._model.set_requires_gradient_sync(True)
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_of_shards_that_stream_count_once(device):
+    """FSDP2 reduces each into a place of its own. What it adds up before, it adds to both at once, as with AdamW."""
+    mesh = init_device_mesh(device.torch_device.type, (1,))
+    wrong = []
+    for loop, is_reduced in itertools.product(LOOPS, (True, False)):
+        found = []
+        for kind, apart in (("torch", is_reduced), ("streamed", False)):
+            model = Model(apart=apart, layers=3).to(device.torch_device)
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            optimizer = torch.optim.AdamW(fully_shard(model, mesh=mesh).parameters(), fused=True, **OPTIONS)
+            streamer = ShardStreamer(model, optimizer) if kind == "streamed" else None
+            stepped = optimizer if streamer is None else streamer.optimizer
+            with streamer or nullcontext():
+                steps(model, stepped if is_reduced else Unreduced(stepped, model), batches(device), **loop)
+            found.append([param.to_local().detach() for param in model.parameters()])
+        if not all(map(torch.equal, *found)):
+            wrong.append((loop, is_reduced))
+    assert not wrong
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=str)
