@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
     from reference_impl.parking import park
+    from reference_impl.sequences import SequenceTiles
     from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
@@ -29,6 +30,7 @@ __all__ = [
     "FrozenLayerStreamer",
     "HybridDeviceOptimizer",
     "OptimizerStateOffloader",
+    "SequenceTiles",
     "ShardStreamer",
     "Streaming",
     "TrainableLayerStreamer",
@@ -42,6 +44,7 @@ __all__ = [
 
 _LATER = {
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
+    "SequenceTiles": "reference_impl.sequences",
     "ShardStreamer": "reference_impl.trained_layers",
     "TrainableLayerStreamer": "reference_impl.trained_layers",
     "apply_plan": "reference_impl.verification.apply",

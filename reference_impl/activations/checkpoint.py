@@ -164,7 +164,8 @@ class CheckpointOffloader(Offloader):
     def _around_kept(
         self, forward: Forward, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._results:
+        # Without a graph nothing is saved: a tile of a sequence is computed again by itself.
+        if not self._results or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with self._results[-1]:
             return forward(*args, **kwargs)

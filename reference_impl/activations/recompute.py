@@ -68,7 +68,7 @@ class _Recomputation:
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self._function = function
         self._inputs = _Inputs(inputs)
-        self._surroundings = _Surroundings(inputs)
+        self._surroundings = Surroundings(inputs)
         # Elements of each tensor that the first call has saved.
         self._numels: list[int] = []
         self._has_returned = False
@@ -183,7 +183,7 @@ class _Saving(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-class _Surroundings:
+class Surroundings:
     """What a call depends on beside its inputs: random generators, autocast and the default device."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
@@ -210,6 +210,11 @@ class _Surroundings:
             )
             for kind in ("cpu", *{device.type for device in self._accelerators})
         ]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the first call has taken random numbers, or has not returned."""
+        return self._random is not None
 
     def end(self) -> None:
         """Note that the first call has returned."""

@@ -1,0 +1,137 @@
+"""Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
+
+One position's input is changed: no other position's output may. The halves are then computed apart: they must give
+what both give together. So a normalisation over the batch is found, a router that ranks tokens, attention, a
+convolution, and a module that counts positions. What is not found is a router that drops tokens beyond a capacity which
+these few do not reach.
+
+Kernels round otherwise for other shapes, so what is not equal must agree to half the digits of its dtype, and to four
+units of a 16-bit one.
+
+Explained in docs/long-sequences.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from reference_impl.activations.recompute import Surroundings
+from reference_impl.sequences.positions import Joined, Leading
+
+# As many as a tile of tensor cores has rows.
+_PROBED = 64
+# What it does to others stands out where it outweighs them all.
+_TIMES_LARGER = 1024
+# Of all positions: a router may choose otherwise where two experts are as good to the last bit.
+_MOST_OTHER = 0.25
+
+Call = Callable[[Sequence[Any]], Any]
+
+
+def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> None:
+    """Raise ValueError where the output of a position of `call(leaves)` depends on more than that position's input.
+
+    `call` is that of `module`, which is `name` in its model. It is made four times, without a graph, on up to 64
+    positions; buffers and random numbers are then what they were.
+    """
+    probe = Leading(leading.batch, min(leading.count, _PROBED))
+    few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
+    middle = probe.count // 2
+
+    def outputs(inputs: Sequence[Any], count: int) -> list[torch.Tensor]:
+        return _with_positions(name, call(inputs), Leading(probe.batch, count))
+
+    with Surroundings(few).again(), torch.no_grad(), _buffers_kept(module):
+        surroundings = Surroundings(few)
+        whole = outputs(few, probe.count)
+        surroundings.end()
+        with surroundings.again():
+            changed = outputs([_changed_at(leaf, middle, probe) for leaf in few], probe.count)
+        if any(
+            bool(_differs(a, b, probe, except_at=middle).any()) for a, b in zip(whole, changed, strict=True)
+        ):
+            raise ValueError(
+                f"{name} mixes positions: the input of one has changed the output of another; expected a module whose "
+                f"output at a position depends on its input there alone; try leaving {name} out of tiles"
+            )
+        if surroundings.is_random:
+            # For other sizes random numbers are others.
+            return
+        halves = [
+            outputs([probe.cut(leaf, half) for leaf in few], half.stop - half.start)
+            for half in (slice(0, middle), slice(middle, probe.count))
+        ]
+        joined = [torch.cat(parts, dim=probe.dim) for parts in zip(*halves, strict=True)]
+        if any(
+            float(_differs(a, b, probe).float().mean()) > _MOST_OTHER
+            for a, b in zip(whole, joined, strict=True)
+        ):
+            raise ValueError(
+                f"{name} depends on how many positions it is given: half of them gave other outputs; expected a module "
+                f"whose output at a position depends on its input there alone; try leaving {name} out of tiles"
+            )
+
+
+def _changed_at(leaf: Any, position: int, leading: Leading) -> Any:
+    """Return an input with other values at one position of its first sequence."""
+    # One that all sequences share stays: others may differ where it does.
+    is_changed = leading.is_cut(leaf) and leaf.is_floating_point() and leaf.dim() > 1
+    if not is_changed or (leading.batch is not None and leaf.shape[0] != leading.batch):
+        return leaf
+    changed = leaf.clone()
+    row = changed.narrow(leading.dim, position, 1)
+    row = row if leading.dim == 0 else row.narrow(0, 0, 1)
+    row.mul_(-_TIMES_LARGER).add_(leaf.abs().amax())
+    return changed
+
+
+def _with_positions(name: str, made: Any, leading: Leading) -> list[torch.Tensor]:
+    """Return the tensors of an output, each beginning with the leading shape."""
+    found = []
+    for output in tree_leaves(made):
+        if isinstance(output, torch.Tensor):
+            joined = Joined(name, leading, output, leading.count)
+            found.append(output.reshape(joined.part(slice(0, leading.count)).shape))
+    return found
+
+
+def _differs(
+    expected: torch.Tensor, found: torch.Tensor, leading: Leading, *, except_at: int | None = None
+) -> torch.Tensor:
+    """Return, for each position, whether its outputs differ by more than rounding does."""
+    is_float = expected.is_floating_point()
+    other = (expected != found) & ~(expected.isnan() & found.isnan()) if is_float else expected != found
+    if is_float:
+        bound = _rounding(expected.dtype) * expected.abs().nan_to_num(posinf=0.0).amax()
+        other &= ~((expected - found).abs() <= bound)
+    result = other.flatten(leading.dim + 1).any(-1) if other.dim() > leading.dim + 1 else other.clone()
+    if except_at is not None:
+        first = result if leading.dim == 0 else result[0]
+        first[except_at] = False
+    return result
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """Return by how much kernels for other shapes may differ, of the largest output."""
+    eps = torch.finfo(dtype).eps
+    # Sums of 16-bit products are rounded once, in each of a few products. Those of others are added in another order.
+    return 4 * eps if dtype.itemsize == 2 else eps**0.5
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Give every buffer of `module` what it has now back at the end: a module may count what passes."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, values in before:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)

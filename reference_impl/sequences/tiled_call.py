@@ -1,0 +1,286 @@
+"""One call of a module in tiles: forward keeps the module's inputs alone, backward computes each tile again.
+
+Two nodes of autograd's graph make the call. The first saves the inputs before anything is computed: where a layer
+around is computed again for backward, that ends there if nothing behind the module saves, and the module is not
+computed a third time. The second makes the outputs, and hands their gradients to the first.
+
+Weights of backward's tiles are stand-ins for the module's own: a hook on a weight's gradient hears of it once, when all
+tiles have added up. They do so in fp32, and the sum is rounded once.
+
+Explained in docs/long-sequences.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from reference_impl.activations.attach import Forward
+from reference_impl.activations.recompute import Surroundings
+from reference_impl.sequences.positions import Joined, Leading, part_of_gradient
+
+
+class TiledCall:
+    """A call of `module`, which is `name` in its model, by `forward` on `leaves`, the inputs of `structure`."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Forward,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
+        leading: Leading,
+        tile_tokens: int,
+    ) -> None:
+        self._name, self._module, self._forward = name, module, forward
+        self._structure = structure
+        self._leading = leading
+        self._tiles = list(leading.tiles(tile_tokens))
+        weights = list(module.parameters())
+        self._trained = [weight for weight in weights if weight.requires_grad]
+        self.frozen = [weight for weight in weights if not weight.requires_grad]
+        # All but tensors, which autograd saves.
+        self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
+        self._places = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+        # Of each tile.
+        self._surroundings: list[Surroundings] = []
+        # How outputs are put together; those that are no tensors, of the first tile.
+        self._made: tuple[list[Any], TreeSpec] | None = None
+        # Of each tensor among the outputs, from the second node to the first.
+        self._gradients: Sequence[torch.Tensor | None] = ()
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Return what the module returns."""
+        tensors = [leaves[place] for place in self._places]
+        if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *self._trained)):
+            saved = _Inputs.apply(self, tensors, *tensors, *self._trained)  # type: ignore[no-untyped-call]
+            made = _Outputs.apply(saved, self, leaves)  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                made = self.outputs(leaves)
+        assert self._made is not None
+        others, structure = self._made
+        remaining = iter(made)
+        return tree_unflatten([next(remaining) if other is _TENSOR else other for other in others], structure)
+
+    def outputs(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Compute all tiles; return each tensor of the outputs for all positions."""
+        joined: list[Joined] = []
+        self._surroundings = []
+        for tile in self._tiles:
+            # A function of its own, so that a tile's memory is free before the next one's is taken.
+            self._compute(leaves, tile, joined)
+        return tuple(each.whole() for each in joined)
+
+    def _compute(self, leaves: Sequence[Any], tile: slice, joined: list[Joined]) -> None:
+        inputs = [self._leading.cut(leaf, tile) for leaf in leaves]
+        surroundings = Surroundings(inputs)
+        made, structure = tree_flatten(self._call(inputs))
+        surroundings.end()
+        self._surroundings.append(surroundings)
+        outputs = [each for each in made if isinstance(each, torch.Tensor)]
+        if not joined:
+            self._made = [_TENSOR if isinstance(each, torch.Tensor) else each for each in made], structure
+            count = tile.stop - tile.start
+            joined += (Joined(self._name, self._leading, each, count) for each in outputs)
+        for whole, output in zip(joined, outputs, strict=True):
+            whole.write(tile, output)
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
+        args, kwargs = tree_unflatten(list(inputs), self._structure)
+        return self._forward(*args, **kwargs)
+
+    def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Note the outputs' gradients for `backward`, which comes next."""
+        self._gradients = gradients
+
+    def backward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Compute each tile again; return the gradients of the inputs' `tensors` and of the trained weights."""
+        gradients, self._gradients = self._gradients, ()
+        leaves = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        sums = [
+            *(_of_positions(leaf, self._leading) for leaf in tensors),
+            *(_Sum(weight) for weight in self._trained),
+        ]
+        with stand_ins(self._module, self._trained) as weights:
+            for tile, surroundings in zip(self._tiles, self._surroundings, strict=True):
+                self._differentiate(leaves, weights, tile, surroundings, gradients, sums)
+        return [each.result() for each in sums]
+
+    def _differentiate(
+        self,
+        leaves: Sequence[Any],
+        weights: Sequence[torch.Tensor],
+        tile: slice,
+        surroundings: Surroundings,
+        gradients: Sequence[torch.Tensor | None],
+        sums: Sequence[_Sum],
+    ) -> None:
+        """Add a tile's gradients to `sums`."""
+        inputs = [
+            self._leading.cut(leaf.detach(), tile).requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        with surroundings.again(), torch.enable_grad():
+            made = [each for each in tree_flatten(self._call(inputs))[0] if isinstance(each, torch.Tensor)]
+        pairs = [
+            (output, part_of_gradient(self._leading, gradient, tile, output))
+            for output, gradient in zip(made, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        sources = [*(inputs[place] for place in self._places), *weights]
+        wanted = [(source, sum_) for source, sum_ in zip(sources, sums, strict=True) if source.requires_grad]
+        if not pairs:
+            return
+        if tile.start == 0:
+            self._refuse_others([output for output, _ in pairs], [source for source, _ in wanted])
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [source for source, _ in wanted],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+        for (_, sum_), gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                sum_.add(gradient, tile)
+
+    def _refuse_others(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError where the graph of `outputs` has other leaves: their gradients would be lost."""
+        known = {id(source) for source in sources}
+        others = [leaf for leaf in _leaves_of(outputs) if id(leaf) not in known]
+        if others:
+            shapes = ", ".join(sorted(str(tuple(each.shape)) for each in others))
+            raise RuntimeError(
+                f"{self._name} computes with trained tensors that are none of its parameters, of shape {shapes}; "
+                f"expected parameters of {self._name}, or inputs of its forward; try leaving {self._name} out of tiles"
+            )
+
+
+def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves that the graph of `outputs` ends in."""
+    pending = [output.grad_fn for output in outputs]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):
+            yield node.variable
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        pending += new
+
+
+# Stands for a tensor among a call's outputs.
+_TENSOR = object()
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves a call's tensors; its result is of no use but to follow."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: TiledCall, inputs: Sequence[torch.Tensor], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.call, ctx.count = call, len(inputs)
+        # Weights too: whoever holds them elsewhere until they are used hears of their use.
+        ctx.save_for_backward(*tensors, *call.frozen)
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, None, *ctx.call.backward(ctx.saved_tensors[: ctx.count])
+
+
+class _Outputs(torch.autograd.Function):
+    """Computes a call's outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: torch.Tensor, call: TiledCall, leaves: Sequence[Any]) -> Any:
+        ctx.call, ctx.device = call, saved.device
+        ctx.set_materialize_grads(False)
+        outputs = call.outputs(leaves)
+        ctx.mark_non_differentiable(*(each for each in outputs if not each.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a gradient of a gradient was asked for through {ctx.call._name}, which runs in tiles "
+                "(create_graph=True); expected first derivatives; try leaving it out of tiles"
+            )
+        ctx.call.take_gradients(gradients)
+        return torch.empty(0, device=ctx.device), None, None
+
+
+class _Sum:
+    """The gradient of what all tiles share, in fp32 at least until it is rounded once."""
+
+    def __init__(self, shared: torch.Tensor) -> None:
+        # A leaf's gradient may be asked for in another dtype than its own.
+        self._dtype = (shared.grad_dtype if shared.is_leaf else None) or shared.dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor, tile: slice) -> None:
+        """Add a tile's gradient."""
+        if self._sum is None:
+            # A copy in any case: autograd may have given the same tensor to others.
+            self._sum = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        else:
+            self._sum.add_(gradient)
+
+    def result(self) -> torch.Tensor | None:
+        """Return the gradient, None where no tile has one, and forget it."""
+        sum_, self._sum = self._sum, None
+        return None if sum_ is None else sum_.to(self._dtype)
+
+
+class _Positions(_Sum):
+    """The gradient of an input that has positions: each tile has its own."""
+
+    def __init__(self, leaf: torch.Tensor, leading: Leading) -> None:
+        super().__init__(leaf)
+        self._leaf, self._leading = leaf, leading
+
+    def add(self, gradient: torch.Tensor, tile: slice) -> None:
+        """Write a tile's gradient."""
+        if self._sum is None:
+            self._sum = torch.zeros_like(self._leaf)
+        self._leading.cut(self._sum, tile).copy_(gradient)
+
+
+def _of_positions(leaf: torch.Tensor, leading: Leading) -> _Sum:
+    return _Positions(leaf, leading) if leading.is_cut(leaf) else _Sum(leaf)
+
+
+@contextmanager
+def stand_ins(module: nn.Module, weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Have `module` compute with tensors that share memory with `weights`, and are leaves of their own; yield them.
+
+    Without them a hook on a weight's gradient would hear of every tile's part.
+    """
+    instead = {weight: weight.detach().requires_grad_() for weight in weights}
+    places = [
+        (inner._parameters, name, weight)
+        for inner in module.modules()
+        for name, weight in inner._parameters.items()
+        if weight is not None and weight in instead
+    ]
+    try:
+        for held, name, weight in places:
+            held[name] = instead[weight]  # type: ignore[assignment]
+        yield list(instead.values())
+    finally:
+        for held, name, weight in places:
+            held[name] = weight

@@ -1,0 +1,138 @@
+"""`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
+
+Explained in docs/long-sequences.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from reference_impl.activations.attach import Forward, modules_called, wrap_forward
+from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
+from reference_impl.memory.compiler import uncompiled
+from reference_impl.memory.shown import Shown
+from reference_impl.memory.transforms import running_transform
+from reference_impl.sequences.position_wise import refuse_mixing
+from reference_impl.sequences.positions import Leading, leading_of
+from reference_impl.sequences.tiled_call import TiledCall
+
+TILE_TOKENS = 4096
+
+
+class SequenceTiles(Shown, ClosedAtExit):
+    """Attached to `model` from its construction to `close()`; a context manager.
+
+    >>> with SequenceTiles(model, tiles=["mlp", "norm"]):
+    ...     train(model)
+
+    A module that is named runs `tile_tokens` positions at a time, forward and backward: one tile's intermediates live.
+    Backward computes each tile again, with its own random numbers and autocast, as recomputation of a layer does.
+    Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient is refused. What is computed of
+    a position is what the module computes without tiles; kernels may round otherwise for other sizes. Dropout takes
+    other random numbers than without tiles.
+
+    A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
+
+    The first call of a module that is longer than a tile tries on up to 64 of its positions whether the module is
+    position-wise, and raises ValueError before anything is computed where it is not, or returns what has no positions
+    (a loss). Backward raises RuntimeError where the module computes with a trained tensor that is no parameter of it.
+
+    Args:
+        model: any module.
+        tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
+            positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike.
+        tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter.
+
+    Raises ValueError for an ending that matches nothing, a module without a forward, one inside another that is named
+    too, or `tile_tokens` below 1.
+    """
+
+    def __init__(self, model: nn.Module, tiles: Sequence[str], *, tile_tokens: int = TILE_TOKENS) -> None:
+        self._undo: list[Callable[[], None]] = []
+        if not isinstance(tile_tokens, int) or tile_tokens < 1:
+            raise ValueError(
+                f"tile_tokens={tile_tokens!r}; expected a whole number of at least 1; try {TILE_TOKENS}"
+            )
+        named = modules_called(model, tiles)
+        if not named:
+            raise ValueError("tiles is empty; expected one or more endings of names of modules; try ['mlp']")
+        names = {module: name for name, module in model.named_modules()}
+        _refuse_nested({module: names[module] for module in named})
+        self.tile_tokens = tile_tokens
+        self._tiled = len(named)
+        # Modules that have been tried.
+        self._are_position_wise: set[nn.Module] = set()
+        try:
+            for module in named:
+                around = partial(self._around, names[module])
+                do_undoably(partial(wrap_forward, module, around), self._undo)
+        except BaseException as error:
+            close_behind(error, self.close)
+            raise
+
+    def _facts(self) -> Mapping[str, str]:
+        return {
+            "modules in tiles": str(self._tiled),
+            "positions of a tile": str(self.tile_tokens),
+            "status": "attached" if self._undo else "closed",
+        }
+
+    def close(self) -> None:
+        """Let all modules run as they are. Calling it again does nothing. Graphs that are alive keep their tiles."""
+        undo_all(self._undo)
+
+    def __enter__(self) -> Self:
+        """Return the tiles, which are attached already."""
+        return self
+
+    def _around(
+        self, name: str, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves, structure = tree_flatten((args, kwargs))
+        leading = leading_of(leaves)
+        if leading is None or leading.count <= self.tile_tokens or running_transform() is not None:
+            return forward(*args, **kwargs)
+        if module not in self._are_position_wise:
+            self._try(name, forward, module, leaves, structure, leading)
+        call = TiledCall(name, module, forward, leaves, structure, leading, self.tile_tokens)
+        return uncompiled(call.run)(leaves)
+
+    def _try(
+        self,
+        name: str,
+        forward: Forward,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        structure: Any,
+        leading: Leading,
+    ) -> None:
+        # Compiled code would be compiled again for each of the sizes that are tried.
+        plain = forward if module._compiled_call_impl is None else module.forward
+
+        def call(inputs: Sequence[Any]) -> Any:
+            args, kwargs = tree_unflatten(list(inputs), structure)
+            return plain(*args, **kwargs)
+
+        uncompiled(refuse_mixing)(name, module, call, leaves, leading)
+        self._are_position_wise.add(module)
+
+
+def _refuse_nested(named: Mapping[nn.Module, str]) -> None:
+    """Raise ValueError for modules that have nothing to run, and for one inside another."""
+    for module, name in named.items():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which has no forward; expected modules that are called; try "
+                "naming those inside it"
+            )
+        for inner in module.modules():
+            if inner is not module and inner in named:
+                raise ValueError(
+                    f"{named[inner]} is inside {name}, and both are named in tiles; expected one of them, since a tile "
+                    f"of one would run in tiles of the other; try {name} alone"
+                )
