@@ -1,6 +1,6 @@
 """Holds the messages that quote a package's source to that source, in every release that is here.
 
-    python tests/judges/messages/judge.py
+    python tests/judges/messages/messages_judge.py
 
 The releases are those that `fetch.py` unpacked, and torch as it is installed. A text has to stand in its file in each
 release of its range; how many were compared is printed, and each that is not there.
@@ -48,6 +48,8 @@ def trees() -> dict[str, dict[str, Path]]:
 def missing(entry: Mapping[str, Any], folder: Path) -> str:
     """Return what of an entry's texts its file in `folder` does not have; empty where all is there."""
     path = folder / str(entry["source"]).partition("::")[0]
+    if not path.is_file():  # torch for macOS, which fetch.py takes because it is a tenth as large
+        path = path.with_suffix(".dylib") if path.suffix == ".so" else path
     if not path.is_file():
         return f"no file {path}"
     raw = path.read_bytes()

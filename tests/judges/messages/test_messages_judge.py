@@ -1,17 +1,25 @@
 """The judge of quoted messages finds what is in the installed source, and what is not."""
 
 import copy
+import importlib.metadata
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import inventory
 import messages_judge as judge
 
-TORCH = [entry for entry in judge.quoting() if "torch" in entry["versions"]]
-(FOLDER,) = judge.trees()["torch"].values()
+INSTALLED = importlib.metadata.version("torch").partition("+")[0]
+TORCH = [
+    entry
+    for entry in judge.quoting()
+    if "torch" in entry["versions"] and INSTALLED in SpecifierSet(entry["versions"]["torch"])
+]
+FOLDER = judge.trees()["torch"][INSTALLED]
 
 
 @pytest.mark.parametrize("entry", TORCH, ids=lambda entry: str(entry["id"]))
@@ -34,3 +42,21 @@ def test_texts_of_joined_literals_are_whole(tmp_path: Path) -> None:
     )
     entry = {"text": 'The device {..} is not "cpu".', "source": "m/a.py::f"}
     assert judge.missing(entry, tmp_path) == ""
+
+
+def test_every_text_of_the_installed_torch_that_offload_reaches_is_known_or_set_aside() -> None:
+    found = inventory.inventory({"torch": {INSTALLED: FOLDER}})
+    assert len(found) > 60
+    assert not [text for text in found if not inventory.known_by(text)]
+
+
+def test_a_text_that_nobody_knows_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a.py").write_text(
+        "def f(self):\n    if self.cpu_offload:\n        raise ValueError(f'a refusal of {self} that nobody knows')\n"
+        "    raise ValueError('a refusal of something else altogether')\n",
+        encoding="utf-8",
+    )
+    (text,) = inventory.texts("m", tmp_path, {"part": ["m/*.py"]})
+    assert text.words == "a refusal of {..} that nobody knows"
+    assert inventory.known_by(text) == ""

@@ -17,6 +17,11 @@ from skill_tools.rules.finding import Severity
 from skill_tools.rules.lint import lint
 
 ENTRIES = [entry for entry in knowledge.load_messages() if entry["role"] != "chatter"]
+ENTRIES += [
+    {"id": symptom["symptom"], **cause}
+    for symptom in knowledge.load_yaml("symptoms.yaml")
+    for cause in symptom["causes"]
+]
 DIALECTS = [dialect.name for dialect in registry.with_files()]
 FORMS = [(change, name) for change, known in load_changes().items() for name in known.settings]
 # A key is written with a dot or an underscore, and something is assigned to it.
