@@ -64,6 +64,15 @@ def is_sealed(tensor: torch.Tensor) -> bool:
     return getattr(type(tensor), "_is_sealed", False)
 
 
+def describes(function: Any) -> bool:
+    """Return whether `function`, as `__torch_function__` gets it, asks only what a tensor that is away can answer."""
+    name = function.__name__
+    is_attribute = name in ("__get__", "__set__", "__delete__")
+    return name in _DESCRIBING_METHODS or (
+        is_attribute and (name != "__get__" or function.__self__.__name__ not in _READING_ATTRIBUTES)
+    )
+
+
 def _own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
     return getattr(type(tensor), "_present_class", type(tensor))
 
@@ -88,11 +97,7 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
                 alias: torch.Tensor = func(*args, **(kwargs or {}))
             mark_absent(alias, name, remedy)
             return alias
-        is_attribute = function in ("__get__", "__set__", "__delete__")
-        if not (
-            function in _DESCRIBING_METHODS
-            or (is_attribute and (function != "__get__" or func.__self__.__name__ not in _READING_ATTRIBUTES))
-        ):
+        if not describes(func):
             raise RuntimeError(f"{name} is not on the device; {remedy}")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

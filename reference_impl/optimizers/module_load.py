@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from reference_impl.memory.absent import is_absent
 from reference_impl.optimizers.layout import Member
 
 _Call = Callable[[Sequence[Member]], None]
@@ -66,7 +67,8 @@ def written(members: Iterable[Member]) -> list[Member]:
         member
         for member in members
         if (weight := member.watched) is not None
-        # Without an address its bytes are elsewhere, where nobody writes them.
+        # Where its bytes are elsewhere nobody writes them, and a parked one has another version meanwhile.
+        and not is_absent(weight)
         and (weight._version != member.version or weight.data_ptr() not in (member.address, 0))
     ]
 

@@ -1,79 +1,171 @@
-"""What is parked as `state_dict()` has it, read and written on the host, where nothing moves.
+"""States as `state_dict()` has them, read and written where they are: what is parked on the host, where nothing moves.
 
 Explained in docs/parking.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
+from reference_impl.memory.absent import describes
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.storage import ParkedStorage
 
+_Read = Callable[[Any], Any]
 
-def states_on_host(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], parked: Sequence[ParkedStorage]
-) -> dict[str, Any]:
-    """Return `{"model": ..., "optimizer": ...}`, each a list where there are several.
 
-    What is parked is a view of its host memory; what is not is the tensor itself. A shard is a DTensor whose part is on
-    the host, as those of torch's `StateDictOptions(cpu_offload=True)`.
-    """
+class HostStates:
+    """The states of `models` and `optimizers`, of which the bytes of `parked` are on the host."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        parked: Iterable[ParkedStorage],
+        *,
+        follow: Sequence[Callable[[], None]],
+    ) -> None:
+        """`follow` have masters be what weights are that somebody wrote before they were parked."""
+        self._models, self._optimizers, self._follow = models, optimizers, follow
+        self._read = _reader(parked)
+
+    def copied(self) -> dict[str, Any]:
+        """Return `{"model": ..., "optimizer": ...}`, each a list where there are several, as copies on the CPU.
+
+        A shard is a DTensor whose part is on the CPU, as those of torch's `StateDictOptions(cpu_offload=True)`.
+        """
+        copies = {
+            key: tree_map(
+                lambda leaf: leaf.detach().to("cpu", copy=True) if _is_tensor(leaf) else leaf, states
+            )
+            for key, states in self._where_they_are().items()
+        }
+        return {key: each[0] if len(each) == 1 else each for key, each in copies.items()}
+
+    def write(self, theirs: object) -> None:
+        """Write `theirs`, which `copied` has returned of the same training, into tensors and groups.
+
+        Raises ValueError for another structure, shape or dtype, before anything is written.
+        """
+        if not isinstance(theirs, Mapping) or set(theirs) != {"model", "optimizer"}:
+            raise _other_structure(theirs)
+        several = {"model": len(self._models), "optimizer": len(self._optimizers)}
+        listed = {key: [theirs[key]] if count == 1 else theirs[key] for key, count in several.items()}
+        mine = self._where_they_are()
+        pairs = _checked(mine["model"], listed["model"])
+        _checked(mine["optimizer"], listed["optimizer"])
+        ours, others = [], []
+        for optimizer, states, loaded in zip(
+            self._optimizers, mine["optimizer"], listed["optimizer"], strict=True
+        ):
+            if isinstance(optimizer, HostedOptimizer):
+                ours.append(partial(optimizer.load_state_dict, loaded))
+            else:
+                pairs += _checked(states, loaded)
+                others.append(partial(_take_over_groups, optimizer, loaded))
+        with _OnHost(self._read):
+            # Once in front of the weights, because it checks; once behind, because masters of fp32 are their weights.
+            for load in ours:
+                load()
+            _write(pairs)
+            for load in (*ours, *others):
+                load()
+
+    def _where_they_are(self) -> dict[str, list[Any]]:
+        """Return the states: of what is parked views of its host memory, of other tensors themselves.
+
+        Our optimizers put theirs together, so theirs are copies.
+        """
+        with _OnHost(self._read):
+            for follow in self._follow:
+                follow()
+            ours = {
+                index: each.state_dict()
+                for index, each in enumerate(self._optimizers)
+                if isinstance(each, HostedOptimizer)
+            }
+        optimizers = [
+            ours[index] if index in ours else each.state_dict() for index, each in enumerate(self._optimizers)
+        ]
+        return {
+            "model": tree_map(self._read, [each.state_dict() for each in self._models]),
+            "optimizer": tree_map(self._read, optimizers),
+        }
+
+
+class _OnHost(TorchFunctionMode):
+    """Inside, a tensor that is parked is computed with as it is on the host; what describes it, it says itself."""
+
+    def __init__(self, read: _Read) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give `func` what is on the host."""
+        kwargs = kwargs or {}
+        if not describes(func):
+            args, kwargs = tree_map(self._read, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _reader(parked: Iterable[ParkedStorage]) -> _Read:
     by_storage = {each.storage_key: each for each in parked}
 
     def read(leaf: Any) -> Any:
         # A DTensor has its mesh for a part, too.
-        if not isinstance(leaf, torch.Tensor):
+        if not _is_tensor(leaf):
             return leaf
         if is_traceable_wrapper_subclass(leaf):
             return transform_subclass(leaf, lambda _, part: read(part))
+        if leaf.layout is not torch.strided:
+            return leaf
         found = by_storage.get(leaf.untyped_storage()._cdata)
         return leaf if found is None else found.on_host(leaf)
 
-    states = {
-        "model": tree_map(read, [each.state_dict() for each in models]),
-        "optimizer": tree_map(read, [each.state_dict() for each in optimizers]),
-    }
-    return {key: value[0] if len(value) == 1 else value for key, value in states.items()}
+    return read
 
 
-def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """Return `states` with a copy of each tensor."""
-    return tree_map(  # type: ignore[no-any-return]
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, states
-    )
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
-def write_states(mine: dict[str, Any], theirs: object, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Write `theirs` into the tensors of `mine`, which `states_on_host` has made, and into groups of `optimizers`.
-
-    Raises ValueError for another structure, shape or dtype, before anything is written.
-    """
+def _checked(mine: object, theirs: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each tensor of `mine` with that of `theirs`. Raises ValueError where they are not alike."""
     into, structure = tree_flatten(mine)
     values, other = tree_flatten(theirs)
-    if not isinstance(theirs, Mapping) or structure != other:
-        raise ValueError(
-            f"the states have another structure than this training ({len(values)} entries for {len(into)}); expected "
-            "what state_dict() returned of the same one; try load_state_dict() of each after restore()"
-        )
-    for target, value in zip(into, values, strict=True):
-        if isinstance(target, torch.Tensor) and (
-            not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype
-        ):
-            found = (value.shape, value.dtype) if isinstance(value, torch.Tensor) else value
+    if structure != other:
+        raise _other_structure(theirs)
+    pairs = [(target, value) for target, value in zip(into, values, strict=True) if _is_tensor(target)]
+    for target, value in pairs:
+        if not _is_tensor(value) or value.shape != target.shape or value.dtype != target.dtype:
+            found = (value.shape, value.dtype) if _is_tensor(value) else value
             raise ValueError(
                 f"a state is {found}; expected {(target.shape, target.dtype)}; try the checkpoint of this model"
             )
-    with torch.no_grad():
-        for target, value in zip(into, values, strict=True):
-            if isinstance(target, torch.Tensor):
-                target.copy_(value)
-    listed = theirs["optimizer"] if isinstance(theirs["optimizer"], list) else [theirs["optimizer"]]
-    for optimizer, saved in zip(optimizers, listed, strict=True):
-        for group, loaded in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
+    return pairs
+
+
+def _other_structure(theirs: object) -> ValueError:
+    return ValueError(
+        f"the states have another structure than this training ({len(tree_flatten(theirs)[0])} entries); expected "
+        "what state_dict() returned of the same one; try load_state_dict() of each after restore()"
+    )
+
+
+def _take_over_groups(optimizer: torch.optim.Optimizer, loaded: Mapping[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+@torch.no_grad()
+def _write(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, value in pairs:
+        target.copy_(value)

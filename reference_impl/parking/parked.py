@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -30,7 +31,7 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written
 from reference_impl.parking.given import check_ranges, check_timeout, given
 from reference_impl.parking.guards import guard, guard_gradients
-from reference_impl.parking.host_states import copied, states_on_host, write_states
+from reference_impl.parking.host_states import HostStates
 from reference_impl.parking.storage import ParkedStorage
 from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
 from reference_impl.parking.transfer import Transfer
@@ -213,8 +214,10 @@ class ParkedTraining(Shown, ClosedAtExit):
                 for model in self._models:
                     _free_gathered(model)
                 self._device.synchronize()
+                kinds = self._kinds(weights=weights)
+                self._transfer.start_early(kinds)
                 self._unwritten = self._noted()
-                found, left = self._movable(KINDS if weights else KINDS[1:])
+                found, left = self._movable(kinds)
                 if not found and self._transfer.parked:
                     raise RuntimeError(
                         "training is parked already; expected it on the device; try restore() first"
@@ -286,21 +289,28 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._report = replace(self._report, restore_s=time.perf_counter() - start_s)
         return self._report
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return `{"model": ..., "optimizer": ...}` of parked training, read from the host, which nothing moves.
+    def state_dict(self, *, while_parked: bool = False) -> dict[str, Any]:
+        """Return `{"model": ..., "optimizer": ...}`, each a list where several were given.
 
-        Each is a list where several were given. Tensors are copies in ordinary memory, and shards are DTensors with
-        such a copy. Raises RuntimeError where nothing is parked, and for states of our optimizers that are on the
-        device.
+        Tensors are copies in ordinary memory, and shards are DTensors with such a copy.
+
+        Args:
+            while_parked: read what is parked from the host, which moves nothing; otherwise that is an error.
         """
-        return copied(self._on_host())
+        with self._states_read("state_dict()", while_parked=while_parked) as states:
+            return states.copied()
 
-    def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Write what `state_dict()` has returned into parked training, on the host; `restore()` brings it.
+    def load_state_dict(self, states: Mapping[str, Any], *, while_parked: bool = False) -> None:
+        """Load what `state_dict()` has returned of this training, in place.
+
+        Args:
+            states: the same models and optimizers, in the same order.
+            while_parked: write what is parked to the host, and `restore()` brings it; otherwise that is an error.
 
         Raises ValueError for another structure, shape or dtype, before anything is written.
         """
-        write_states(self._on_host(), states, self._optimizers)
+        with self._states_read("load_state_dict()", while_parked=while_parked) as mine:
+            mine.write(states)
 
     def close(self) -> None:
         """Bring everything back for good; give host memory and hooks back. Calling it again does nothing."""
@@ -334,12 +344,15 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     def _noted(self) -> list[Member]:
         """Return the members of our optimizers whose weights nobody has written since they were noted."""
-        ours = [each for each in self._optimizers if isinstance(each, HostedOptimizer)]
-        members = [member for each in ours for member in each.members.values() if member.watched is not None]
+        members = [member for _, member in self._members() if member.watched is not None]
         present = [member for member in members if not is_absent(member.param_local)]
         changed = set(written(present))
         away = [member for member in self._unwritten if is_absent(member.param_local)]
         return away + [member for member in present if member not in changed]
+
+    def _members(self) -> list[tuple[HostedOptimizer, Member]]:
+        ours = [each for each in self._optimizers if isinstance(each, HostedOptimizer)]
+        return [(each, member) for each in ours for member in each.members.values()]
 
     def _note_unwritten(self) -> None:
         """Note the weights that are back: their address may be another one, which is no write."""
@@ -368,12 +381,16 @@ class ParkedTraining(Shown, ClosedAtExit):
     def _find(self) -> Found:
         return find(self._models, self._optimizers, self._also)
 
+    def _kinds(self, *, weights: bool) -> list[Kind]:
+        """Return the kinds that a parking moves."""
+        stay = {"weights": not weights, "gradients": self._drops_gradients}
+        return [kind for kind in KINDS if not stay.get(kind)]
+
     def _movable(self, kinds: Sequence[Kind]) -> tuple[list[FoundStorage], Mapping[str, str]]:
         """Return the storages of `kinds` that can leave, and by name why others cannot, which raises if `strict`."""
         found = self._find()
         left = dict(found.unmovable)
-        dropped = {"gradients"} if self._drops_gradients else set()
-        wanted = [each for each in found.storages if each.kind in kinds and each.kind not in dropped]
+        wanted = [each for each in found.storages if each.kind in kinds]
         self._check_left(left)
         for model in self._models:
             for parallel in data_parallels(model):
@@ -395,17 +412,31 @@ class ParkedTraining(Shown, ClosedAtExit):
         for model in self._models:
             model.zero_grad()
 
-    def _on_host(self) -> dict[str, Any]:
+    @contextmanager
+    def _states_read(self, action: str, *, while_parked: bool) -> Iterator[HostStates]:
+        """Let states be read and written inside, those that are parked too where `while_parked` says so."""
         self._check_open()
-        if not self._transfer.parked:
+        if self._transfer.parked and not while_parked:
             raise RuntimeError(
-                "nothing is parked; expected parked training; try the model's and the optimizer's own state_dict()"
+                f"{action} came while training memory is parked; expected it on the device; try restore() first, or "
+                "while_parked=True, which takes the copy on the host"
             )
+        unwritten = set(self._unwritten)
+        behind = [
+            each for each in self._members() if is_absent(each[1].param_local) and each[1] not in unwritten
+        ]
         self._is_read = True
         try:
-            return states_on_host(self._models, self._optimizers, self._transfer.parked)
+            yield HostStates(
+                self._models,
+                self._optimizers,
+                self._transfer.parked,
+                follow=[partial(optimizer._follow, member) for optimizer, member in behind],
+            )
         finally:
             self._is_read = False
+        # Masters are what weights are, read or loaded.
+        self._unwritten = [member for _, member in self._members() if is_absent(member.param_local)]
 
     def _refuse_without_weights(self, action: str) -> None:
         if not self._is_read and any(each.kind == "weights" for each in self._transfer.parked):

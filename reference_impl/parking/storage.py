@@ -20,7 +20,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
-from reference_impl.memory.absent import mark_absent, mark_present
+from reference_impl.memory.absent import mark_absent, mark_present, storage_of
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.parking.tensors import FoundStorage, Kind
@@ -47,20 +47,27 @@ class ParkedStorage:
         self._device = device
         self._block: HostBlock | None = None
         self._fingerprint: int | None = None
+        # The copy out has begun before anybody has looked whether this is still training memory.
+        self._is_under_way = False
         # While the tensors are absent: where autograd's counters stood.
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self.found: FoundStorage | None = found
-        self._seen = self._reference(found)
+        self.versions: list[tuple[torch.Tensor, int]] = []
+        self._take(found)
 
     def finds(self, found: FoundStorage) -> bool:
         """Take over `found` and return True if it is this same storage, at another parking."""
         tensor = self._seen()
-        if tensor is None or tensor.untyped_storage()._cdata != found.storage._cdata:
+        if tensor is None or storage_of(tensor)._cdata != found.storage._cdata:
             return False
         if found.size_bytes != self.size_bytes or found.kind != self.kind:
             return False
-        self.found, self._seen = found, self._reference(found)
+        self._take(found)
         return True
+
+    def _take(self, found: FoundStorage) -> None:
+        self.found: FoundStorage | None = found
+        self.storage_key, self._may_change = int(found.storage._cdata), found.may_change
+        # Not the parking keeps tensors alive whose bytes are on the device.
+        self._seen: Callable[[], torch.Tensor | None] = weakref.ref(found.tensors[0][1])
 
     def take_block(self, arena: HostArena) -> None:
         """Have host memory. Raises HostMemoryError."""
@@ -73,15 +80,27 @@ class ParkedStorage:
         if block is not None:
             arena.free(block)
 
+    def start_early(self) -> None:
+        """Start the D2H copy of a storage that the last parking had, if it is still there and training writes it."""
+        tensor = self._seen()
+        if tensor is None or self._block is None or not self._may_change:
+            return
+        storage = storage_of(tensor)
+        is_same = storage._cdata == self.storage_key and storage.nbytes() == self.size_bytes
+        if is_same and not self._device.is_pageable(self.host):
+            self._is_under_way = True
+            self._device.copy(self.host, _flat(storage))
+
     def start_copy_out(self, fingerprints: Fingerprints) -> int:
         """Start the D2H copy and return its bytes: 0 where the host has the same bytes already. The host may wait."""
         assert self.found is not None
-        flat = self._flat()
+        under_way, self._is_under_way = self._is_under_way, False
         if not self.found.may_change:
-            before, self._fingerprint = self._fingerprint, fingerprints.of(flat)
+            before, self._fingerprint = self._fingerprint, fingerprints.of(_flat(self.found.storage))
             if before is not None and before == self._fingerprint:
                 return 0
-        self._device.copy(self.host, flat)
+        if not under_way:
+            self._device.copy(self.host, _flat(self.found.storage))
         return self.size_bytes
 
     def be_absent(self) -> None:
@@ -91,14 +110,15 @@ class ParkedStorage:
         """
         assert self.found is not None
         counted = [tensor for _, tensor in self.found.tensors if not tensor.is_inference()]
-        self._versions = [(tensor, tensor._version) for tensor in counted]
-        _set_versions([(tensor, version + _AWAY) for tensor, version in self._versions])
+        self.versions = [(tensor, tensor._version) for tensor in counted]
+        set_versions([(tensor, version + _AWAY) for tensor, version in self.versions])
         for name, tensor in self.found.tensors:
             mark_absent(tensor, name, REMEDY)
 
     def abandon(self) -> None:
         """Forget the parking that is not to be; no copy runs. The host's bytes are of no parking any more."""
-        self._fingerprint = None
+        self._fingerprint, self._is_under_way = None, False
+        set_versions(self.versions)
         self.be_present()
 
     def free_device(self) -> None:
@@ -112,7 +132,7 @@ class ParkedStorage:
         """Have memory on the device again and start the H2D copy. Raises OutOfMemoryError."""
         assert self.found is not None
         resize_storage(self.found.storage, self.size_bytes)
-        self._device.copy(self._flat(), self.host)
+        self._device.copy(_flat(self.found.storage), self.host)
 
     def free_again(self) -> None:
         """Undo `start_copy_in`, once no copy runs, unless the tensors are present already."""
@@ -120,12 +140,14 @@ class ParkedStorage:
             resize_storage(self.found.storage, 0)
 
     def be_present(self) -> None:
-        """Let the tensors be computed with, whose bytes are on the device; keep none of them alive. Idempotent."""
+        """Let the tensors be computed with, whose bytes are on the device; keep none of them alive. Idempotent.
+
+        Autograd's counters are to stand where they stood, see `set_versions`.
+        """
         if self.found is not None:
             for _, tensor in self.found.tensors:
                 mark_present(tensor)
-            _set_versions(self._versions)
-        self.is_parked, self.found, self._versions = False, None, []
+        self.is_parked, self.found, self.versions = False, None, []
 
     @property
     def name(self) -> str:
@@ -139,12 +161,6 @@ class ParkedStorage:
         assert self.found is not None
         return self.found.storage.data_ptr()
 
-    @property
-    def storage_key(self) -> int:
-        """What tells the parked storage from others."""
-        assert self.found is not None
-        return int(self.found.storage._cdata)
-
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the parked `tensor` of this storage as it is on the host: a view of the slab."""
         return placed(self.host, tensor, int(self.host.storage_offset()))
@@ -155,20 +171,15 @@ class ParkedStorage:
         assert self._block is not None
         return self._block.view(torch.uint8, (self.size_bytes,))
 
-    def _flat(self) -> torch.Tensor:
-        assert self.found is not None
-        # An absent tensor answers nothing but what its storage is.
-        storage = self.found.storage
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-            storage, 0, (self.size_bytes,), (1,)
-        )
 
-    @staticmethod
-    def _reference(found: FoundStorage) -> Callable[[], torch.Tensor | None]:
-        return weakref.ref(found.tensors[0][1])
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of `storage`, flat uint8: an absent tensor answers nothing but what its storage is."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-def _set_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+def set_versions(versions: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Have autograd's counter of each tensor stand at its number."""
     if versions:
         tensors, numbers = zip(*versions, strict=True)
         torch._C._autograd._unsafe_set_version_counter(tensors, numbers)

@@ -10,7 +10,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,8 +22,9 @@ from reference_impl.device.base import device_is_full
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.worker import Worker
-from reference_impl.parking.storage import Fingerprints, ParkedStorage
-from reference_impl.parking.tensors import FoundStorage
+from reference_impl.parking.storage import Fingerprints, ParkedStorage, set_versions
+from reference_impl.parking.tensors import FoundStorage, Kind
+from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
 # The next piece is allocated while this one is filled, in 10 ms of the link. To give back 21.8 GB takes 0.035 s in
@@ -38,6 +39,7 @@ class Transfer:
         self._device, self._host_limit_bytes = device, host_limit_bytes
         self._arena: HostArena | None = None
         self._preparing: tuple[Worker, Future[HostArena]] | None = None
+        self._views = UnnamedViews()
         # By the storage that each is of.
         self._known: dict[int, ParkedStorage] = {}
 
@@ -77,10 +79,25 @@ class Transfer:
                 storage.take_block(arena)
         return storages
 
+    def start_early(self, kinds: Collection[Kind]) -> None:
+        """Start the copies out of what the last parking had, before anybody looks which storages there are now.
+
+        To look takes 0.015 s for a thousand storages, as long as the link takes for 0.8 GB. What is not found again has
+        been copied in vain, into memory that nobody else writes but behind it.
+        """
+        for each in self._known.values():
+            if each.kind in kinds and not each.is_parked:
+                each.start_early()
+
     def start_out(self, storages: Sequence[ParkedStorage]) -> int:
-        """Start the copies out, and return their bytes: less than all where frozen weights are unchanged."""
+        """Start the copies out that have not begun, and return the bytes of all: none of unchanged frozen weights.
+
+        The tensors that nobody has named are looked for while copies run.
+        """
         fingerprints = Fingerprints(self._device)
-        return sum(each.start_copy_out(fingerprints) for each in storages)
+        copied_bytes = sum(each.start_copy_out(fingerprints) for each in storages)
+        self._views.add_to(each.found for each in storages if each.found is not None)
+        return copied_bytes
 
     def leave_to_graphs(self, storages: list[ParkedStorage]) -> Mapping[str, str]:
         """Take out of `storages` those whose address a graph may know, and return their names with the reason."""
@@ -162,12 +179,17 @@ class Transfer:
 
     def be_present(self, storages: Sequence[ParkedStorage]) -> None:
         """Let the tensors of `storages` be computed with, all of them, also after an error in between."""
+
+        def all_are() -> None:
+            # In one call: a thousand take a millisecond.
+            set_versions([version for each in storages for version in each.versions])
+            for each in storages:
+                each.be_present()
+
         try:
-            for each in storages:
-                each.be_present()
+            all_are()
         except BaseException:
-            for each in storages:
-                each.be_present()
+            all_are()
             raise
 
     def free_again(self, storages: Sequence[ParkedStorage]) -> None:

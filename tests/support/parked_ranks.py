@@ -81,9 +81,9 @@ def trained(case, place, mesh, *, parks):
             with parked:
                 assert parked.report.parked_bytes["weights"] or case == "fsdp-streamed"
                 if case == "fsdp":
-                    saved = parked.state_dict()
+                    saved = parked.state_dict(while_parked=True)
                     assert all(each._local_tensor.device.type == "cpu" for each in saved["model"].values())
-                    parked.load_state_dict(saved)
+                    parked.load_state_dict(saved, while_parked=True)
                     refuses(loss.backward)
             if case == "fsdp":
                 for name, shard in model.state_dict().items():

@@ -1,6 +1,7 @@
 """What cannot be while training is parked is an error in front of the crash that it would be, and costs nothing."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from reference_impl import HybridDeviceOptimizer, Streaming, park
 from reference_impl.device import CpuTwin, Device
+from reference_impl.parking import views
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -278,4 +280,45 @@ def test_nothing_parks_while_a_graph_is_captured(graphs):
     with pytest.raises(RuntimeError, match="parking does not work in a graph's capture"):
         parked.park()
     assert loss_of(model, 0).isfinite()
+    parked.close()
+
+
+def test_a_view_that_nobody_has_named_refuses_too(model):
+    """A kernel would read address 0, and end the process."""
+    optimizer = stepped(model)
+    weight = model[0][0].weight
+    row, snapshot = weight.detach()[3], model.state_dict()["1.0.weight"]
+    moment = optimizer.state[weight]["exp_avg"].view(-1)
+    gradient = weight.grad.data[0]
+    before = [each.clone() for each in (row, snapshot, moment, gradient)]
+    versions = [each._version for each in (row, snapshot, moment, gradient)]
+    parked = park(model, optimizer)
+    for _ in range(2):
+        with parked:
+            for view in (row, snapshot, moment, gradient):
+                with pytest.raises(RuntimeError, match=r"a view of .* is not on the device.*try restore\(\)"):
+                    view.sum()
+        assert all(map(torch.equal, (row, snapshot, moment, gradient), before))
+        assert [each._version for each in (row, snapshot, moment, gradient)] == versions
+        assert {type(each) for each in (row, snapshot, moment, gradient)} == {torch.Tensor}
+    parked.close()
+
+
+def test_a_view_is_looked_for_where_one_is_new_and_is_not_kept(model, monkeypatch):
+    looked = []
+    real = views._all_tensors
+    monkeypatch.setattr(views, "_all_tensors", lambda: looked.append(1) or real())
+    parked = park(model)
+    for _ in range(2):
+        with parked:
+            pass
+    assert not looked
+    row = model[0][0].weight.detach()[3]
+    for _ in range(2):
+        with parked:
+            pass
+    assert len(looked) == 1
+    gone = weakref.ref(row)
+    del row
+    assert gone() is None
     parked.close()

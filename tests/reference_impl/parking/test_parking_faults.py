@@ -16,6 +16,8 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.slab import Slab
 from reference_impl.parking import parked as room
 from reference_impl.parking import storage as parked_storage
+from reference_impl.parking import transfer
+from reference_impl.parking.views import UnnamedViews
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -30,6 +32,8 @@ SEAMS = [
     (Slab, "__init__"),
     (room, "find"),
     (room, "guard_gradients"),
+    (transfer, "set_versions"),
+    (UnnamedViews, "add_to"),
 ]
 
 

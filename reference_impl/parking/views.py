@@ -1,0 +1,90 @@
+"""Views of parked storages that nobody has named: a slice in a user's variable, a snapshot of `state_dict()`.
+
+How many tensors lie on a storage torch counts. Where there are more than training memory has named, the interpreter's
+own list of objects has the others, and they refuse to be computed with as the named ones do: a kernel would read
+address 0. Looking takes a tenth of a second in a large process, while copies run, and is left out where those of the
+last time are all. What only C++ holds, as a graph does or DLPack, is not among them.
+
+Explained in docs/parking.md. Apart because it knows the interpreter, and the search for training memory does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+import torch
+
+from reference_impl.memory.absent import storage_of
+from reference_impl.parking.tensors import FoundStorage
+
+
+class UnnamedViews:
+    """The views that were found; it keeps none alive."""
+
+    def __init__(self) -> None:
+        # By storage. Objects, and not ids, which come again.
+        self._seen: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        # Storages of which something else than objects of Python holds a reference: how many.
+        self._held_elsewhere: dict[int, int] = {}
+
+    def add_to(self, storages: Iterable[FoundStorage]) -> None:
+        """Add to each of `storages` the tensors of this process that lie on it."""
+        by_key = {each.storage._cdata: each for each in storages}
+        for each in by_key.values():
+            for _, tensor in list(each.tensors):
+                # Autograd keeps what a view is of: each gradient of FSDP2 is one.
+                if (base := tensor._base) is not None:
+                    _add(each, base)
+        for key, seen in self._seen.items():
+            for view in (reference() for reference in seen):
+                if view is not None and key in by_key and storage_of(view)._cdata == key:
+                    _add(by_key[key], view)
+        unknown = {key: each for key, each in by_key.items() if self._unnamed(each)}
+        if unknown:
+            for tensor in _all_tensors():
+                with suppress(RuntimeError, NotImplementedError):
+                    found = unknown.get(storage_of(tensor)._cdata)
+                    if found is not None:
+                        _add(found, tensor)
+        self._note(by_key)
+
+    def _unnamed(self, found: FoundStorage) -> bool:
+        return _references(found) > self._held_elsewhere.get(found.storage._cdata, 0)
+
+    def _note(self, by_key: Mapping[int, FoundStorage]) -> None:
+        self._seen = {
+            key: [weakref.ref(tensor) for name, tensor in each.tensors if name.startswith(_PREFIX)]
+            for key, each in by_key.items()
+        }
+        self._held_elsewhere = {key: _references(each) for key, each in by_key.items()}
+
+
+_PREFIX = "a view of "
+
+
+def _add(found: FoundStorage, tensor: torch.Tensor) -> None:
+    if not any(each is tensor for _, each in found.tensors):
+        found.tensors.append((f"{_PREFIX}{found.name}", tensor))
+
+
+def _references(found: FoundStorage) -> int:
+    """Return how many references to the storage there are beside those of its tensors and of `found`."""
+    return int(torch._C._storage_Use_Count(found.storage._cdata)) - len(found.tensors) - 1
+
+
+def _all_tensors() -> Iterable[torch.Tensor]:
+    """Return the tensors of this process that have memory of their own."""
+    is_plain: dict[type, bool] = {}
+    for each in gc.get_objects():
+        cls = type(each)
+        plain = is_plain.get(cls)
+        if plain is None:
+            # Asked of the class: a proxy answers for something else.
+            plain = is_plain[cls] = (
+                issubclass(cls, torch.Tensor) and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            )
+        if plain:
+            yield each
