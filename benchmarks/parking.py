@@ -8,7 +8,8 @@
 A row is one way for all of training memory, in bf16 weights and gradients with fp32 masters and moments of torch's
 AdamW, or with our optimizer. `away` and `back` are seconds from the synchronized device to the synchronized device,
 divided by the time that one pinned copy of as many bytes takes on this link, which is measured in the same run. `left`
-is what the process still has of the GPU's memory beyond its context. Per-tensor copies are what trainers do.
+is what the process still has of the GPU's memory beyond its context. Per-tensor copies are what trainers do. A second
+process measures the same rows with the allocator's `expandable_segments`, unless this one has them.
 torch_memory_saver keeps addresses and leaves out the allocator: its tensors are made in a pool of its own, here by its
 `hook_mode="torch"`, which needs no LD_PRELOAD. Its wheel (0.0.10: 2.6 MB, any Python from 3.9, CUDA 12 and 13) works
 unpacked in a folder of PYTHONPATH.
@@ -20,7 +21,11 @@ import argparse
 import gc
 import json
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -200,6 +205,21 @@ def rounds_with_another(device: Device, shape: DecoderShape, rounds: int) -> dic
     }
 
 
+def report_with_growing_segments(arguments: list[str]) -> dict[str, Any]:
+    """Run this benchmark in a process whose allocator has `expandable_segments`; return its report."""
+    growing = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "report.json"
+        subprocess.run(
+            [sys.executable, __file__, *arguments, "--no-peers", "--out", str(out)],
+            env={**os.environ, **growing},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
 def main() -> None:
     """Measure all rows, print the table, write JSON."""
     parser = argparse.ArgumentParser(
@@ -281,11 +301,19 @@ def main() -> None:
         )
         parked.close()
     del model, optimizer, parked
-    print_table([{"row": name, **result} for name, result in rows.items()])
-    report = {"machine": facts, "shape": vars(shape), "rows": rows}
+    report: dict[str, Any] = {"machine": facts, "shape": vars(shape), "rows": rows, "shared": {}}
     if args.rounds and device.is_accelerator:
-        report["shared"] = rounds_with_another(device, shape, args.rounds)
-        print("\nshared with another process:", json.dumps(report["shared"]))
+        report["shared"]["park()"] = rounds_with_another(device, shape, args.rounds)
+    if device.allocator is not None and not device.allocator.segments_grow:
+        gc.collect()
+        device.allocator.give_back()
+        arguments = ["--tiny"] if args.tiny else []
+        other = report_with_growing_segments([*arguments, "--rounds", str(args.rounds)])
+        for part in ("rows", "shared"):
+            report[part] |= {f"{name}, expandable_segments": each for name, each in other[part].items()}
+    print_table([{"row": name, **result} for name, result in rows.items()])
+    for name, shared in report["shared"].items():
+        print(f"\n{name}, shared with another process: {json.dumps(shared)}")
     if args.out:
         args.out.write_text(json.dumps(report, indent=1))
 

@@ -9,6 +9,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -295,7 +296,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         Tensors are copies in ordinary memory, and shards are DTensors with such a copy.
 
         Args:
-            while_parked: read what is parked from the host, which moves nothing; otherwise that is an error.
+            while_parked: read what is parked from the host, which moves nothing; without it that warns.
         """
         with self._states_read("state_dict()", while_parked=while_parked) as states:
             return states.copied()
@@ -305,7 +306,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
         Args:
             states: the same models and optimizers, in the same order.
-            while_parked: write what is parked to the host, and `restore()` brings it; otherwise that is an error.
+            while_parked: write what is parked to the host, and `restore()` brings it; without it that warns.
 
         Raises ValueError for another structure, shape or dtype, before anything is written.
         """
@@ -417,9 +418,11 @@ class ParkedTraining(Shown, ClosedAtExit):
         """Let states be read and written inside, those that are parked too where `while_parked` says so."""
         self._check_open()
         if self._transfer.parked and not while_parked:
-            raise RuntimeError(
-                f"{action} came while training memory is parked; expected it on the device; try restore() first, or "
-                "while_parked=True, which takes the copy on the host"
+            warnings.warn(
+                f"{action} came while training memory is parked; from 0.8 on that is an error; try while_parked=True, "
+                "which takes the copy on the host, or restore() first",
+                DeprecationWarning,
+                stacklevel=4,
             )
         unwritten = set(self._unwritten)
         behind = [

@@ -284,7 +284,7 @@ BAD = {
     "restored before": lambda model, parked: parked.restore(),
     "closed": lambda model, parked: (parked.close(), parked.park()),
     "nothing of it": lambda model, parked: (parked.park(weights=False), parked.restore("weights")),
-    "read while parked": lambda model, parked: (parked.park(), parked.state_dict()),
+    "read when closed": lambda model, parked: (parked.close(), parked.state_dict()),
 }
 
 
