@@ -314,6 +314,11 @@ class Device(ABC):
     def finish_work(self) -> None:
         """Block until every stream of the device is done."""
 
+    @property
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether a graph of kernels is being captured on the current stream."""
+
     @abstractmethod
     def refuse_capture(self, what: str) -> None:
         """Raise RuntimeError when a graph of kernels is being captured: host-driven copies cannot be replayed."""

@@ -97,6 +97,11 @@ class CpuTwin(Device, torch_type="cpu"):
     def finish_work(self) -> None:
         """Return at once."""
 
+    @property
+    def is_capturing(self) -> bool:
+        """Nothing here can be captured."""
+        return False
+
     def refuse_capture(self, what: str) -> None:
         """Return: there is nothing to capture."""
 

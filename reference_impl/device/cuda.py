@@ -368,9 +368,14 @@ class CudaDevice(Device, torch_type="cuda"):
         """Wait for every stream of the device."""
         torch.cuda.synchronize(self.torch_device)
 
+    @property
+    def is_capturing(self) -> bool:
+        """Ask the runtime."""
+        return torch.cuda.is_current_stream_capturing()
+
     def refuse_capture(self, what: str) -> None:
         """Raise while the current stream is capturing."""
-        if torch.cuda.is_current_stream_capturing():
+        if self.is_capturing:
             raise RuntimeError(
                 f"{what} cannot run inside a CUDA graph capture: its copies are driven by the host; "
                 "expected eager execution; try capturing the blocks without offload"

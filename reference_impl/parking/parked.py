@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -23,16 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import RankGroup, alike
-from reference_impl.memory.absent import is_absent
 from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Report, Shown
 from reference_impl.optimizers.hosted import HostedOptimizer
-from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.module_load import written
 from reference_impl.parking.given import check_ranges, check_timeout, given
 from reference_impl.parking.guards import guard, guard_gradients
 from reference_impl.parking.host_states import HostStates
+from reference_impl.parking.masters import MastersOfParked
 from reference_impl.parking.storage import ParkedStorage
 from reference_impl.parking.tensors import KINDS, Found, FoundStorage, Kind, find
 from reference_impl.parking.transfer import Transfer
@@ -41,6 +38,7 @@ Status = Literal["present", "parked", "closed"]
 
 # Kept alive while their tensors have no memory: nobody else could bring that back.
 _parked: set[ParkedTraining] = set()
+_CAPTURED = "a CUDA graph has been captured of it, and knows its address as long as there are graphs"
 
 
 def park(
@@ -144,7 +142,9 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._transfer = Transfer(self._device, host_limit_bytes=host_limit_bytes)
         self._ranks = _ranks_of(models)
         self._is_read = self._is_closed = False
-        self._unwritten: list[Member] = []
+        self._masters = MastersOfParked(optimizers)
+        # Of what a CUDA graph has been captured that may be there yet.
+        self._captured: set[Kind] = set()
         self._unguard: list[Callable[[], None]] = []
         self._report = ParkingReport()
         # What `close` has not brought to its end.
@@ -217,7 +217,7 @@ class ParkedTraining(Shown, ClosedAtExit):
                 self._device.synchronize()
                 kinds = self._kinds(weights=weights)
                 self._transfer.start_early(kinds)
-                self._unwritten = self._noted()
+                self._masters.weights_leave()
                 found, left = self._movable(kinds)
                 if not found and self._transfer.parked:
                     raise RuntimeError(
@@ -279,7 +279,7 @@ class ParkedTraining(Shown, ClosedAtExit):
                 )
             with deferred_interrupts():
                 self._transfer.be_present(storages)
-                self._note_unwritten()
+                self._masters.weights_are_back()
         except BaseException:
             self._transfer.free_again(storages)
             raise
@@ -343,25 +343,6 @@ class ParkedTraining(Shown, ClosedAtExit):
         """Restore what is parked; an exception that has left the block stays the one that is raised."""
         close_behind(error, self._restore_all)
 
-    def _noted(self) -> list[Member]:
-        """Return the members of our optimizers whose weights nobody has written since they were noted."""
-        members = [member for _, member in self._members() if member.watched is not None]
-        present = [member for member in members if not is_absent(member.param_local)]
-        changed = set(written(present))
-        away = [member for member in self._unwritten if is_absent(member.param_local)]
-        return away + [member for member in present if member not in changed]
-
-    def _members(self) -> list[tuple[HostedOptimizer, Member]]:
-        ours = [each for each in self._optimizers if isinstance(each, HostedOptimizer)]
-        return [(each, member) for each in ours for member in each.members.values()]
-
-    def _note_unwritten(self) -> None:
-        """Note the weights that are back: their address may be another one, which is no write."""
-        for member in self._unwritten:
-            if not is_absent(member.param_local):
-                member.note_weight()
-        self._unwritten = [member for member in self._unwritten if is_absent(member.param_local)]
-
     @contextmanager
     def _gradients_guarded(self) -> Iterator[None]:
         """Behind the block leave no guards of gradients, unless weights or gradients are away."""
@@ -391,7 +372,11 @@ class ParkedTraining(Shown, ClosedAtExit):
         """Return the storages of `kinds` that can leave, and by name why others cannot, which raises if `strict`."""
         found = self._find()
         left = dict(found.unmovable)
+        if self._captured and not self._transfer.has_graphs:
+            self._captured.clear()
         wanted = [each for each in found.storages if each.kind in kinds]
+        left |= {each.name: _CAPTURED for each in wanted if each.kind in self._captured}
+        wanted = [each for each in wanted if each.kind not in self._captured]
         self._check_left(left)
         for model in self._models:
             for parallel in data_parallels(model):
@@ -424,32 +409,32 @@ class ParkedTraining(Shown, ClosedAtExit):
                 DeprecationWarning,
                 stacklevel=4,
             )
-        unwritten = set(self._unwritten)
-        behind = [
-            each for each in self._members() if is_absent(each[1].param_local) and each[1] not in unwritten
-        ]
         self._is_read = True
         try:
             yield HostStates(
-                self._models,
-                self._optimizers,
-                self._transfer.parked,
-                follow=[partial(optimizer._follow, member) for optimizer, member in behind],
+                self._models, self._optimizers, self._transfer.parked, follow=self._masters.behind()
             )
         finally:
             self._is_read = False
-        # Masters are what weights are, read or loaded.
-        self._unwritten = [member for _, member in self._members() if is_absent(member.param_local)]
+        self._masters.have_followed()
+
+    def _note_capture(self, *kinds: Kind) -> None:
+        """Note that a graph that is being captured gets to know where `kinds` are."""
+        if not torch.compiler.is_compiling() and self._device.is_capturing:
+            self._captured.update(kinds)
 
     def _refuse_without_weights(self, action: str) -> None:
+        self._note_capture("weights")
         if not self._is_read and any(each.kind == "weights" for each in self._transfer.parked):
             raise _parked_error(action)
 
     def _refuse_without_gradients(self, action: str) -> None:
+        self._note_capture("weights", "gradients")
         if any(each.kind in ("weights", "gradients") for each in self._transfer.parked):
             raise _parked_error(action)
 
     def _refuse_without_all(self, action: str) -> None:
+        self._note_capture("weights", "gradients", "states")
         if not self._is_read and self._transfer.parked:
             raise _parked_error(action)
 

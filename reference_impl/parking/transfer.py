@@ -101,8 +101,7 @@ class Transfer:
 
     def leave_to_graphs(self, storages: list[ParkedStorage]) -> Mapping[str, str]:
         """Take out of `storages` those whose address a graph may know, and return their names with the reason."""
-        allocator = self._device.allocator
-        pools = [] if allocator is None else allocator.private_segments()
+        pools = self._pools()
         left: dict[str, str] = {}
         for each in list(storages) if pools else ():
             if any(start <= each.address < stop for start, stop in pools):
@@ -112,6 +111,11 @@ class Transfer:
                 each.abandon()
                 storages.remove(each)
         return left
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is memory of CUDA graphs, or another pool of its own."""
+        return bool(self._pools())
 
     def finish_out(self, storages: Sequence[ParkedStorage]) -> None:
         """Have the tensors of `storages` refuse to be computed with, and wait until all bytes are on the host."""
@@ -208,6 +212,10 @@ class Transfer:
         arena, self._arena, self._known = self._arena, None, {}
         if arena is not None:
             arena.close()
+
+    def _pools(self) -> Sequence[tuple[int, int]]:
+        allocator = self._device.allocator
+        return [] if allocator is None else allocator.private_segments()
 
     def _make_room(self, storages: Sequence[ParkedStorage]) -> None:
         """Let `storages` be next to each other on the device: the driver takes few large pieces back sooner."""

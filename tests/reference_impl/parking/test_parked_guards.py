@@ -229,6 +229,7 @@ class WithPools(CpuTwin):
 
     pools: tuple[tuple[int, int], ...] = ()
     captures = False
+    is_capturing = property(lambda self: self.captures)
     segments_grow = True
 
     @property
@@ -271,6 +272,48 @@ def test_what_lies_in_a_graphs_pool_is_named_and_stays(graphs):
         assert not model[0][0].weight.untyped_storage().nbytes()
     assert loss_of(model, 0).isfinite()
     parked.close()
+
+
+def captured_forward(model, optimizer):
+    loss_of(model, 0)
+
+
+def captured_backward(model, optimizer):
+    loss_of(model, 0).backward()
+
+
+def captured_step(model, optimizer):
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+CAPTURED = {
+    captured_forward: {"weights"},
+    captured_backward: {"weights", "gradients"},
+    captured_step: {"weights", "gradients", "states"},
+}
+
+
+@pytest.mark.parametrize("run", CAPTURED)
+def test_what_a_graph_has_captured_stays_as_long_as_there_are_graphs(graphs, run):
+    """It lies in ordinary memory, and a replay would read what is somebody else's by then."""
+    model = net(CpuTwin(torch.device("cpu")))
+    optimizer = stepped(model)
+    strict, lenient = park(model, optimizer), park(model, optimizer, strict=False)
+    graphs.captures = True
+    run(model, optimizer)
+    graphs.captures, graphs.pools = False, ((0, 8),)
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight: a CUDA graph has been captured.*try strict=False"):
+        strict.park()
+    assert strict.status == "present"
+    with lenient:
+        assert not CAPTURED[run] & set(lenient.report.parked_bytes)
+        assert set(lenient.report.parked_bytes) | CAPTURED[run] == {"weights", "gradients", "states"}
+    graphs.pools = ()
+    with strict:
+        assert set(strict.report.parked_bytes) == {"weights", "gradients", "states"}
+    for each in (strict, lenient):
+        each.close()
 
 
 def test_nothing_parks_while_a_graph_is_captured(graphs):

@@ -1,0 +1,61 @@
+"""What masters of our optimizers know of weights that are away.
+
+Masters follow a weight that somebody else has written, which they see by its version and its address. A parked weight
+has another of either, and neither is a write.
+
+Explained in docs/parking.md. Apart because it is about our optimizers, which parking serves beside any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+
+from reference_impl.memory.absent import is_absent
+from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.module_load import written
+
+
+class MastersOfParked:
+    """The masters in `optimizers`, as far as these are ours."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._ours = [each for each in optimizers if isinstance(each, HostedOptimizer)]
+        # Weights that are away, or are about to leave, and that nobody had written.
+        self._unwritten: list[Member] = []
+
+    def weights_leave(self) -> None:
+        """Note which weights nobody has written since their masters were the same."""
+        members = [member for _, member in self._members() if member.watched is not None]
+        present = [member for member in members if not is_absent(member.param_local)]
+        changed = set(written(present))
+        self._unwritten = self._away() + [member for member in present if member not in changed]
+
+    def weights_are_back(self) -> None:
+        """Note those that are present at their address of now."""
+        for member in self._unwritten:
+            if not is_absent(member.param_local):
+                member.note_weight()
+        self._unwritten = self._away()
+
+    def behind(self) -> list[Callable[[], None]]:
+        """Return what has the masters follow that are not what their weights are, which are away."""
+        unwritten = set(self._unwritten)
+        return [
+            partial(optimizer._follow, member)
+            for optimizer, member in self._members()
+            if is_absent(member.param_local) and member not in unwritten
+        ]
+
+    def have_followed(self) -> None:
+        """Note that all masters are what their weights are, of those that are away."""
+        self._unwritten = [member for _, member in self._members() if is_absent(member.param_local)]
+
+    def _away(self) -> list[Member]:
+        return [member for member in self._unwritten if is_absent(member.param_local)]
+
+    def _members(self) -> list[tuple[HostedOptimizer, Member]]:
+        return [(each, member) for each in self._ours for member in each.members.values()]
