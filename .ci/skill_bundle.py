@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TAKEN = (
     "SKILL.md", "skill-card.md", "card.yaml", "LICENSE", "README.md", "BENCHMARK.md", "SECURITY.md",
-    ".claude-plugin", "cpu_offloading", "docs", "examples", "offload_arithmetic", "reference_impl", "schema",
-    "skill_tools",
+    ".claude-plugin", "cpu_offloading", "docs", "examples", "offload_arithmetic", "offload_watch", "reference_impl",
+    "schema", "skill_tools",
     # What `pip install '.[reference]'` reads.
     "pyproject.toml", "hatch_build.py", "constraints.txt",
 )  # fmt: skip

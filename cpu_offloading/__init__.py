@@ -1,14 +1,16 @@
 """The one name to import: `from cpu_offloading import HybridDeviceOptimizer`.
 
 What it names lives in `reference_impl`, which moves tensors and needs torch, and in `skill_tools`, which knows
-configurations and does not. Nothing of either is loaded before a name is used. `python -m cpu_offloading` is the
-command `offload`. `integrations` has the line for each trainer, `tiny` small models to try a line on.
+configurations and does not; `watch` is in `offload_watch`. Nothing of them is loaded before a name is used.
+`python -m cpu_offloading` is the command `offload`. `integrations` has the line for each trainer, `tiny` small models
+to try a line on.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload_watch.inside import watch
     from reference_impl import (
         ActivationOffloader,
         Budgets,
@@ -56,6 +58,7 @@ __all__ = [
     "park",
     "probe",
     "trace",
+    "watch",
 ]
 
 _ELSEWHERE = {
@@ -65,6 +68,7 @@ _ELSEWHERE = {
     "SGD": "reference_impl.optimizers",
     "__version__": "skill_tools",
     "chunked_cross_entropy": "reference_impl.trained_layers",
+    "watch": "offload_watch.inside",
 }
 
 

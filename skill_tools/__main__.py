@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "trace": "say what memory a step of a Hugging Face model takes, without a GPU",
         "probe": "measure this machine's copies, memory, launches, updates and disk",
         "verify": "train a small model with each mechanism and compare",
+        "watch": "run a program and say whose its bytes on GPU and host are",
         "card": "check or render the documents of this repository",
         "knowledge": "compare a framework's release with what is recorded of it",
     }
@@ -96,7 +97,13 @@ def _not_written(error: OSError) -> Exception:
 
 def _run(arguments: list[str]) -> int:
     parser = _parser(arguments)
+    program: list[str] | None = None
+    if parser.get_default("program") is not None and "--" in arguments:  # whose options are its own
+        cut = arguments.index("--")
+        arguments, program = arguments[:cut], arguments[cut + 1 :]
     args = parser.parse_intermixed_args(arguments)  # options may stand between files
+    if program is not None:
+        args.program = program
     if "overrides" in args:  # argparse takes the `--` out of `--overrides=--`, and leaves an empty list
         args.overrides = [text if isinstance(text, str) else "--" for text in args.overrides]
     run = args.run

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SKILL_TOOLS = sorted((ROOT / "skill_tools").rglob("*.py"))
 REFERENCE_IMPL = sorted((ROOT / "reference_impl").rglob("*.py"))
 GROUND = sorted((ROOT / "offload_arithmetic").rglob("*.py"))
-PACKAGES = [*SKILL_TOOLS, *REFERENCE_IMPL, *GROUND]
+WATCH = sorted((ROOT / "offload_watch").rglob("*.py"))
+PACKAGES = [*SKILL_TOOLS, *REFERENCE_IMPL, *GROUND, *WATCH]
 
 # Each room with the floor it stands on; a file imports from its own room or from lower floors only.
 SKILL_FLOORS = {
@@ -118,6 +119,18 @@ def test_the_ground_stands_on_nothing() -> None:
         for path in GROUND
         for module in imported(path)
         if module.split(".")[0] not in sys.stdlib_module_names | {"offload_arithmetic"}
+    ]
+    assert not problems
+
+
+def test_what_runs_inside_a_watched_program_brings_nothing_along() -> None:
+    """Torch is the program's own; `reference_impl` is looked up where the program has loaded it."""
+    known = sys.stdlib_module_names | {"offload_watch", "torch"}
+    problems = [
+        f"{relative(path)} imports {module}"
+        for path in WATCH
+        for module in imported(path)
+        if module.split(".")[0] not in known
     ]
     assert not problems
 

@@ -58,7 +58,7 @@ def test_it_carries_the_facts_and_nothing_for_contributors(wheel: Path) -> None:
     for path in (root() / "skill_tools" / "knowledge").rglob("*.*"):
         if path.suffix in {".yaml", ".json", ".txt"}:
             assert path.relative_to(root()).as_posix() in names
-    for package in ("cpu_offloading", "offload_arithmetic", "reference_impl", "skill_tools"):
+    for package in ("cpu_offloading", "offload_arithmetic", "offload_watch", "reference_impl", "skill_tools"):
         assert f"{package}/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "evals/", "docs/"))]
     # `explain` prints a rule's page; 680 of them would take a quarter of the wheel.

@@ -133,6 +133,7 @@ class Offloader(Shown, ClosedAtExit):
             self.arena = HostArena(
                 self.device,
                 limit_bytes=host_limit_bytes,
+                serves="activations",
                 remedy="try fewer layers or a higher host_limit_bytes",
             )
             host = HostTier(self.device, self.arena)

@@ -33,6 +33,17 @@ _SLAB_BYTES = 256 * 2**20
 _FIRST_SLAB_BYTES = 16 * 2**20
 
 
+_arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
+
+
+def bytes_by_service() -> dict[str, int]:
+    """Return the bytes that all arenas have handed out, by what they serve."""
+    found: defaultdict[str, int] = defaultdict(int)
+    for arena in list(_arenas):
+        found[arena._serves] += arena.live_bytes
+    return {serves: size_bytes for serves, size_bytes in found.items() if size_bytes}
+
+
 class HostBlock:
     """`size_bytes` of a slab from `offset`; `ready` is the event after which it may be written."""
 
@@ -82,8 +93,13 @@ class HostArena:
         remedy: str = "",
         pinned: bool = True,
         copied: bool = False,
+        serves: str = "optimizer states",
     ) -> None:
-        """`remedy` ends the message when the host lacks the memory; nothing is allocated yet."""
+        """`remedy` ends the message when the host lacks the memory; nothing is allocated yet.
+
+        `serves` says whose the bytes are, for `bytes_by_service`.
+        """
+        self._serves = serves
         self._device = device
         # Blocks are multiples of the alignment, and what cannot be one is no use.
         self._limit_bytes = None if limit_bytes is None else limit_bytes - limit_bytes % ALIGNMENT_BYTES
@@ -100,6 +116,7 @@ class HostArena:
         self._live = _Live()
         # An arena that is forgotten without close() leaves nothing in the book.
         weakref.finalize(self, self._live.drop)
+        _arenas.add(self)
 
     @property
     def live_bytes(self) -> int:

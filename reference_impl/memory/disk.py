@@ -82,7 +82,12 @@ class DiskTier:
         """Open the file. Raises DiskError for a directory that cannot be written or has too little space."""
         self.device = device
         self.file = SpillFile(space.path, limit_bytes=space.limit_bytes)
-        self.staging = HostArena(device, limit_bytes=space.staging_bytes, remedy="try more staging_bytes")
+        self.staging = HostArena(
+            device,
+            limit_bytes=space.staging_bytes,
+            remedy="try more staging_bytes",
+            serves="staging of the disk tier",
+        )
         try:
             self.staging.reserve(space.staging_bytes)
         except BaseException as error:

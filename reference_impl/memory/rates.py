@@ -53,7 +53,7 @@ class _Copies:
 
     def __init__(self, device: Device, size_bytes: int) -> None:
         self._device = device
-        self._arena = HostArena(device)
+        self._arena = HostArena(device, serves="a measurement")
         self._hosts = [self._arena.allocate(size_bytes).view(torch.uint8, (size_bytes,)) for _ in range(2)]
         self._ours = [
             torch.zeros(size_bytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2)

@@ -243,6 +243,7 @@ class Transfer:
         return HostArena(
             self._device,
             limit_bytes=self._host_limit_bytes,
+            serves="parked training",
             remedy="try a larger host_limit_bytes, gradients='drop', or park(weights=False)",
         )
 

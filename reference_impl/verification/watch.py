@@ -27,10 +27,12 @@ class StepWatch:
 
     `plan` is a planner's document; of one without a recommendation, or with other entries than the planner's, there is
     nothing to compare with. On the CPU twin peaks are those of an open ledger. `summary` is None until then.
+    `offload watch` reads `plan`.
     """
 
     def __init__(self, optimizer: Any, device: Device, plan: Mapping[str, Any]) -> None:
         self._device = device
+        self.plan = plan
         self._predicted = _predicted(plan)
         self._peaks: list[int] = []
         self._times = [time.perf_counter()]

@@ -204,9 +204,11 @@ class HostMemory:
         """
         sizes = [layout(block)[1] for block in blocks]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
-        self._arena = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY)
+        self._arena = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY, serves="weights")
         # What the process may not pin.
-        self._beyond = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY, pinned=False, copied=True)
+        self._beyond = HostArena(
+            device, slab_bytes=slab_bytes, remedy=_REMEDY, pinned=False, copied=True, serves="weights"
+        )
         self._loader = Loader(device)
         self._staging: Staging | None = None
         self._is_pinned = [True] * len(sizes)

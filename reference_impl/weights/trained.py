@@ -116,7 +116,9 @@ class Homes:
     def __init__(self, device: Device, blocks: Sequence[Sequence[BlockStorage]], *, remedy: str) -> None:
         total_bytes = sum(layout(block)[1] for block in blocks)
         self.device = device
-        self._arena = HostArena(device, slab_bytes=max(min(total_bytes, _SLAB_BYTES), 1), remedy=remedy)
+        self._arena = HostArena(
+            device, slab_bytes=max(min(total_bytes, _SLAB_BYTES), 1), remedy=remedy, serves="weights"
+        )
         self._loader = Loader(device)
         self._copies: dict[int, HomeCopy] = {}
         self._shapes: dict[int, tuple[list[int], int]] = {}
