@@ -11,7 +11,7 @@ TRANSFORMERS_RELEASES := 4.57.3 5.0.0 5.8.0 5.10.4 5.14.1 5.17.0 5.23.0 5.24.0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all test-faults check lint-code render skill docs clean
-.PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl test-block-swap
+.PHONY: test-trainers test-trainers-axolotl test-axolotl test-megatron test-transformers test-deepspeed test-accelerate test-torchtune test-llama-factory test-rl test-sources
 .PHONY: knowledge
 .PHONY: test-mutations test-damage test-recognition test-messages test-parsers traces
 
@@ -133,10 +133,11 @@ test-rl: setup
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
 
-# Programs, checks and models of musubi-tuner and sd-scripts judge our rules: 5,000 generated commands a release.
-test-block-swap: setup
-	$(BIN)/python tests/judges/block_swap/fetch.py
-	$(BIN)/python tests/judges/block_swap/judge.py --configurations 5000
+# Programs, checks and models of image and video trainers and of OpenRLHF judge our rules: 5,000 generated commands a
+# release.
+test-sources: setup
+	$(BIN)/python tests/judges/sources/fetch.py
+	$(BIN)/python tests/judges/sources/judge.py --configurations 5000
 
 # The newest release of each framework that pip finds, compared with what is recorded, in one table; PACKAGES=... narrows
 # it, also to releases: PACKAGES="deepspeed==0.18.3 deepspeed==0.19.8" finds each quote again in both.

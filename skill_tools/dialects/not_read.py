@@ -71,7 +71,6 @@ KNOWN = (
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
     ),
     Known("slime or miles", (), "", _SLIME, attempt=_ON_MEGATRON),
-    Known("OpenRLHF", ("openrlhf",), r"(?m)^[^#\n]*\bopenrlhf\.cli\.train_\w+"),
     Known("SkyRL", ("skyrl",), r"(?m)^[^#\n]*\bskyrl(?:_train|\.train)\.(?:entrypoints\.main_\w+|main_sft)"),
     Known(
         "ROLL",

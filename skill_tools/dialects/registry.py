@@ -21,6 +21,7 @@ _MODULES = {
     "verl": "skill_tools.dialects.verl.dialect",
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
+    "openrlhf": "skill_tools.dialects.openrlhf.dialect",
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
     "onetrainer": "skill_tools.dialects.block_swap.onetrainer",
@@ -30,7 +31,9 @@ _MODULES = {
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
-_SCRIPTS_ALONE = frozenset(("lightning", "fsdp1", "fsdp2"))  # not loaded to recognise a file with keys
+_SCRIPTS_ALONE = frozenset(
+    ("lightning", "fsdp1", "fsdp2", "openrlhf")
+)  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}
 

@@ -71,10 +71,11 @@ def resolve(*stated: Versions) -> dict[str, str]:
         if is_version(version)
     }
     for package, implied in _facts()["implies"].items() if versions else ():
-        series = ".".join(versions.get(package, "").split(".")[:2])
-        for other, by_series in implied.items():
-            if other not in versions and series in by_series:
-                versions[other] = by_series[series]
+        release = versions.get(package, "")
+        series = ".".join(release.split(".")[:2])
+        for other, pinned in implied.items():
+            if other not in versions and (found := pinned.get(release, pinned.get(series))):
+                versions[other] = found
     return versions
 
 

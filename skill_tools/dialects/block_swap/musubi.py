@@ -53,7 +53,7 @@ class MusubiTuner(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read scripts and TOML, then options on top."""
-        from skill_tools.dialects.block_swap.commands import compose
+        from skill_tools.dialects.commands import compose
 
         return compose(MUSUBI, sources, overrides)
 

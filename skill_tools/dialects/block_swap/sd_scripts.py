@@ -59,7 +59,7 @@ class SdScripts(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read scripts and TOML, then options on top."""
-        from skill_tools.dialects.block_swap.commands import compose
+        from skill_tools.dialects.commands import compose
 
         return compose(SD_SCRIPTS, sources, overrides)
 

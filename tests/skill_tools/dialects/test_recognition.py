@@ -361,7 +361,6 @@ NOT_READ = {
         "--tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
         "slime or miles's",
     ),
-    "openrlhf.sh": ("deepspeed --module openrlhf.cli.train_sft --ds.adam_offload\n", "OpenRLHF's"),
     "skyrl.sh": ("uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base a.b=c\n", "SkyRL's"),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
     "areal.yaml": (

@@ -1,10 +1,11 @@
-"""Reads the command that starts a program of musubi-tuner or sd-scripts, and the TOML that --config_file names.
+"""Reads the command that starts a program of a framework whose options argparse takes.
 
-argparse takes the options, and the TOML fills in those that the command does not set; its sections are flattened one
-level, and a name that no option has is dropped without a word. `NAME.program` is the script, without its suffix.
-Apart because two dialects read their commands with it.
+`NAME.program` is the script or module, without its suffix. Where the programs have --config_file, the TOML that it
+names fills in the options that the command does not set; its sections are flattened one level, and a name that no
+option has is dropped without a word. Apart because several dialects read their commands with it.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -29,8 +30,12 @@ from skill_tools.errors import UnusableInput
 _OVERRIDES = "<overrides>"
 
 
-def compose(name: str, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
-    """Read `sources` in order, then `overrides`, each a string of options, for the dialect called `name`."""
+def compose(name: str, sources: Sequence[Source], overrides: Sequence[str], *, programs: str = "") -> Config:
+    """Read `sources` in order, then `overrides`, each a string of options, for the dialect called `name`.
+
+    `programs` is what a program's word holds, as a pattern, where a script among the options' values could be taken
+    for it.
+    """
     draft = Draft(name)
     draft.complete = True
     folders = [source.folder for source in sources if source.folder is not None]
@@ -38,15 +43,15 @@ def compose(name: str, sources: Sequence[Source], overrides: Sequence[str]) -> C
         draft.take(source)
         match source.kind:
             case Kind.SHELL:
-                _write_script(draft, source, folders)
+                _write_script(draft, source, folders, programs)
             case Kind.TOML:
                 _write_toml(draft, single_document(source), source.name)
                 draft.keys_may_be_set((f"{_section(name)}.program",))
             case _:
                 raise UnusableInput(
                     f"{source.name}:1 is {source.kind.value}",
-                    expected=f"a script that starts a program of {name}, or the TOML of its --config_file",
-                    attempt="the script with `accelerate launch …`",
+                    expected=f"a script that starts a program of {name}, or the file that its --config_file names",
+                    attempt="the script that starts the program",
                 )
     for text in overrides:
         _write_flags(draft, flags(command_line(text, _OVERRIDES), _OVERRIDES))
@@ -57,10 +62,14 @@ def _section(name: str) -> str:
     return name.partition("-")[0]
 
 
-def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
-    command = training_command(source, draft.accepts, whole=True)
+def _write_script(draft: Draft, source: Source, folders: Sequence[Path], programs: str) -> None:
+    def is_program(word: str) -> bool:
+        return bool(programs) and re.search(programs, word) is not None
+
+    command = training_command(source, lambda word: draft.accepts(word) or is_program(word), whole=True)
     write_environment(draft, command, source.name)
-    end = program_end(command)
+    named = (at for at, word in enumerate(command.words, 1) if is_program(word.text))
+    end = next(named, program_end(command))
     if end:
         _write_program(draft, command.words[end - 1], source.name)
     given = list(flags(command.words[end:], source.name))
@@ -108,7 +117,8 @@ def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
         spelling = _spelling(draft, flag.name)
         if not draft.accepts(spelling):
             if "$" not in flag.name:
-                draft.note_unknown(flag.name, flag.place, spelling=spelling)
+                nearest = _with_section(draft, flag.name) or None
+                draft.note_unknown(flag.name, flag.place, spelling=spelling, nearest=nearest)
             continue
         key = draft.key(spelling)
         value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
@@ -125,3 +135,11 @@ def _spelling(draft: Draft, flag: str) -> str:
         return flag
     longer = [name for name in load_vocabulary(draft.framework).names if name.startswith(flag)]
     return longer[0] if len(longer) == 1 else flag
+
+
+def _with_section(draft: Draft, flag: str) -> tuple[str, ...]:
+    """Return the options that are `flag` below a section, or with dots for underscores, as earlier releases had it."""
+    own = flag.removeprefix("--")
+    names = [name for name in load_vocabulary(draft.framework).names if "." in name]
+    dotted = (name for name in names if name.endswith(f".{own}") or name[2:].replace(".", "_") == own)
+    return tuple(dotted)[:3]

@@ -1,9 +1,10 @@
-"""Holds the rules of image and video trainers to what their releases say themselves, in both directions.
+"""Holds the rules of trainers to what their releases say themselves, in both directions.
 
-    python tests/judges/block_swap/judge.py --configurations 5000 [NAME ...]
+    python tests/judges/sources/judge.py --configurations 5000 [NAME ...]
 
 For each release that `fetch.py` has fetched: an error that it raises must be among our findings, in its own words, and
-where it raises none we may find none. The exit code is 1 if any configuration disagrees.
+where it raises none we may find none. Where a module names rules in `PRINTED`, what is printed is compared as well. The
+exit code is 1 if any configuration disagrees.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 
 ROOT = Path(__file__).parents[3]
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit")
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf")
 
 
 def main() -> int:
@@ -44,7 +45,7 @@ def main() -> int:
         for release in module.RELEASES:
             folder = ROOT / "build" / module.NAME / release
             if not folder.is_dir():
-                print(f"{module.NAME} {release}: not fetched (python tests/judges/block_swap/fetch.py)")
+                print(f"{module.NAME} {release}: not fetched (python tests/judges/sources/fetch.py)")
                 continue
             total += judged(module, folder, release, given.configurations, given.seed)
     return int(total > 0)
@@ -57,13 +58,15 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
         for rule in load_rules_yaml()
         if module.NAME in rule.dialects and rule.id not in module.NOT_JUDGED
     ]
+    printed_rules = getattr(module, "PRINTED", set())
     witness, chance = module.Witness(folder), random.Random(f"{module.NAME} {seed}")
     counts: Counter[str] = Counter()
     shown: dict[str, str] = {}
     for _ in range(count):
         question = module.asked(chance, release)
+        printed = io.StringIO()
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(printed):
                 witness.ask(*question)
             raised = ""
         except (Exception, SystemExit) as error:
@@ -71,7 +74,8 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
         counts["raised"] += bool(raised)
         text = module.command(*question)
         file = getattr(module, "FILENAME", "run.sh")
-        for problem in disagreements(module.NAME, release, Source(file, text), raised, rules):
+        told = {rule.id: says(rule, printed.getvalue()) for rule in rules if rule.id in printed_rules}
+        for problem in disagreements(module.NAME, release, Source(file, text), raised, rules, told):
             counts[problem] += 1
             counts["disagree"] += 1
             shown.setdefault(problem, text)
@@ -81,7 +85,9 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
     return counts["disagree"]
 
 
-def disagreements(name: str, release: str, source: Source, raised: str, rules: list[Rule]) -> list[str]:
+def disagreements(
+    name: str, release: str, source: Source, raised: str, rules: list[Rule], told: dict[str, bool]
+) -> list[str]:
     """Return what the release says and the rules do not, and the other way round."""
     verdict = lint(read_sources([source]), rules=rules, versions={name: release})
     problems = [f"undecided: {each.rule}" for each in verdict.undecided]
@@ -94,6 +100,11 @@ def disagreements(name: str, release: str, source: Source, raised: str, rules: l
         problems.append(f"raised, not found: {raised.splitlines()[0][:140]} (found {sorted(errors)})")
     if not raised:
         problems += [f"found, not raised: {each}" for each in sorted(errors)]
+        problems += [
+            f"{'printed, not found' if is_told else 'found, not printed'}: {rule}"
+            for rule, is_told in told.items()
+            if is_told != (rule in found)
+        ]
     return problems
 
 

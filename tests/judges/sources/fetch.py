@@ -1,15 +1,18 @@
-"""Fetches the tags of image and video trainers that the judge asks, into build/NAME/RELEASE.
+"""Fetches the tags and wheels of trainers that the judge asks, into build/NAME/RELEASE.
 
-    python tests/judges/block_swap/fetch.py [NAME ...]
+    python tests/judges/sources/fetch.py [NAME ...]
 
 A release that is there is not fetched again.
 """
 
 import importlib
 import io
+import subprocess
 import sys
 import tarfile
+import tempfile
 import urllib.request
+import zipfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
@@ -25,7 +28,11 @@ def main() -> None:
     for module in map(importlib.import_module, sys.argv[1:] or FRAMEWORKS):
         for release in module.RELEASES:
             folder = ROOT / "build" / module.NAME / release
-            if not folder.is_dir():
+            if folder.is_dir():
+                continue
+            if hasattr(module, "WHEEL"):
+                unpack_wheel(f"{module.WHEEL}=={release}", folder)
+            else:
                 unpack(module.REPOSITORY, getattr(module, "TAGS", {}).get(release, f"v{release}"), folder)
 
 
@@ -42,6 +49,28 @@ def unpack(repository: str, tag: str, target: Path) -> None:
             if content is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content.read())
+
+
+def unpack_wheel(wanted: str, target: Path) -> None:
+    """Download a wheel without its requirements, and unpack the package that is in it, wherever it lies there."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--python-version",
+            "3.11",
+            "--dest",
+            folder,
+        ]
+        subprocess.run([sys.executable, "-m", "pip", "download", *options, wanted], check=True)
+        (archive,) = Path(folder).glob("*.whl")
+        with zipfile.ZipFile(archive) as wheel:
+            for name in wheel.namelist():
+                if name.endswith(".py"):
+                    path = target / name.rpartition(".data/purelib/")[2]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(wheel.read(name))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Writes the names that image and video trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
+"""Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/block_swap/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit
+    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
 """
@@ -43,6 +43,14 @@ def sd_scripts(folder: Path) -> Iterator[str]:
             yield from (option for action in parser._actions for option in action.option_strings)
 
 
+def openrlhf(folder: Path) -> Iterator[str]:
+    """Yield the options of each training program."""
+    module = importlib.import_module("openrlhf")
+    witness = module.Witness(folder)
+    for program in module.PROGRAMS:
+        yield from witness.options(program)
+
+
 def onetrainer(folder: Path) -> Iterator[str]:
     """Yield the fields of its configuration, and the three that `__migration_10` takes from older files."""
     yield from ("gradient_checkpointing", "enable_activation_offloading", "layer_offload_fraction")
@@ -81,17 +89,17 @@ def main() -> None:
         fields = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit}[name]
         print(f"# Names of {module.NAME}'s configuration.\n#")
         print(f"# Source: its own classes, at {' and '.join(module.RELEASES)}.")
-        print("# Written by tests/judges/block_swap/vocabulary.py.\n")
+        print("# Written by tests/judges/sources/vocabulary.py.\n")
         print(*sorted({field for folder in folders for field in fields(folder)}), sep="\n")
         return
-    options = {"musubi": musubi, "sd_scripts": sd_scripts}[name]
+    options = {"musubi": musubi, "sd_scripts": sd_scripts, "openrlhf": openrlhf}[name]
     found = {option for folder in folders for option in options(folder) if option.startswith("--")}
     print(f"# Options of {module.NAME}'s training programs, each of which has some of them.")
     print("#")
     print(
         f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
     )
-    print("# Written by tests/judges/block_swap/vocabulary.py.")
+    print("# Written by tests/judges/sources/vocabulary.py.")
     print("\nprogram", *sorted(found), sep="\n")
 
 
