@@ -57,6 +57,9 @@ CONSTANTS = {
     "least_signed_scale": LEAST_SIGNED_SCALE,
     "least_root_scale": LEAST_ROOT_SCALE,
 }
+# Releases of 2026-11-23 to 26 cut c / (254 - c) off behind 20 or 22 bits: a value that they saved is less by so much of
+# its scale at most.
+_CUT_OFF_SHARE = 2.0**-19
 # Top codes that a block's largest value may have been rounded to, which its scale can be told from.
 _SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254)
 
@@ -155,7 +158,7 @@ def _scale(scales: torch.Tensor) -> torch.Tensor:
 def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes and scales (int16, a column) of `exp_avg` (fp32, rows of `BLOCK`), to nearest.
 
-    Values that were unpacked from any codes come back to the bit.
+    Values that were unpacked from any codes come back to the bit; of those that earlier releases cut off, the codes do.
     """
     largest = values.abs().amax(1, keepdim=True)
     guesses = [largest / (top / (254 - top)) for top in _SIGNED_TOPS]
@@ -166,6 +169,7 @@ def pack_signed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lambda bits, scales: signed_codes(bits, scales, half),
         signed_values,
         LEAST_SIGNED_SCALE,
+        slack=_CUT_OFF_SHARE,
     )
 
 
@@ -191,8 +195,10 @@ def _packed(
     encode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     least: int,
+    *,
+    slack: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode each row with the first of `scales` that loses nothing, else with the last, which is in bits.
+    """Encode each row with the first of `scales` that loses no more than `slack` of it, else with the last, in bits.
 
     A scale is rounded up, so the largest value of a row may have a code below the top one. Of the few that it can have,
     the right one restores all values.
@@ -205,8 +211,11 @@ def _packed(
             guess.to(torch.bfloat16).view(torch.int16).to(torch.int32), min=least, max=_LARGEST_BF16
         )
         other = encode(values.view(torch.int32), tried)
-        exact = (decode(other, tried) == values).all(1, keepdim=True)
-        chosen, codes = torch.where(exact, tried, chosen), torch.where(exact, other, codes)
+        restored = decode(other, tried)
+        # Beside the first, because of infinities.
+        same = (restored == values) | ((restored - values).abs() <= slack * _scale(tried))
+        fits = same.all(1, keepdim=True)
+        chosen, codes = torch.where(fits, tried, chosen), torch.where(fits, other, codes)
     return codes, chosen.to(torch.int16)
 
 

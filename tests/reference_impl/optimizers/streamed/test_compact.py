@@ -86,6 +86,19 @@ def test_what_was_unpacked_is_packed_without_loss(name, bits, noise):
     assert torch.equal(compact.MOMENTS[name].unpack(codes, scales), restored)
 
 
+@given(st.lists(SIGNED, **SHORT), st.integers(0, 63), st.sampled_from([20, 22]))
+def test_what_releases_that_cut_quotients_off_have_saved_is_packed_to_their_codes(bits, noise, kept_bits):
+    """They made c / (254 - c) of integers; the scale was then one step too large, and all codes were made anew."""
+    codes, scales, _ = encoded("exp_avg", block(bits), noise)
+    wide = codes.to(torch.int32)
+    share = torch.div(wide.abs() << kept_bits, 254 - wide.abs(), rounding_mode="trunc").to(torch.float32)
+    saved = share * ((scales << 16).view(torch.float32) * 2.0**-kept_bits) * wide.sign()
+    packed, its_scales = compact.pack_signed(saved)
+    assert torch.equal(
+        compact.signed_values(packed, its_scales), compact.signed_values(codes, scales.to(torch.int16))
+    )
+
+
 @pytest.mark.parametrize("name", compact.MOMENTS)
 @pytest.mark.parametrize("odd", [0x7F800000, 0x7FC00000, 0x7F800001])
 def test_infinity_and_nan_spread_to_their_block_and_no_further(name, odd):
