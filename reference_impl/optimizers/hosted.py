@@ -247,9 +247,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             with suppress(Exception) if self._failures.first else nullcontext():
                 undo_all(self._unclosed)
 
-    def _made(self) -> None:
-        """Hear, where the constructor can still fail, that all is made."""
-
     def _abandon(self, error: BaseException) -> None:
         """Give back what the constructor has taken, which has failed with `error`."""
         with deferred_interrupts():

@@ -5,7 +5,7 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,9 +13,7 @@ import torch
 
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
-from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.saved_checks import check_document
-from reference_impl.optimizers.streamed.share import StreamedShare
 
 
 class Wrapped(NamedTuple):
@@ -125,31 +123,3 @@ def joined(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         # A key of no group stays, and is refused as one of a single document is.
         state |= {keys.get(key, f"{key} of no group"): value for key, value in saved.items()}
     return {"state": state, "param_groups": groups}
-
-
-class StreamedParts:
-    """The states of a streamed share as `parameter_state.StateParts`; the caller has waited for running updates."""
-
-    def __init__(self, share: StreamedShare) -> None:
-        self._share = share
-
-    def steps(self, member: Member) -> Sequence[torch.Tensor]:
-        """Return a member's step counter, on the device."""
-        return [self._share.steps[member]]
-
-    def views(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield nothing: all states are packed, or read while they stream."""
-        yield from ()
-
-    def copies(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, flat fp32 values) of each part."""
-        self._share.finish(for_writing=False)
-        yield from self._share.parts(member, name)
-
-    def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace a state by `value` (fp32, of the member's shape)."""
-        self._share.finish(for_writing=True)
-        self._share.write(member, name, value)
-
-    def follow_weight(self, member: Member) -> None:
-        """Do nothing: what streams of an fp32 parameter is the parameter, of which the CPU updates no other part."""

@@ -21,15 +21,21 @@ from reference_impl.optimizers.gradients import Gradients, standing_on
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
-from reference_impl.trained_layers.optimizer import READ_IN_A_HOOK, LayersOptimizer, VisitingWeights
+from reference_impl.optimizers.streamed.gradients import StandingGradients
+from reference_impl.optimizers.streamed.updates import StateUpdates
+from reference_impl.optimizers.streamed_optimizer import StreamedOptimizer
+from reference_impl.trained_layers.gradients import READ_IN_A_HOOK
+from reference_impl.trained_layers.optimizer import pending, streamed_share
+from reference_impl.trained_layers.placement import VisitingPlacement, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
 # As autograd numbers what runs.
 _NO_BACKWARD = -1
 
 
-class InBackwardOptimizer(LayersOptimizer):
+class InBackwardOptimizer(StreamedOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
@@ -43,7 +49,7 @@ class InBackwardOptimizer(LayersOptimizer):
         weights: the weights that visit.
         streaming: how states cross the link.
         shares: which states stay on the device.
-        undo: see `LayersOptimizer`.
+        undo: gets what closes this, before anybody else has it.
     """
 
     def __init__(
@@ -65,14 +71,22 @@ class InBackwardOptimizer(LayersOptimizer):
         # The backward that has begun to update, until it has ended well.
         self._backward = _NO_BACKWARD
         self._has_failed = False
+        wrapped = wrapped_in(optimizer)
+        device = checks.one_device(param for group in wrapped.groups for param in group["params"])
         super().__init__(
-            optimizer, weights, streaming=streaming, shares=shares, max_grad_norm=None, undo=undo
+            wrapped,
+            StateUpdates(streamed_share(optimizer, device, streaming, host_gradients=False)),
+            placement=VisitingPlacement(weights, shares),
+            gradients=StandingGradients(),
+            max_grad_norm=None,
+            shows_steps=streaming.states != "exact",
+            closers=undo,
         )
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
         self._check_backward()
-        members = self._pending(params)
+        members = pending(self._members, params)
         if members or self._is_asked:
             self._settle(members)
 
@@ -98,7 +112,8 @@ class InBackwardOptimizer(LayersOptimizer):
     def _begin_in_backward(self) -> None:
         """Update for the first time in a backward, and note in which, until it has ended well."""
         # In step() it would be too late.
-        self._refuse_unfrozen(param for param in self._idle if param.requires_grad)
+        unfrozen = (param for param in self._idle if param.requires_grad)
+        self._placement.check_unfrozen(unfrozen, None if self._waits is None else self._waits.model)
         # Autograd calls back at the end of one that has not failed.
         torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         try:
@@ -128,8 +143,8 @@ class InBackwardOptimizer(LayersOptimizer):
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """See `LayersOptimizer`; what raises inside a backward ends it."""
-        with super().told():
+        """Note on an error what became of the step, and remember a lost device; what raises in a backward ends it."""
+        with self._failures.told():
             try:
                 yield
             except BaseException:

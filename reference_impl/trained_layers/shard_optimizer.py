@@ -57,16 +57,16 @@ class ShardOptimizer(TrainedLayersOptimizer):
         Not needed with `model.set_requires_gradient_sync(False)`, where they add up on the device before they are
         reduced.
         """
-        self._leaving.adds_shards = True
+        self._leaving.add_shards(True)
         yield
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, those that have been offloaded and not been used included."""
         super().zero_grad(set_to_none)
-        self._leaving.adds_shards = False
+        self._leaving.add_shards(False)
         if not self._closed:
-            self._store.discard(self._members.values())
+            self._leaving.discard(self._members.values())
 
     @in_turn
     def end_forward(self) -> None:
@@ -76,4 +76,4 @@ class ShardOptimizer(TrainedLayersOptimizer):
 
     def _step(self) -> None:
         super()._step()
-        self._leaving.adds_shards = False
+        self._leaving.add_shards(False)

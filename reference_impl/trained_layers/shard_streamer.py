@@ -158,7 +158,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         try:
             yield
         finally:
-            self.optimizer.changed(self._shards.take_back(lent))
+            self.optimizer.refresh_written(self._shards.take_back(lent))
 
     def close(self) -> None:
         """Finish the last step, give every shard its own device memory again, and the host memory back.
@@ -240,7 +240,7 @@ def _hook(
 
     def take_back(module: nn.Module, keys: Any) -> None:
         own = [param for param in module._parameters.values() if param is not None and param in shards]
-        optimizer.changed(shards.take_back(own))
+        optimizer.refresh_written(shards.take_back(own))
 
     begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
     register_undoably(model.register_forward_pre_hook, begin, undo, prepend=True)

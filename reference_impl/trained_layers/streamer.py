@@ -32,7 +32,7 @@ from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
 from reference_impl.optimizers.state_offload_wrapped import algorithm_of
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.in_backward import InBackwardOptimizer
-from reference_impl.trained_layers.optimizer import LayersOptimizer, TrainedLayersOptimizer
+from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.trained_layers.shares import state_shares
@@ -167,7 +167,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 homes=Homes(on, streamed, remedy=_REMEDY),
                 allowances=kept_bytes,
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
-                changed=lambda params: self.optimizer.changed(params),
+                changed=lambda params: self.optimizer.refresh_written(params),
                 told=lambda: self.optimizer.told(),
                 passed=(lambda: in_backward.passed()) if updates else None,
             )
@@ -176,7 +176,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             if on.allocator is not None:
                 # Where weights of the blocks were on the device, states would cut what they have left into pieces.
                 on.allocator.free_bytes()
-            self.optimizer: LayersOptimizer
+            self.optimizer: TrainedLayersOptimizer | InBackwardOptimizer
             if updates:
                 in_backward = InBackwardOptimizer(
                     optimizer, self._weights, streaming=streaming, shares=shares, undo=self._undo

@@ -21,11 +21,11 @@ from reference_impl.memory.ledger import unseen
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
+from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_beside
-from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
 

@@ -141,7 +141,12 @@ def weights(model):
 
 
 CLOSING = (
-    *("optimizers/hosted.py", "optimizers/hybrid.py", "optimizers/state_offload.py", "optimizers/step.py"),
+    *(
+        "optimizers/hosted.py",
+        "optimizers/hybrid.py",
+        "optimizers/streamed_optimizer.py",
+        "optimizers/step.py",
+    ),
     *("trained_layers/optimizer.py", "trained_layers/in_backward.py", "trained_layers/streamer.py"),
     "torch/utils/hooks.py",
 )

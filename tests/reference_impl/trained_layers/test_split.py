@@ -87,7 +87,7 @@ def test_states_outside_the_blocks_stay_first_and_others_all_along(device, overl
     with streamed(model, split=STAY, max_grad_norm=clip, backward_overlap=overlap) as streamer:
         assert train(model, streamer.optimizer, ids) == expected
         assert_same(model, streamer.optimizer, other, reference)
-        held = streamer.optimizer._shares.held
+        held = streamer.optimizer._placement._shares.held
     for outside in (model.embedding.weight, model.norm.weight, model.head.weight):
         assert held[outside] == outside.numel()
     everything = sum(param.numel() for param in model.parameters())
@@ -127,7 +127,7 @@ def test_the_cpus_masters_are_exact_whatever_streams():
     with streamed(model, split=THREE, streaming=Streaming(states="compact-8")) as streamer:
         train(model, streamer.optimizer, ids)
         states = streamer.optimizer.state_dict()["state"]
-        on_cpu = [param in streamer.optimizer._shares.on_cpu for param in model.parameters()]
+        on_cpu = [param in streamer.optimizer._placement._shares.on_cpu for param in model.parameters()]
         same = [
             torch.equal(states[i]["exp_avg"], reference.inner.state[m]["exp_avg"])
             for i, m in enumerate(reference.masters)

@@ -18,13 +18,12 @@ from reference_impl.device import Device, Event
 from reference_impl.memory.weight_home import refuse_update
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.share import CpuShare
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradient_mover import GradientMover
 from reference_impl.optimizers.gradients import factors_of
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate
-from reference_impl.optimizers.parameter_state import StateParts
 from reference_impl.optimizers.step import StepPlan, snapshot
 
 
@@ -142,30 +141,3 @@ class CpuUpdates:
                 self._open_share.close()
             finally:
                 self._dropped.detach()
-
-
-class BothParts:
-    """Where the states of parameters are of which some stream and the CPU updates others, as `StateParts`."""
-
-    def __init__(self, streamed: StateParts, on_cpu: CpuUpdates) -> None:
-        self._streamed, self._on_cpu = streamed, on_cpu
-
-    def steps(self, member: Member) -> Sequence[torch.Tensor]:
-        """Return a member's step counter, on the CPU or on the device."""
-        return [member.step] if member in self._on_cpu else self._streamed.steps(member)
-
-    def views(self, member: Member, name: str) -> Iterable[tuple[int, torch.Tensor]]:
-        """Yield what the CPU updates."""
-        return self._on_cpu.parts(member, name) if member in self._on_cpu else ()
-
-    def copies(self, member: Member, name: str) -> Iterable[tuple[int, torch.Tensor]]:
-        """Yield what streams."""
-        return () if member in self._on_cpu else self._streamed.copies(member, name)
-
-    def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace what streams."""
-        self._streamed.write_streamed(member, name, value)
-
-    def follow_weight(self, member: Member) -> None:
-        """Let what streams be as the parameter is."""
-        self._streamed.follow_weight(member)

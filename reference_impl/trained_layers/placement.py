@@ -1,0 +1,93 @@
+"""Where weights, states and updates of streamed trained layers and shards are: a `streamed_optimizer.Placement`.
+
+Explained in docs/larger-than-gpu.md, "Where states are updated".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from reference_impl.memory.weight_home import WeightHome
+from reference_impl.optimizers.algorithms import MatrixAlgorithm
+from reference_impl.optimizers.layout import Member, members_of
+from reference_impl.optimizers.streamed.chunks import Part
+from reference_impl.optimizers.streamed.share import StreamedShare
+from reference_impl.trained_layers.shares import StateShares
+
+
+class VisitingWeights(Protocol):
+    """The weights that visit the device."""
+
+    @property
+    def home_of(self) -> Mapping[torch.Tensor, WeightHome]:
+        """Where each parameter's weight lives."""
+
+    @property
+    def ahead(self) -> Sequence[torch.Tensor]:
+        """The trained parameters that are on the device or on their way, in the order of the model."""
+
+    def reload(self) -> None:
+        """Bring the weights anew that are on the device: somebody has written their homes."""
+
+
+class VisitingPlacement:
+    """Weights that visit the device, all of whose states are on the host but for what `shares` holds there.
+
+    Args:
+        weights: the weights that visit.
+        shares: which states stay on the device, and which parameters the CPU updates.
+    """
+
+    def __init__(self, weights: VisitingWeights, shares: StateShares) -> None:
+        self._weights, self._shares = weights, shares
+
+    def lay_out(
+        self,
+        params: Sequence[tuple[torch.Tensor, int]],
+        *,
+        first_order: int,
+        matrices: Sequence[MatrixAlgorithm | None],
+    ) -> list[Member]:
+        """Return members of `params`, each with its group and its home."""
+        members = members_of(params, first_order=first_order, fraction=1.0, offload=None, matrices=matrices)
+        for member in members:
+            member.home = self._weights.home_of.get(member.param)
+        return members
+
+    def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
+        """Return what stays and what streams of those of `members` that the CPU does not update."""
+        held, on_cpu = self._shares.held, self._shares.on_cpu
+        return {
+            member: Part(
+                held=range(held.get(member.param, 0)),
+                streamed=range(held.get(member.param, 0), member.param_local.numel()),
+            )
+            for member in members
+            if member.param not in on_cpu
+        }
+
+    def check_room(self, streamed: StreamedShare, parts: Mapping[Member, Part]) -> None:
+        """Do nothing: the streamer has made sure, of weights and gradients too."""
+
+    def check_unfrozen(self, params: Iterable[torch.Tensor], model: nn.Module | None) -> None:
+        """Raise RuntimeError, unless there are none, that `params` are to train and have no states.
+
+        Their blocks came to the host as they were: which of their weights have a home, and where, is settled.
+        """
+        for param in params:
+            named = () if model is None else model.named_parameters()
+            shape = tuple(param.shape)
+            name = next((name for name, each in named if each is param), f"a parameter of shape {shape}")
+            raise RuntimeError(
+                f"{name} was frozen when its layers were made to stream, and is to train now; expected all that trains "
+                "to require a gradient by then; try requires_grad_() before the plan is applied or the streamer is "
+                "made, or freeze it again"
+            )
+
+    def has_loaded(self) -> None:
+        """Bring the weights anew that are on the device: their homes were written."""
+        self._weights.reload()
