@@ -157,13 +157,24 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
         return Conclusion(cause, _rule(message.rule, evidence), (_DEFRAGMENT, *change)[:_SHOWN])
     cause = message.cause
-    if message.kind == "gpu-memory" and evidence.owners.gpu_share is not None:
+    if message.kind == "gpu-memory" and out_of_memory is not None and out_of_memory.is_shared:
+        cause += f"; {_others_hold(out_of_memory, evidence)}"
+        change = (told("others-off-the-gpu", evidence.dialects, evidence.config), *change)
+    elif message.kind == "gpu-memory" and evidence.owners.gpu_share is not None:
         cause += f"; a rollout engine takes {evidence.owners.gpu_share:.0%} of the GPU while it runs"
         change = (told("smaller-rollout", ()), *change)
     rule = _rule(message.rule, evidence) or next(
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
     return Conclusion(cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
+
+
+def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
+    """Say that another process holds memory of the GPU, and whose it may be."""
+    held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
+    if "sleep" in evidence.offloads:
+        return f"{held}: a rollout engine that is awake, or of which a part does not sleep"
+    return f"{held}: an earlier run that still lives, a notebook, or a rollout engine"
 
 
 def _of_a_hang_at_the_start(evidence: Evidence) -> Conclusion:

@@ -21,6 +21,8 @@ _FIELDS = {
     "unallocated_bytes": (rf"{_AMOUNT} is reserved by PyTorch but unallocated",),
     "reserved_bytes": (rf"{_AMOUNT} reserved in total by PyTorch",),
 }
+_OTHERS = re.compile(rf"Process (\d{{1,9}}) has {_AMOUNT} memory in use")
+_MUCH = 20  # of which parts of the GPU one is much to hold for another process
 _MOST_BYTES = 1 << 60
 _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max allocated: (\d{1,9}(?:\.\d*)?)")
 
@@ -29,7 +31,7 @@ _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max al
 class OutOfMemory:
     """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
 
-    `unallocated_bytes` is what the allocator had reserved and could not use.
+    `unallocated_bytes` is what the allocator had reserved and could not use, `others_bytes` what other processes held.
     """
 
     line: int
@@ -41,6 +43,12 @@ class OutOfMemory:
     allocated_bytes: int | None
     unallocated_bytes: int | None
     count: int
+    others_bytes: int = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes held much of the GPU."""
+        return self.total_bytes is not None and self.others_bytes > self.total_bytes // _MUCH
 
     @property
     def is_fragmented(self) -> bool:
@@ -69,8 +77,15 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
         text=log.context(last.start()),
         tried_bytes=_bytes(last),
         count=len(matches),
+        others_bytes=_others(message, fields["total_bytes"]),
         **fields,
     )
+
+
+def _others(message: str, total_bytes: int | None) -> int:
+    """Return what other processes held; nothing where that is more than the GPU has, as a container may count twice."""
+    held = sum(_amount(match.group(2), match.group(3)) for match in _OTHERS.finditer(message))
+    return held if total_bytes is not None and held < total_bytes else 0
 
 
 def _first(patterns: tuple[str, ...], message: str) -> int | None:
@@ -81,9 +96,13 @@ def _first(patterns: tuple[str, ...], message: str) -> int | None:
 
 
 def _bytes(match: re.Match[str]) -> int:
+    return _amount(match.group(1), match.group(2))
+
+
+def _amount(number: str, unit: str) -> int:
     """Return an amount; what is no number, or more than any machine has, counts as nothing."""
     try:
-        amount = float(match.group(1).rstrip(".")) * _FACTORS[match.group(2)]
+        amount = float(number.rstrip(".")) * _FACTORS[unit]
     except ValueError:
         return 0
     return round(amount) if amount < _MOST_BYTES else 0

@@ -55,12 +55,18 @@ def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, ot
 
 
 def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
-    """Return the configuration's errors and warnings that the conclusion does not tell already."""
+    """Return the configuration's findings that the conclusion does not tell already.
+
+    Of those that are no more than information the ones about wrong numbers count, where nothing failed: what is wrong
+    in silence shows nowhere else.
+    """
     told = found.conclusion.rule if found.conclusion else ""
+    silent = found.failure is None
     return tuple(
         finding
         for finding in found.findings
-        if finding.severity is not Severity.INFO and finding.rule != told
+        if finding.rule != told
+        and (finding.severity is not Severity.INFO or (silent and finding.effect == "wrong-numerics"))
     )
 
 

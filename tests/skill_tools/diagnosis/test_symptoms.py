@@ -100,3 +100,19 @@ def test_a_failure_of_another_kind_stays_unknown() -> None:
     found = answer(log, {"train.py": "GRPOConfig(vllm_enable_sleep_mode=True)\n"}).conclusion
     assert found is not None
     assert not found.is_known
+
+
+def test_another_process_on_the_gpu_is_said_where_its_memory_ran_out() -> None:
+    log = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.16 GiB. GPU 0 has a total capacity of "
+        "79.19 GiB of which 1.02 GiB is free. Process 44 has {} memory in use. Including non-PyTorch memory, this "
+        "process has 37.40 GiB memory in use. Of the allocated memory 35.10 GiB is allocated by PyTorch.\n"
+    )
+    shared = answer(log.format("40.70 GiB")).conclusion
+    assert shared is not None
+    assert "another process holds 40.7 GiB of this GPU" in shared.cause
+    assert "nvidia-smi" in shared.change[0]
+    for little in ("510.00 MiB", "112.00 GiB"):  # the driver's own, and a count that cannot be
+        alone = answer(log.format(little)).conclusion
+        assert alone is not None
+        assert "another process" not in alone.cause
