@@ -39,7 +39,7 @@ def matrices_of(group: Mapping[str, Any], default: MatrixAlgorithm | None = None
 
 def is_of_matrices(algorithm: Algorithm | MatrixAlgorithm | object) -> bool:
     """Return whether a formula updates whole matrices."""
-    return hasattr(algorithm, "updated") and not isinstance(algorithm, type)
+    return hasattr(algorithm, "update_matrix") and not isinstance(algorithm, type)
 
 
 def known_options(algorithm: AnyAlgorithm, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Dion(MatrixAlgorithm):
             )
         check_shapes("Dion", group, instead="AdamW")
 
-    def updated(
+    def update_matrix(
         self,
         master: torch.Tensor,
         gradient: torch.Tensor,
@@ -56,8 +56,8 @@ class Dion(MatrixAlgorithm):
         step: torch.Tensor,
         group: Mapping[str, Any],
         work: Work,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the new master, `momentum_buffer` and `right_factor` of one matrix."""
+    ) -> None:
+        """Update master, `momentum_buffer` and `right_factor` of one matrix."""
         rows, columns = master.shape
         rank = max(round(group["rank_fraction"] * min(rows, columns)), 1)
         lr, dtype = float(group["lr"]), master.dtype
@@ -78,7 +78,8 @@ class Dion(MatrixAlgorithm):
         work.launch(factor[:rank].copy_, right)
         work.launch(torch.mul, master, 1 - lr * group["weight_decay"], out=changed)
         work.launch(changed.addmm_, left, right, alpha=-lr * sqrt(rows / columns))
-        return changed, (average, factor)
+        for before, after in zip((master, *moments), (changed, average, factor), strict=True):
+            work.replace(before, after)
 
     def _right(self, factor: torch.Tensor, step: torch.Tensor, work: Work) -> torch.Tensor:
         """Return the transposed right factor in `work`: `factor`, or before the first step cosines."""

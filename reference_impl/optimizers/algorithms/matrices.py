@@ -4,8 +4,8 @@ Such a formula multiplies matrices, so nothing may cut one, and the CPU would ta
 once a matrix: products of several matrices at once may round differently on a GPU. A stack of matrices (a parameter of
 three dimensions, as those of experts) is updated one matrix after the other.
 
-An algorithm is one function, `updated`, that leaves the old states as they are: whoever calls it keeps them where the
-step is skipped. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
+An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped: the host
+does not know it. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
@@ -23,6 +23,8 @@ from reference_impl.optimizers.algorithms.base import AnyAlgorithm
 
 # Of the places that are handed out: vectorised kernels and products read whole lines.
 _ALIGNMENT_BYTES = 256
+# At the front of the scratch: what `Work.number` keeps for all matrices.
+_NUMBERS_BYTES = 8 * _ALIGNMENT_BYTES
 
 
 class MatrixAlgorithm(AnyAlgorithm, Protocol):
@@ -38,7 +40,7 @@ class MatrixAlgorithm(AnyAlgorithm, Protocol):
         """None."""
         return {}
 
-    def updated(
+    def update_matrix(
         self,
         master: torch.Tensor,
         gradient: torch.Tensor,
@@ -46,24 +48,30 @@ class MatrixAlgorithm(AnyAlgorithm, Protocol):
         step: torch.Tensor,
         group: Mapping[str, Any],
         work: Work,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the new master and moments of one matrix, which are in `work`; master and moments stay as they are.
+    ) -> None:
+        """Update master and moments of one matrix in place; where the step is skipped they keep their values.
 
-        All are fp32 of the matrix's shape, with the strides of the parameter. `gradient` may be overwritten. `step`
-        (0-dim, on the device) counts this step. What it takes of `work` depends on shape and strides alone.
+        All are fp32 of the matrix's shape, with the strides of the parameter. `gradient`, which is not finite where the
+        step is skipped, may be overwritten. `step` (0-dim, on the device) counts this step. What it takes of `work`
+        depends on shape and strides alone.
         """
 
 
 class Work:
     """Scratch for one matrix after the other: hands out parts of `buffer` (flat uint8), and launches kernels.
 
-    Without a buffer it hands out tensors on `meta`, to learn how many bytes an update takes.
+    Without a buffer it hands out tensors on `meta`, to learn how many bytes an update takes. `skipped` (0-dim bool, on
+    the device) says that the step changes nothing; None that it is not skipped.
     """
 
-    def __init__(self, buffer: torch.Tensor | None, launch: Callable[..., None]) -> None:
+    def __init__(
+        self, buffer: torch.Tensor | None, launch: Callable[..., None], skipped: torch.Tensor | None
+    ) -> None:
         self._buffer = buffer
         self.launch = launch
-        self.used_bytes = 0
+        self.skipped = skipped
+        self._numbers: dict[tuple[float, float, torch.dtype], torch.Tensor] = {}
+        self.used_bytes = _NUMBERS_BYTES
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor of any values."""
@@ -80,7 +88,30 @@ class Work:
 
     def reuse(self) -> None:
         """Hand everything out again: for the next matrix, whose kernels run behind those of the last."""
-        self.used_bytes = 0
+        self.used_bytes = _NUMBERS_BYTES
+
+    def replace(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Let `before` be `after`, unless the step is skipped."""
+        if self.skipped is None:
+            self.launch(before.copy_, after)
+        else:
+            self.launch(torch.where, self.skipped, before, after, out=before)
+
+    def number(
+        self, value: float, *, if_skipped: float, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor | float:
+        """Return `value`, or `if_skipped` where the step is: on the device, and the same one for all matrices."""
+        if self.skipped is None:
+            return value
+        key = (value, if_skipped, dtype)
+        if key not in self._numbers:
+            used_bytes, self.used_bytes = self.used_bytes, len(self._numbers) * _ALIGNMENT_BYTES
+            chosen = self._numbers[key] = self.new((), dtype)
+            assert self.used_bytes <= _NUMBERS_BYTES, "more numbers than an algorithm may have"
+            self.used_bytes = used_bytes
+            self.launch(chosen.fill_, value)
+            self.launch(chosen.masked_fill_, self.skipped, if_skipped)
+        return self._numbers[key]
 
 
 def work_bytes(algorithm: MatrixAlgorithm, shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -89,12 +120,14 @@ def work_bytes(algorithm: MatrixAlgorithm, shape: Sequence[int], stride: Sequenc
     def run(kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
         kernel(*arguments, **options)
 
-    work = Work(None, run)
+    work = Work(None, run, torch.empty((), dtype=torch.bool, device="meta"))
     master, gradient, *moments = (
         torch.empty_strided(tuple(shape), tuple(stride), device="meta")
         for _ in range(2 + len(algorithm.moments))
     )
-    algorithm.updated(master, gradient, moments, torch.empty((), device="meta"), algorithm.defaults, work)
+    algorithm.update_matrix(
+        master, gradient, moments, torch.empty((), device="meta"), algorithm.defaults, work
+    )
     return work.used_bytes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Muon(MatrixAlgorithm):
             raise ValueError(f"adjust_lr_fn is {adjust!r}; expected one of {_ADJUSTS}")
         check_shapes("Muon", group, instead="AdamW")
 
-    def updated(
+    def update_matrix(
         self,
         master: torch.Tensor,
         gradient: torch.Tensor,
@@ -79,23 +79,32 @@ class Muon(MatrixAlgorithm):
         step: torch.Tensor,
         group: Mapping[str, Any],
         work: Work,
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Return the new master and `momentum_buffer` of one matrix."""
+    ) -> None:
+        """Update master and `momentum_buffer` of one matrix in place.
+
+        Where the step is skipped momentum stands for the gradient, of which the mean with itself is itself; the
+        direction is zero, and nothing decays. So one kernel a matrix more than torch's keeps both as they were.
+        """
         (average,) = moments
         lr, momentum = float(group["lr"]), group["momentum"]
-        new_average, new_master = work.like(average), work.like(master)
-        work.launch(torch.lerp, average, gradient, 1 - momentum, out=new_average)
+        if work.skipped is not None:
+            work.launch(torch.where, work.skipped, average, gradient, out=gradient)
+        work.launch(average.lerp_, gradient, 1 - momentum)
         if group["nesterov"]:
-            work.launch(torch.lerp, gradient, new_average, momentum, out=gradient)
-        direction = orthogonal(gradient if group["nesterov"] else new_average, group, work)
-        work.launch(torch.mul, master, 1 - lr * group["weight_decay"], out=new_master)
+            work.launch(torch.lerp, gradient, average, momentum, out=gradient)
+        direction = orthogonal(gradient if group["nesterov"] else average, group, work)
+        # The form of lists takes a number on the device at the speed of one on the host.
+        kept = work.number(1 - lr * group["weight_decay"], if_skipped=1.0)
+        work.launch(torch._foreach_mul_, [master], kept)
         rate = lr * _ratio(master.shape, group["adjust_lr_fn"])
-        work.launch(torch.add, new_master, direction, alpha=-rate, out=new_master)
-        return new_master, (new_average,)
+        work.launch(master.add_, direction, alpha=-rate)
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
-    """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape."""
+    """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape.
+
+    Where the step is skipped it is zero: the norm of a finite `matrix` counts as infinite.
+    """
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.size(0) > matrix.size(1)
     rounded = work.like(matrix, torch.bfloat16)
@@ -103,7 +112,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> to
     flat = rounded.T if is_tall else rounded
     norm = work.new((), torch.bfloat16)
     work.launch(torch.linalg.vector_norm, flat, out=norm)
-    work.launch(norm.clamp_, min=group["eps"])
+    work.launch(norm.clamp_, min=work.number(group["eps"], if_skipped=inf, dtype=norm.dtype))
     work.launch(flat.div_, norm)
     rows, columns = flat.shape
     gram, polynomial = (work.new((rows, rows), torch.bfloat16) for _ in range(2))

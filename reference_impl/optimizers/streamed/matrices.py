@@ -1,7 +1,8 @@
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
-A formula leaves its results in scratch. They replace the old states behind it, unless the device has found that the
-step is skipped. Matrices run one after the other, so one scratch, as long as the longest matrix takes, serves all.
+A formula changes nothing where the device has found that the step is skipped. Matrices run one after the other, so one
+scratch, as long as the longest matrix takes, serves all. Moments that are kept in bf16 are widened there, and rounded
+behind the formula.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
@@ -68,9 +69,8 @@ class MatrixUpdate:
         with self._device.on_update_stream(), torch.no_grad():
             self._device.wait(ready)
             moments = [matrix for _ in algorithm.moments]
-            algorithm.updated(
-                matrix, matrix, moments, step, algorithm.defaults, Work(scratch, self._device.launch)
-            )
+            work = Work(scratch, self._device.launch, self._skipped.fill_(True))
+            algorithm.update_matrix(matrix, matrix, moments, step, algorithm.defaults, work)
             self._packer.round(
                 Rounding(
                     integers(stored).view(-1),
@@ -93,7 +93,8 @@ class MatrixUpdate:
             self._device.launch(torch.ne, step.found_inf, 0, out=self._skipped)
         if step.grad_scale is not None:
             self._device.launch(torch._foreach_div_, list(states.gradients), step.grad_scale)
-        algorithm, work = chunk.matrices, Work(self._buffer, self._device.launch)
+        skipped = None if step.found_inf is None else self._skipped
+        algorithm, work = chunk.matrices, Work(self._buffer, self._device.launch, skipped)
         assert algorithm is not None
         for index, piece in enumerate(states.pieces):
             member = piece.member
@@ -103,24 +104,21 @@ class MatrixUpdate:
                 *(member.matrices_of(moment[index]) for moment in states.moments),
                 strict=True,
             )
-            for place, (gradient, before, *stored) in enumerate(each):
+            for place, (gradient, master, *stored) in enumerate(each):
                 work.reuse()
                 moments = [self._widened(moment, work) for moment in stored]
-                master, after = algorithm.updated(
-                    before, gradient, moments, step.steps[member], step.groups[chunk.group], work
+                algorithm.update_matrix(
+                    master, gradient, moments, step.steps[member], step.groups[chunk.group], work
                 )
-                self._replace(before, master, is_skipped=step.found_inf is not None)
-                for number, (moment, new) in enumerate(zip(stored, after, strict=True)):
-                    if moment.dtype == torch.float32:
-                        self._replace(moment, new, is_skipped=step.found_inf is not None)
-                    else:
+                for number, (moment, new) in enumerate(zip(stored, moments, strict=True)):
+                    if new is not moment:
                         rounding = Rounding(
                             integers(member.flat(moment)),
                             integers(member.flat(new)),
                             chunk.noise_offsets[piece],
                             step.steps[member],
                             self._skipped,
-                            shift=place * before.numel(),
+                            shift=place * master.numel(),
                             moment=number,
                         )
                         self._packer.round(rounding)
@@ -132,13 +130,6 @@ class MatrixUpdate:
         wide = work.like(moment, torch.float32)
         self._device.launch(wide.copy_, moment)
         return wide
-
-    def _replace(self, before: torch.Tensor, after: torch.Tensor, *, is_skipped: bool) -> None:
-        """Let `before` be `after`; where it `is_skipped` perhaps, the device says whether it stays."""
-        if is_skipped:
-            self._device.launch(torch.where, self._skipped, before, after, out=before)
-        else:
-            self._device.launch(before.copy_, after)
 
     def close(self) -> None:
         """Drop the scratch. No update may be running."""
