@@ -11,6 +11,10 @@ ALIGNMENT_ELEMENTS = 64  # of cuts: 256 bytes in fp32, so that vectorised kernel
 COMPACT_BLOCK_ELEMENTS = 64  # that share one scale of 2 bytes for each moment
 BF16_BYTES, FP32_BYTES = 2, 4
 ADAM_BYTES = 12  # an fp32 master and two fp32 moments
+ADAM_MOMENTS, MUON_MOMENTS = 2, 1
+_FLAG_BYTES = (
+    1 / 8
+)  # of a half master: how it was rounded; Adam's `exp_avg_sq` has its sign to spare for that
 
 
 class Form(NamedTuple):
@@ -21,8 +25,13 @@ class Form(NamedTuple):
     is_compact: bool = False
 
     def bytes(self, moments: int, *, is_own_master: bool) -> float:
-        """Return the bytes that cross the link each way for one element."""
+        """Return the bytes that cross the link each way for one element, whose moments have a sign to spare."""
         return self.moment_bytes * moments + (0 if is_own_master else self.master_bytes)
+
+    def signed_bytes(self, moments: int, *, is_own_master: bool) -> float:
+        """Return the same where all moments have signs, so that flags of half masters stand beside them."""
+        is_half = self.master_bytes < FP32_BYTES and not self.is_compact and not is_own_master
+        return self.bytes(moments, is_own_master=is_own_master) + is_half * _FLAG_BYTES
 
 
 WHOLE = Form()  # all in fp32
@@ -88,10 +97,18 @@ def adam_bytes(weight_bytes: float, streams_as: Form) -> StateBytes:
     is_own_master = weight_bytes >= FP32_BYTES
     return StateBytes(
         resident=ADAM_BYTES - (FP32_BYTES if is_own_master else 0),
-        streamed=streams_as.bytes(2, is_own_master=is_own_master),
+        streamed=streams_as.bytes(ADAM_MOMENTS, is_own_master=is_own_master),
         cpu_host=ADAM_BYTES + weight_bytes,
         staging=weight_bytes,
     )
+
+
+def streamed_muon_bytes(weight_bytes: float, streams_as: Form, share: float) -> float:
+    """Return the mean bytes of a streamed element where Muon updates a `share` of them, and AdamW the rest."""
+    is_own_master = weight_bytes >= FP32_BYTES
+    of_muon = streams_as.signed_bytes(MUON_MOMENTS, is_own_master=is_own_master)
+    of_adam = streams_as.bytes(ADAM_MOMENTS, is_own_master=is_own_master)
+    return share * of_muon + (1 - share) * of_adam
 
 
 def scratch_bytes(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from skill_tools.dialects import parameters
 from skill_tools.dialects.assumptions import Assumption
 from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel
 
@@ -110,7 +111,7 @@ class TrainingRun(NamedTuple):
     for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are what the user asks
     for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
     GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the parameters of a vision
-    tower that no text reaches: it has neither gradients nor states.
+    tower that no text reaches: it has neither gradients nor states. `matrices` is there if Muon updates some.
     """
 
     dialect: str
@@ -144,6 +145,7 @@ class TrainingRun(NamedTuple):
     tower: int = 0
     spread: Spread | None = None
     exchange: Exchange | None = None
+    matrices: Matrices | None = None
     assumptions: tuple[Assumption, ...] = ()
 
     @property

@@ -7,4 +7,5 @@
 
 PYTORCH = "pytorch"
 
-# What a loop on one GPU, or with a replica on each, is taken to train.
+# Values of the setting `optimizer`.
+ADAMW, MUON = "adamw", "muon"

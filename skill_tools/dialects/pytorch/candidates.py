@@ -29,6 +29,8 @@ from skill_tools.dialects.run import (
 
 _RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
+# The forms that states of matrices have.
+OF_MATRICES = (StreamedStates.EXACT, StreamedStates.PACKED)
 
 # What `reference_impl`'s `Streaming` calls the forms that plans name otherwise.
 _FORMS = {StreamedStates.PACKED: "bf16-moments"}
@@ -61,9 +63,10 @@ def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
     """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards.
 
+    Their optimizer has no formula of matrices.
     Where states are, the search decides.
     """
-    if not run.trains_all or run.shape.num_layers < 2 or run.layout.gpus > 1:
+    if not run.trains_all or run.shape.num_layers < 2 or run.layout.gpus > 1 or run.matrices is not None:
         return
     forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
     # An update in backward uses each gradient as soon as there is one.
@@ -123,7 +126,15 @@ def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
     elif (
         mode.optimizer_fraction and not activations and not (mode.recompute and mode.recompute != Recompute())
     ):
-        yield _hybrid_optimizer(mode)
+        yield _hybrid_optimizer(mode) if run.matrices is None else _state_offloader(mode)
+
+
+def _state_offloader(mode: Mode) -> str:
+    """Return the optimizer that takes the place of the loop's Muon and AdamW."""
+    options = [f"fraction={mode.optimizer_fraction:.4g}"]
+    if mode.streamed_states is not StreamedStates.EXACT:
+        options.append(f"states={_FORMS[mode.streamed_states]!r}")
+    return f"OptimizerStateOffloader([muon, adamw], {', '.join(options)}); then its attach(model)"
 
 
 def _hybrid_optimizer(mode: Mode) -> str:
@@ -222,15 +233,16 @@ def _optimizers(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
 
     The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides. Where any
-    numerics are allowed, states stream alone as each of them too.
+    numerics are allowed, states stream alone as each of them too. Matrices are never updated on the CPU, and AdamW's
+    part beside them is small, so that all of it streams.
     """
     yield _NOTHING
-    for share in sorted({0.0, round(advice.best_streamed_share, 4), 1.0}):
+    shares = {0.0, round(advice.best_streamed_share, 4), 1.0} if run.matrices is None else {1.0}
+    for share in sorted(shares):
         yield _optimizer(run, share, run.streamed_states)
     if run.allows_other_numerics and run.precision.weight_bytes == 2:
-        yield from (
-            _optimizer(run, 1.0, states) for states in StreamedStates if states != run.streamed_states
-        )
+        forms = StreamedStates if run.matrices is None else OF_MATRICES
+        yield from (_optimizer(run, 1.0, states) for states in forms if states != run.streamed_states)
 
 
 def _optimizer(run: TrainingRun, share: float, states: StreamedStates) -> _Part:
@@ -280,7 +292,9 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
         }
     if mode.trained_layers:
         mechanisms["streamed_shards"] = {"streamed_states": str(mode.streamed_states)}
-    if mode.optimizer_fraction:
+    if run.matrices is not None:
+        mechanisms["optimizer"] = _of_matrices(mode)
+    elif mode.optimizer_fraction:
         states = (
             {"streamed_states": str(mode.streamed_states)} if mode.streamed_states in _OTHER_NUMERICS else {}
         )
@@ -308,6 +322,14 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
         resident = (run.shape.num_layers - mode.weight_layers) * layers // run.shape.num_layers
         mechanisms["weights"] = {"resident_layers": resident}
     return mechanisms
+
+
+def _of_matrices(mode: Mode) -> dict[str, object]:
+    """Return what is done with Muon and AdamW: where nothing leaves, masters are in fp32 all the same."""
+    found: dict[str, object] = {"formula": "muon", "offload_fraction": mode.optimizer_fraction}
+    if mode.optimizer_fraction and mode.streamed_states in _OTHER_NUMERICS:
+        found["streamed_states"] = str(mode.streamed_states)
+    return found
 
 
 def _split(resident: float, streamed: float, cpu: float) -> dict[str, float]:

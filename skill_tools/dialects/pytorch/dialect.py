@@ -27,6 +27,7 @@ SETTINGS = (
     "max_grad_norm",
     "fused_loss",
     "streamed_states",
+    "optimizer",
     "sharding",
     "shard_dtype",
 )

@@ -5,12 +5,15 @@ numbers, trained eagerly with flash attention. Several GPUs shard it by FSDP2, o
 named model is Hugging Face's code, whose norms are eager; one of six numbers has torch's fused norms.
 """
 
+from offload_arithmetic.states import FP32_BYTES
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.parameters import lora
-from skill_tools.dialects.pytorch import PYTORCH, spread
+from skill_tools.dialects.matrices import Matrices, of_shape
+from skill_tools.dialects.parameters import lora, model
+from skill_tools.dialects.pytorch import ADAMW, MUON, PYTORCH, spread
+from skill_tools.dialects.pytorch.candidates import OF_MATRICES
 from skill_tools.dialects.run import Adapter, Precision, Recompute, StreamedStates, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -68,6 +71,16 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
                 f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
             )
         )
+    matrices = _matrices(config, shape, gpus or 1, rank, states)
+    precision = Precision(gradient_bytes=2, gradient_is_buffer=False)
+    if matrices is not None:
+        precision = precision._replace(moments_bytes=FP32_BYTES * matrices.moments)
+        assumptions.append(
+            Assumption(
+                f"Muon updates {matrices.share:.1%} of the parameters, the matrices of the layers; embedding, head and "
+                "vectors are AdamW's"
+            )
+        )
     run = TrainingRun(
         dialect=PYTORCH,
         shape=shape,
@@ -75,7 +88,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         seq_length=seq_length,
         micro_batch=micro_batch,
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
-        precision=Precision(gradient_bytes=2, gradient_is_buffer=False),
+        precision=precision,
         recompute=Recompute(granularity="full") if granularity == "full" else Recompute(),
         adapter=None if rank is None else Adapter(rank=rank, parameters=lora(shape, rank)),
         shards_optimizer=False,
@@ -87,12 +100,42 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         widens_gradients=True,
         fused_loss=bool(fields.flag(config, "fused_loss")),
         streamed_states=states,
+        matrices=matrices,
         assumptions=tuple(assumptions),
     )
     if run.layout.gpus == 1:
         spread.check_alone(config)
         return run
     return spread.spread(run, config)
+
+
+def _matrices(
+    config: Config, shape: ModelShape, gpus: int, rank: int | None, states: StreamedStates
+) -> Matrices | None:
+    """Return what Muon updates, or None for AdamW alone; raises `UnusableInput` for what Muon is not offloaded with."""
+    written = (fields.text(config, "optimizer") or ADAMW).lower()
+    if written not in {ADAMW, MUON}:
+        raise UnusableInput(
+            f"optimizer={written}",
+            expected=f"{ADAMW}, or {MUON} for Muon and AdamW",
+            attempt=f"optimizer={MUON}",
+        )
+    if written == ADAMW:
+        return None
+    sharded = gpus > 1 and fields.text(config, "sharding") != spread.Sharding.REPLICAS
+    beside = {
+        "lora_rank, whose factors AdamW updates": (rank is not None, f"optimizer={ADAMW}"),
+        "matrices that FSDP2 shards": (sharded, "sharding=replicas"),
+        f"streamed_states={states}": (states not in OF_MATRICES, f"streamed_states={StreamedStates.PACKED}"),
+    }
+    for what, (is_so, attempt) in beside.items():
+        if is_so:
+            raise UnusableInput(
+                f"optimizer={MUON} with {what}",
+                expected="whole matrices on each GPU, with momentum of 16 or 32 bits",
+                attempt=attempt,
+            )
+    return of_shape(shape, model(shape).total)
 
 
 def _streamed_states(config: Config) -> StreamedStates:

@@ -11,7 +11,9 @@ The shares are facts in `hardware.yaml`; most of a plan's error in time comes fr
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from offload_arithmetic.states import ADAM_MOMENTS, FP32_BYTES
 from skill_tools.dialects import parameters
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.traced import TracedModel, TracedStep
@@ -132,8 +134,21 @@ def _gpu_update_s(run: TrainingRun, machine: Machine, shard: int) -> float:
     """Seconds of the GPU's own update, whose bytes were measured with 12 of master and moments."""
     constants = model_constants()
     updated = 0 if run.adapter else shard
-    kept = (run.precision.master_bytes or run.precision.weight_bytes) + run.precision.moments_bytes
-    return constants["gpu_adam_bytes"] * kept / 12 * updated / (machine.hbm * constants["gpu_adam_share"])
+    if run.matrices is not None:
+        of_muon = _muon_update_s(run.matrices, machine, constants)
+        updated, moments_bytes = round(updated * (1 - run.matrices.share)), float(FP32_BYTES * ADAM_MOMENTS)
+    else:
+        of_muon, moments_bytes = 0.0, run.precision.moments_bytes
+    kept = (run.precision.master_bytes or run.precision.weight_bytes) + moments_bytes
+    adam = constants["gpu_adam_bytes"] * kept / 12 * updated / (machine.hbm * constants["gpu_adam_share"])
+    return of_muon + adam
+
+
+def _muon_update_s(matrices: Matrices, machine: Machine, constants: Mapping[str, float]) -> float:
+    """Return the seconds of Muon's update of all matrices: products as in a training step, and what stands between."""
+    products = matrices.flops / (machine.gemm * constants["eager_share"])
+    moved = constants["muon_bytes"] * matrices.share * matrices.trained
+    return products + moved / (machine.hbm * constants["elementwise_share"])
 
 
 def _traced_pace(

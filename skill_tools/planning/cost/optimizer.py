@@ -11,13 +11,13 @@ nothing is clipped the CPU starts in backward already. Explained in docs/optimiz
 
 from typing import NamedTuple
 
-from offload_arithmetic.sizes import BUCKET_ELEMENTS, LEAST_SLOTS
-from offload_arithmetic.states import FORMS, adam_bytes
+from offload_arithmetic.sizes import BUCKET_ELEMENTS, LEAST_SLOTS, STATE_CHUNK_BYTES
+from offload_arithmetic.states import FORMS, StateBytes, adam_bytes, streamed_muon_bytes
 from offload_arithmetic.update_time import MachineRates, resources_of, slowest_s, turning_points
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.run import Mode, OptimizerEngine, StreamedStates
 from skill_tools.planning.accounts import Cost
-from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model.streamed_states import chunk_elements
+from skill_tools.planning.cost.machine import Machine, model_constants
 
 
 class Update(NamedTuple):
@@ -36,13 +36,24 @@ class Compute(NamedTuple):
 
 
 def offloaded_update(
-    mode: Mode, shard: int, machine: Machine, beside: Compute, *, weight_bytes: float = 2
+    mode: Mode,
+    shard: int,
+    machine: Machine,
+    beside: Compute,
+    *,
+    weight_bytes: float = 2,
+    matrices: Matrices | None = None,
 ) -> Update:
-    """Return the cost of the offloaded share of `shard` parameters in a step, `beside` the work that may hide it."""
+    """Return the cost of the offloaded share of `shard` parameters in a step, `beside` the work that may hide it.
+
+    Muon updates `matrices` of them, on the GPU alone.
+    """
     moved = mode.optimizer_fraction * shard
     match mode.optimizer_engine:
         case OptimizerEngine.REFERENCE:
-            return Update(_reference(mode, shard, machine, beside, weight_bytes), machine.measured)
+            each = _state_bytes(mode.streamed_states, weight_bytes, matrices)
+            packing_s = 0.0 if matrices is None else _packing_s(mode.streamed_fraction, matrices, machine)
+            return Update(_reference(mode, shard, machine, beside, each, packing_s), machine.measured)
         case OptimizerEngine.TORCHAO | OptimizerEngine.TORCHAO_GRADIENTS:
             seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy
             formula = "bf16 AdamW tensor by tensor at half the bytes, then 2 B up; gradients are offloaded in backward"
@@ -88,8 +99,19 @@ def update_seconds(
     weight_bytes: float = 2,
 ) -> float:
     """Return the seconds in which `cpu` and `streamed` elements can be updated side by side, nothing hidden."""
-    each = adam_bytes(weight_bytes, FORMS[states])
+    return _seconds(cpu, streamed, machine, _state_bytes(states, weight_bytes, None))
+
+
+def _seconds(cpu: float, streamed: float, machine: Machine, each: StateBytes) -> float:
     return slowest_s(resources_of(cpu + streamed, 1, each, rates(machine)), cpu)
+
+
+def _state_bytes(states: StreamedStates, weight_bytes: float, matrices: Matrices | None) -> StateBytes:
+    """Return the bytes of an element of AdamW's, or as a mean of Muon's and AdamW's, of which all streams."""
+    each = adam_bytes(weight_bytes, FORMS[states])
+    if matrices is None:
+        return each
+    return each._replace(streamed=streamed_muon_bytes(weight_bytes, FORMS[states], matrices.share))
 
 
 def best_streamed_share(
@@ -105,9 +127,19 @@ def rates(machine: Machine) -> MachineRates:
     return MachineRates(machine.update_link, machine.update_dram, machine.update_cpu)
 
 
-def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight_bytes: float) -> Cost:
+def _packing_s(streamed: float, matrices: Matrices, machine: Machine) -> float:
+    """Return the seconds of the GPU's kernels that the streamed share of matrices has beside Muon's own."""
+    constants = model_constants()
+    moved = constants["muon_streamed_bytes"] * streamed * matrices.share * matrices.trained
+    return moved / (machine.hbm * constants["elementwise_share"])
+
+
+def _reference(
+    mode: Mode, shard: int, machine: Machine, beside: Compute, each: StateBytes, packing_s: float
+) -> Cost:
     """Return the cost of `reference_impl`'s update of the offloaded share of `shard` elements.
 
+    `packing_s` are kernels that are there only because states stream; other formulas have them in one kernel.
     The CPU also takes work off the GPU. This is left out: it is worth a few percent of a step, and nobody should
     offload for it.
     """
@@ -115,22 +147,20 @@ def _reference(mode: Mode, shard: int, machine: Machine, beside: Compute, weight
     cpu = mode.optimizer_fraction * shard - streamed
     done = 0.0
     if mode.updates_in_backward and cpu:
-        done = min(
-            cpu, beside.backward_s * cpu / update_seconds(cpu, 0.0, machine, weight_bytes=weight_bytes)
-        )
-    states = mode.streamed_states
-    waiting = min(streamed, LEAST_SLOTS * chunk_elements(states, own_master=weight_bytes >= 4))
-    rest = update_seconds(cpu - done, streamed - waiting, machine, states, weight_bytes=weight_bytes)
+        done = min(cpu, beside.backward_s * cpu / _seconds(cpu, 0.0, machine, each))
+    waiting = min(streamed, LEAST_SLOTS * int(STATE_CHUNK_BYTES // each.streamed))
+    rest = _seconds(cpu - done, streamed - waiting, machine, each)
     on_gpu = beside.gpu_update_s * (1 - cpu / shard)
-    exposed = max(_latency(cpu, machine, weight_bytes), rest - beside.forward_s - on_gpu)
+    on_gpu += packing_s
+    exposed = packing_s + max(_latency(cpu, machine, each), rest - beside.forward_s - on_gpu)
     hides = "backward and the next forward" if mode.updates_in_backward else "the next forward"
     formula = f"{cpu / 1e9:.3f}e9 parameters on the CPU, {streamed / 1e9:.3f}e9 streamed, less {hides}"
-    work = update_seconds(cpu, streamed, machine, states, weight_bytes=weight_bytes)
+    work = _seconds(cpu, streamed, machine, each)
     return Cost("offloaded optimizer", work, exposed, formula)
 
 
-def _latency(cpu: float, machine: Machine, weight_bytes: float) -> float:
+def _latency(cpu: float, machine: Machine, each: StateBytes) -> float:
     """Return the seconds of the bucket that the next forward needs first: copied down, updated, copied up."""
     elements = min(cpu, BUCKET_ELEMENTS)
-    link = weight_bytes * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
-    return link + update_seconds(elements, 0.0, machine, weight_bytes=weight_bytes)
+    link = each.staging * elements * (1 / machine.d2h_copy + 1 / machine.h2d_copy)
+    return link + _seconds(elements, 0.0, machine, each)

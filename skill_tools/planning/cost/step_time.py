@@ -56,7 +56,7 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
         costs.append(_states_over_the_link(memory, machine))
     on_gpu = speed.gpu_update_s * _share_on_gpu(mode)
     if on_gpu:
-        costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, "28 B a parameter / HBM"))
+        costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, _gpu_update_formula(run)))
     if mode.trained_layers:
         costs += streamed_shards.costs(run, mode, memory, machine, left, again_s)
         return StepTime(speed.step_s, tuple(costs), machine.measured)
@@ -68,9 +68,20 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
         gpu_update_s=speed.gpu_update_s,
     )
     update = offloaded_update(
-        mode, memory.parameters.shard, machine, beside, weight_bytes=run.precision.weight_bytes
+        mode,
+        memory.parameters.shard,
+        machine,
+        beside,
+        weight_bytes=run.precision.weight_bytes,
+        matrices=run.matrices,
     )
     return StepTime(speed.step_s, (*costs, update.cost), update.calibrated)
+
+
+def _gpu_update_formula(run: TrainingRun) -> str:
+    if run.matrices is None:
+        return "28 B a parameter / HBM"
+    return f"{run.matrices.flops:.3g} FLOP of Newton-Schulz in bf16, and the kernels beside them"
 
 
 def _share_on_gpu(mode: Mode) -> float:

@@ -201,7 +201,7 @@ def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], li
         mode.moves_masters or mode.optimizer_engine is not OptimizerEngine.HYBRID_DEVICE
     )
     master_bytes = _own_master_bytes(run) if masters_move else precision.master_bytes
-    moments_bytes = 8.0 if fraction else precision.moments_bytes
+    moments_bytes = 8.0 if fraction and run.matrices is None else precision.moments_bytes
     masters = resident if masters_move else shard
     gpu = []
     if master_bytes and masters:

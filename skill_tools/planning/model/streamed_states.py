@@ -5,19 +5,27 @@ explained in docs/optimizer-state-offloading.md.
 """
 
 from offload_arithmetic import sizes
-from offload_arithmetic.states import FORMS, FP32_BYTES, scratch_bytes
+from offload_arithmetic.states import (
+    ADAM_MOMENTS,
+    FORMS,
+    FP32_BYTES,
+    MUON_MOMENTS,
+    scratch_bytes,
+    streamed_muon_bytes,
+)
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.run import StreamedStates, TrainingRun
-
-_MOMENTS = 2
 
 
 def streamed_bytes(states: StreamedStates, *, own_master: bool = False) -> float:
     """Return the bytes of an element's states, which cross the link each way."""
-    return FORMS[states].bytes(_MOMENTS, is_own_master=own_master)
+    return FORMS[states].bytes(ADAM_MOMENTS, is_own_master=own_master)
 
 
 def element_bytes(run: TrainingRun, states: StreamedStates) -> float:
-    """Return the same for the weights of `run`."""
+    """Return the same for the weights of `run`, as a mean where Muon updates some."""
+    if run.matrices is not None:
+        return streamed_muon_bytes(run.precision.weight_bytes, FORMS[states], run.matrices.share)
     return streamed_bytes(states, own_master=has_own_masters(run))
 
 
@@ -28,10 +36,31 @@ def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
 
 def ring_bytes(run: TrainingRun, states: StreamedStates, streamed: int) -> int:
     """Return the GPU bytes that streaming so many elements needs: slots of a chunk, and the scratch of one update."""
+    if run.matrices is not None:
+        return _ring_of_matrices(run, run.matrices, states, streamed)
     elements = chunk_elements(states, own_master=has_own_masters(run))
     slots = min(sizes.LEAST_SLOTS, -(-streamed // elements))
     each_bytes = element_bytes(run, states) * slots + scratch_of(run, states)
     return round(each_bytes * min(streamed, elements))
+
+
+def _ring_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStates, streamed: int) -> int:
+    """Return the same where Muon updates some: a slot holds the largest matrix, and one more scratch serves all."""
+    form, is_own_master = FORMS[states], has_own_masters(run)
+    each_bytes = form.signed_bytes(MUON_MOMENTS, is_own_master=is_own_master)
+    chunk = max(int(sizes.STATE_CHUNK_BYTES // each_bytes), matrices.largest)
+    slots = min(sizes.LEAST_SLOTS, -(-streamed // chunk))
+    has_half_masters = form.master_bytes < FP32_BYTES and not is_own_master
+    # Momentum is widened for the update, one matrix at a time, so that a chunk's scratch is that of fp32.
+    widened = FP32_BYTES * matrices.largest if form.moment_bytes < FP32_BYTES else 0
+    scratch = scratch_bytes(
+        run.precision.weight_bytes,
+        has_half_masters=has_half_masters,
+        is_rounded=False,
+        is_compact=False,
+        is_joined=False,
+    )
+    return round((each_bytes * slots + scratch) * min(streamed, chunk)) + matrices.work_bytes + widened
 
 
 def scratch_of(run: TrainingRun, states: StreamedStates) -> float:

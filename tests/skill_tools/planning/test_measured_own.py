@@ -9,69 +9,25 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from own_h200 import H200, SIZES, own, run
 
 from offload_arithmetic.states import FORMS, WHOLE
 from skill_tools.bundle import root
 from skill_tools.card.load import load_card
-from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
-    OptimizerEngine,
     Precision,
     Recompute,
-    TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.planning.cost import compute, machine, recompute, step_time
+from skill_tools.planning.cost import compute, recompute, step_time
 from skill_tools.planning.model import memory, states
 
-H200 = machine.from_profile(
-    {
-        "h2d_pinned_GBs": 55.5,
-        "d2h_pinned_GBs": 55.4,
-        "duplex_total_GBs": 101.6,
-        "host_triad_GBs": 105.766,
-        "cpu_adam_fused_Gparam_s": 5.4,
-        "cpu_adam_perparam_fused_Gparam_s": 3.223,
-        "bf16_matmul_TFLOPs": 766.748,
-        "hbm_GBs": 4800,
-    },
-    name="H200",
-    source="one run",
-)
 ROWS: Mapping[str, Mapping[str, Any]] = {
     row["id"]: row for row in load_card(root() / "card.yaml")["measured_results"]
 }
-MODEL = ModelShape(name="decoder", num_layers=24, hidden=2048, ffn=5632, heads=16, kv_heads=16, vocab=32000)
-
-
-def run(tokens: int) -> TrainingRun:
-    return TrainingRun(
-        dialect="pytorch",
-        is_eager=True,
-        widens_gradients=True,
-        shape=MODEL,
-        layout=Layout(),
-        seq_length=2048,
-        micro_batch=tokens // 2048,
-        precision=Precision(gradient_bytes=2, gradient_is_buffer=False),
-        shards_optimizer=False,
-        loss_bytes=12,
-        fused_activation=False,
-    )
-
-
-def own(fraction: float, *, streamed: float = 0.0, in_backward: bool = False) -> Mode:
-    return Mode(
-        optimizer_fraction=fraction,
-        streamed_fraction=streamed,
-        optimizer_engine=OptimizerEngine.REFERENCE,
-        updates_in_backward=in_backward,
-    )
-
-
 MODES = {
     "own-none": Mode(),
     "own-25": own(0.25, in_backward=True),
@@ -90,7 +46,6 @@ def predicted(tokens: int, mode: Mode) -> tuple[memory.Memory, float]:
     return found, step_time.estimate(given, mode, found, H200, speed).total_s
 
 
-SIZES = {"8k": 8192, "32k": 32768}
 MEASURED = [(name, suffix) for name in MODES for suffix in SIZES if f"{name}-{suffix}" in ROWS]
 
 
