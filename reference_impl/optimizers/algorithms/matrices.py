@@ -4,8 +4,8 @@ Such a formula multiplies matrices, so nothing may cut one, and the CPU would ta
 once a matrix: products of several matrices at once may round differently on a GPU. A stack of matrices (a parameter of
 three dimensions, as those of experts) is updated one matrix after the other.
 
-An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped: the host
-does not know it. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
+An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped, which
+the host does not know. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
