@@ -16,32 +16,33 @@ from torch import nn
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES
 from reference_impl.memory.slab import Slab
+from reference_impl.verification.apply import Given, optimizers_in
 
 
 class Before:
-    """A model and optimizer as they are now. Gradients are not part of it: `restore` drops them.
+    """A model and its optimizers as they are now. Gradients are not part of it: `restore` drops them.
 
-    The optimizer's states move to the host until `give_back`, so that trials have the device's memory to themselves.
+    The optimizers' states move to the host until `give_back`, so that trials have the device's memory to themselves.
     Raises HostMemoryError where the host has no room for them and a copy of the weights; nothing has moved then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
+    def __init__(self, model: nn.Module, optimizer: Given, device: Device) -> None:
         self._device = device
         self._tensors = list(_changing(model))
         self._params = list(model.parameters())
-        self._optimizer = optimizer
         states = [
-            (param, name, value)
-            for param, state in optimizer.state.items()
+            (state, name, value)
+            for each in optimizers_in(optimizer)
+            for state in each.state.values()
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.device.type != "cpu"
         ]
         copies = copies_on_host([*self._tensors, *(value for _, _, value in states)], device)
         self._copies = copies[: len(self._tensors)]
         self._random = RandomState(device)
-        self._were_on = [(param, name, value.device) for param, name, value in states]
-        for (param, name, _), copy in zip(states, copies[len(self._tensors) :], strict=True):
-            optimizer.state[param][name] = copy
+        self._were_on = [(state, name, value.device) for state, name, value in states]
+        for (state, name, _), copy in zip(states, copies[len(self._tensors) :], strict=True):
+            state[name] = copy
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -54,9 +55,8 @@ class Before:
         self._device.synchronize()
 
     def give_back(self) -> None:
-        """Move the optimizer's states back to where they were."""
-        for param, name, device in self._were_on:
-            state = self._optimizer.state[param]
+        """Move the optimizers' states back to where they were."""
+        for state, name, device in self._were_on:
             state[name] = state[name].to(device)
 
 

@@ -5,7 +5,9 @@ Explained in docs/fitting.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from reference_impl.device import Device
 from reference_impl.fitting.planner import Plan
 from reference_impl.fitting.trial import Loss
+from reference_impl.verification.apply import Given, optimizers_in
 from reference_impl.verification.plan_document import check_predicts, execute_section, read_document
 from reference_impl.verification.trace import check_callable_with, own_loss
 
@@ -83,21 +86,35 @@ def one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Dev
     return on, there
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for anything but AdamW of parameters of `model`."""
-    if type(optimizer) is not torch.optim.AdamW:
+def check_optimizer(given: Given, model: nn.Module) -> None:
+    """Raise ValueError for anything but AdamW, Muon or one of each, of parameters of `model`."""
+    listed = optimizers_in(given)
+    kinds = [type(each) for each in listed]
+    if not listed or len(set(kinds)) < len(kinds) or not set(kinds) <= {torch.optim.AdamW, torch.optim.Muon}:
         raise ValueError(
-            f"fit offloads AdamW's state; got {type(optimizer).__name__}; try torch.optim.AdamW(model.parameters()); "
-            "for matrices that Muon updates, OptimizerStateOffloader"
+            "fit offloads the states of AdamW and of Muon; got "
+            f"{', '.join(kind.__name__ for kind in kinds) or 'no optimizer'}; expected torch.optim.AdamW, "
+            "torch.optim.Muon or a list with one of each; try torch.optim.AdamW(model.parameters())"
         )
     own = set(model.parameters())
-    others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    trained = [param for each in listed for group in each.param_groups for param in group["params"]]
+    others = [param for param in trained if param not in own]
     if others:
         raise ValueError(
             f"the optimizer has {len(others)} parameters that {type(model).__name__} has not, one of shape "
             f"{tuple(others[0].shape)}; expected the model's own; try torch.optim.AdamW(model.parameters()) once the "
             "model is final"
         )
+
+
+def matrices_of(given: Given) -> list[tuple[int, int, int]]:
+    """Return what Muon updates, as rows, columns and how many of each."""
+    found: Counter[tuple[int, int]] = Counter()
+    for each in optimizers_in(given):
+        for group in each.param_groups if type(each) is torch.optim.Muon else ():
+            for param in group["params"]:
+                found[param.shape[-2], param.shape[-1]] += prod(param.shape[:-2]) * param.requires_grad
+    return [(rows, columns, count) for (rows, columns), count in found.items() if count]
 
 
 def losses_of(given: Loss | Sequence[Loss] | None) -> list[Loss]:

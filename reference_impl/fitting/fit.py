@@ -37,7 +37,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
 from reference_impl.memory.shown import Shown, size
 from reference_impl.optimizers.checks import norm_of
-from reference_impl.verification.apply import AppliedPlan
+from reference_impl.verification.apply import AppliedPlan, Given, optimizers_in
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.trace import NoLossError
 from reference_impl.verification.trace_profile import profile_batch
@@ -93,7 +93,7 @@ class Fitted(Shown, ClosedAtExit):
 
 def fit(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     batch: Any,
     loss: Loss | Sequence[Loss] | None = None,
     *,
@@ -113,7 +113,8 @@ def fit(
 
     Args:
         model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`.
-        optimizer: a `torch.optim.AdamW`; what is fitted takes its groups and states over.
+        optimizer: a `torch.optim.AdamW`, a `torch.optim.Muon` or a list of both; what is fitted takes groups and states
+            over.
         batch: keyword arguments as a mapping, or one positional argument.
         loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns. Of
             several, which say the same in other kernels (all logits at once, or chunks of them), the one that trains
@@ -184,6 +185,7 @@ def fit(
                         pinned_bytes=None if pinned_budget == "auto" else pinned_budget,
                         allow_other_numerics=allow_other_numerics,
                         gradients_wait=on.is_accelerator,
+                        muon=bool(checks.matrices_of(optimizer)),
                     ),
                     budget_bytes,
                     other_bytes=other_bytes,
@@ -222,7 +224,8 @@ def fit(
         raise
     finally:
         shown.end()
-    optimizer.state.clear()
+    for each in optimizers_in(optimizer):
+        each.state.clear()
     measured, summary = settled.measured(budget_bytes), settled.summary(budget_bytes)
     if len(losses) > 1:
         measured["loss"] = chosen
@@ -238,7 +241,7 @@ def fit(
 def _described(task: Task) -> tuple[Mapping[str, Any], float]:
     """Return what the planner is told of the model, and by how much its bytes may be wrong."""
     _, tokens = checks.size(task.batch)
-    config = _config(task.model)
+    config, matrices = _config(task.model), checks.matrices_of(task.optimizer)
     try:
         profile = profile_batch(
             task.model, task.batch, task.loss, tokens=tokens, on_cuda=task.device.is_accelerator
@@ -266,6 +269,8 @@ def _described(task: Task) -> tuple[Mapping[str, Any], float]:
         profile["weights_allocated_bytes"] = profile["weights_bytes"]
     if config is not None:
         profile["config"] = config
+    if matrices:
+        profile["matrices"] = matrices
     return profile, 0.0
 
 

@@ -34,6 +34,7 @@ class Planner:
         pinned_bytes: what of it may be page-locked; None is what `offload probe` has found here.
         allow_other_numerics: whether a plan may round optimizer states.
         gradients_wait: whether gradients wait for their copies; on the CPU twin copies are synchronous.
+        muon: whether Muon updates the matrices.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Planner:
         pinned_bytes: int | None = None,
         allow_other_numerics: bool = False,
         gradients_wait: bool = True,
+        muon: bool = False,
     ) -> None:
         self.host_bytes = host_bytes
-        self._batch = [f"seq_length={tokens}", f"micro_batch_size={sequences}"]
+        self._run = [f"seq_length={tokens}", f"micro_batch_size={sequences}", *["optimizer=muon"] * muon]
         self.pinned_bytes = pinned_bytes
         flags = {"--allow-other-numerics": allow_other_numerics, "--gradients-at-once": not gradients_wait}
         self._flags = [flag for flag, is_so in flags.items() if is_so]
@@ -70,7 +72,7 @@ class Planner:
                 words += ["--pinned-memory", f"{self.pinned_bytes}bytes"]
             for mechanism in sorted(without):
                 words += ["--without", mechanism]
-            return _ask([*words, "--overrides", *self._batch])
+            return _ask([*words, "--overrides", *self._run])
 
 
 def formula_parameters(config: Mapping[str, Any]) -> int | None:

@@ -24,7 +24,7 @@ from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
 from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
-from reference_impl.verification.apply import AppliedPlan, apply_plan
+from reference_impl.verification.apply import AppliedPlan, Given, apply_plan, optimizers_in
 from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
 
@@ -60,13 +60,13 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained: `loss(model, batch)` with an AdamW whose gradients are clipped to `max_grad_norm`, or not.
+    """What is trained: `loss(model, batch)` with AdamW, Muon or both, whose gradients are clipped to `max_grad_norm`.
 
     `on_host` says that the model's weights are on the host, and are to be there again in the end.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Given
     batch: Any
     loss: Loss
     max_grad_norm: float | None
@@ -102,8 +102,9 @@ class Task:
             yield
 
     def apply(self, plan: dict[str, Any]) -> AppliedPlan:
-        """Put `plan` on the model; the optimizer keeps its states, for the next plan."""
-        states = dict(self.optimizer.state)
+        """Put `plan` on the model; the optimizers keep their states, for the next plan."""
+        listed = optimizers_in(self.optimizer)
+        states = [dict(each.state) for each in listed]
         # What it says of the model's size may rest on a formula, whose error is known.
         its_own = {name: section for name, section in plan.items() if name != "model"}
         applied = apply_plan(
@@ -113,7 +114,8 @@ class Task:
             max_grad_norm=self.max_grad_norm,
             device=self.device.torch_device,
         )
-        self.optimizer.state.update(states)
+        for each, before in zip(listed, states, strict=True):
+            each.state.update(before)
         return applied
 
     def step(self, applied: AppliedPlan) -> None:

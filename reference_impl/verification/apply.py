@@ -24,7 +24,7 @@ from reference_impl.distributed.mesh import ranks_of_shards
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.memory.shown import Shown
-from reference_impl.optimizers import Adam, HybridDeviceOptimizer, Streaming
+from reference_impl.optimizers import Adam, HybridDeviceOptimizer, OptimizerStateOffloader, Streaming
 from reference_impl.optimizers.algorithms.base import FUSED
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
@@ -42,6 +42,8 @@ from reference_impl.verification.watch import StepWatch
 from reference_impl.weights import FrozenLayerStreamer
 
 Streamer = FrozenLayerStreamer | TrainableLayerStreamer | ShardStreamer
+# One, or several that are stepped together.
+Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _RECOMPUTING = ("checkpoint", "recompute")
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
@@ -97,7 +99,7 @@ class AppliedPlan(Shown, ClosedAtExit):
 
 def apply_plan(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Given,
     plan: Mapping[str, Any] | str | Path,
     *,
     max_grad_norm: float | None = None,
@@ -118,9 +120,10 @@ def apply_plan(
     Args:
         model: its blocks stand in an `nn.ModuleList`. For a plan of several GPUs `fully_shard` has sharded it, and the
             optimizer is made from it after that.
-        optimizer: a `torch.optim.AdamW`. Where the plan puts another optimizer in its place, that has the same groups,
-            so that a learning-rate scheduler of either works, and its states, of which it has none from then on. Until
-            `close()` its `step()`, `state_dict()` and `load_state_dict()` raise RuntimeError.
+        optimizer: a `torch.optim.AdamW`, or for a plan of Muon a `torch.optim.Muon` or a list of both. Where the plan
+            puts another optimizer in its place, that has the same groups, so that a learning-rate scheduler of either
+            works, and its states, of which it has none from then on. Until `close()` its `step()`, `state_dict()` and
+            `load_state_dict()` raise RuntimeError.
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. A plan that starts
             updates in backward excludes it.
@@ -139,13 +142,9 @@ def apply_plan(
     wanted, layers, shards = (
         execute.get(name) for name in ("optimizer", "trained_layers", "streamed_shards")
     )
-    if {"optimizer", "trained_layers", "streamed_shards"} & set(execute) and type(
-        optimizer
-    ) is not torch.optim.AdamW:
-        raise ValueError(
-            f"the plan offloads AdamW's state; got {type(optimizer).__name__}; "
-            "try torch.optim.AdamW(model.parameters()); for matrices that Muon updates, OptimizerStateOffloader"
-        )
+    moves_states = bool({"optimizer", "trained_layers", "streamed_shards"} & set(execute))
+    optimizers = _optimizers_for(optimizer, _formula(execute), moves_states=moves_states)
+    optimizer = optimizers[0]
     activations = execute.get("activations") or {}
     if activations.get("mode") == "layers":
         # Before weights are moved: what the model itself refuses.
@@ -163,8 +162,8 @@ def apply_plan(
     # Where shards live on the host, parameters are there too.
     trains_on = next(model.parameters()).device if shards is not None else None
     try:
-        if {"optimizer", "trained_layers", "streamed_shards"} & set(execute):
-            undo.append(_fuse(optimizer))
+        if moves_states:
+            undo += [_fuse(each) for each in optimizers if type(each) is torch.optim.AdamW]
         undo.append(without_caches(model))
         if (weights := execute.get("weights")) is not None:
             streamers.append(FrozenLayerStreamer(model, device=device, **weights))
@@ -183,7 +182,11 @@ def apply_plan(
             undo.append(sharded.close)
             stepped = sharded.optimizer
         if wanted is not None:
-            stepped = offloading = _optimizer(optimizer, wanted, max_grad_norm)
+            stepped = offloading = (
+                _state_offloader(optimizers, wanted, max_grad_norm)
+                if wanted.get("formula")
+                else _optimizer(optimizer, wanted, max_grad_norm)
+            )
             undo.append(offloading.close)
             offloading.attach(model)
         if stepped is optimizer and max_grad_norm is not None:
@@ -194,11 +197,43 @@ def apply_plan(
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
-    if isinstance(stepped, HostedOptimizer):
+    if isinstance(stepped, HostedOptimizer) and not isinstance(stepped, OptimizerStateOffloader):
         # States would stay on the device beside those that have taken their place.
         optimizer.state.clear()
         stepped.take_place_of(optimizer)
     return applied
+
+
+def _formula(execute: Mapping[str, Any]) -> str | None:
+    """Return the name of a formula of matrices that an `execute` section is for, or None for AdamW alone."""
+    formula: str | None = (execute.get("optimizer") or {}).get("formula")
+    return formula
+
+
+def optimizers_in(given: Given) -> list[torch.optim.Optimizer]:
+    """Return what is given as a list."""
+    return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+
+
+def _optimizers_for(
+    given: Given, formula: str | None, *, moves_states: bool
+) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers as a list. Raises ValueError where a plan with this formula is not for them."""
+    listed = optimizers_in(given)
+    kinds = [type(each) for each in listed]
+    names = ", ".join(kind.__name__ for kind in kinds) or "no optimizer"
+    if formula is not None:
+        if torch.optim.Muon not in kinds or not set(kinds) <= {torch.optim.Muon, torch.optim.AdamW}:
+            raise ValueError(
+                f"the plan is for Muon; got {names}; expected torch.optim.Muon, or a list of it and torch.optim.AdamW; "
+                "try a plan without --overrides optimizer=muon for AdamW alone"
+            )
+    elif len(listed) != 1 or (moves_states and kinds != [torch.optim.AdamW]):
+        raise ValueError(
+            f"the plan offloads AdamW's state; got {names}; expected one torch.optim.AdamW(model.parameters()); for "
+            "matrices that Muon updates try offload plan --overrides optimizer=muon"
+        )
+    return listed
 
 
 def check_planned_for(plan: Mapping[str, Any], model: nn.Module) -> None:
@@ -279,6 +314,17 @@ def _optimizer(
             close_behind(error, offloading.close)
             raise
     return offloading
+
+
+def _state_offloader(
+    optimizers: Sequence[torch.optim.Optimizer], wanted: Mapping[str, Any], max_grad_norm: float | None
+) -> OptimizerStateOffloader:
+    return OptimizerStateOffloader(
+        optimizers,
+        fraction=wanted["offload_fraction"],
+        states=STREAMED_STATES[wanted.get("streamed_states", "exact")],
+        max_grad_norm=max_grad_norm,
+    )
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -53,6 +53,8 @@ STREAMED_STATES: Mapping[str, States] = {
     "compact-8": "compact-8",
 }
 INPUTS = ("device", "host")
+# Beside AdamW, which is not named: formulas of matrices, each with AdamW for the rest.
+FORMULAS = ("muon",)
 SHARD_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OVERLAPS = ("gradients", "update")
 # Planners name no other; whoever reads gradients changes a plan so.
@@ -176,6 +178,7 @@ def _sharding(entry: str, found: Any) -> None:
 def _optimizer(entry: str, found: Any) -> None:
     _object(
         {
+            "formula": _one_of(FORMULAS),
             "offload_fraction": _share,
             "split": _split,
             "backward_overlap": _one_of(_OVERLAPS_OF_OPTIMIZER),
@@ -183,6 +186,9 @@ def _optimizer(entry: str, found: Any) -> None:
         },
         required=("offload_fraction",),
     )(entry, found)
+    others = [name for name in ("split", "backward_overlap") if name in found]
+    if "formula" in found and others:
+        raise _wrong(entry, others, "offload_fraction and streamed_states beside formula", "another plan")
 
 
 def _split(entry: str, found: Any) -> None:

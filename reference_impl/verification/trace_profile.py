@@ -22,7 +22,7 @@ from torch import nn
 from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
 from reference_impl.weights.storages import repeated_blocks, streamable_storages
 
-SCHEMA_VERSION = "1.5"
+SCHEMA_VERSION = "1.6"
 _MOST_HELD = 20
 
 

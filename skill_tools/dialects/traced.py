@@ -53,6 +53,7 @@ class TracedModel(NamedTuple):
     `trained_width` that of the largest parameter that is trained. `frozen_layers` are the bytes of each layer that may
     stream, and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that the
     model was counted, and not its shape. With `images` in each sequence its vision tower was counted too.
+    `matrices` are what Muon updates, as rows, columns and how many, where somebody has said it.
 
     Two are the same if they are the same object, so that what is computed from one is found again quickly.
     """
@@ -74,6 +75,7 @@ class TracedModel(NamedTuple):
     images: int
     plain: TracedStep
     recomputed: TracedStep
+    matrices: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def made_gradients_bytes(self) -> float:

@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from offload_arithmetic.states import FP32_BYTES
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.assumptions import Assumption
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.run import Adapter, TrainingRun
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
@@ -85,7 +87,7 @@ def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun
         run = run._replace(tower=0)
     if is_adapted:
         return _of_model(run, found)._replace(adapter=_adapter(found))
-    run = _partly_frozen(_of_model(run, found), found)
+    run = _with_matrices(_partly_frozen(_of_model(run, found), found), found)
     if not found.is_counted or run.is_fully_sharded or registry.named(run.dialect).has_files:
         # Shards have a dtype of their own, and are gathered in the one that was traced; so have a framework's trained
         # weights.
@@ -106,6 +108,15 @@ def _partly_frozen(run: TrainingRun, found: TracedModel) -> TrainingRun:
     said = Assumption(f"frozen: {frozen:,} of {found.parameters:,} elements, as they were traced")
     share = found.trained / found.parameters
     return run._replace(trained_share=share, assumptions=(*run.assumptions, said))
+
+
+def _with_matrices(run: TrainingRun, found: TracedModel) -> TrainingRun:
+    """Return `run` with the matrices that were counted, where Muon updates some."""
+    if run.matrices is None or not found.matrices:
+        return run
+    matrices = Matrices(found.matrices, found.trained)
+    precision = run.precision._replace(moments_bytes=FP32_BYTES * matrices.moments)
+    return run._replace(matrices=matrices, precision=precision)
 
 
 def _has_adapters(found: TracedModel) -> bool:
@@ -218,7 +229,12 @@ def model_of(data: Mapping[str, Any]) -> TracedModel:
         images=int(data.get("images", 0)),
         plain=steps[False],
         recomputed=steps[True],
+        matrices=tuple(_matrix(*each) for each in data.get("matrices", ())),
     )
+
+
+def _matrix(rows: object, columns: object, count: object) -> tuple[int, int, int]:
+    return _bytes(rows), _bytes(columns), _bytes(count)
 
 
 def _step(data: Mapping[str, Any]) -> TracedStep:
