@@ -180,25 +180,33 @@ def train(
         "validation": statistics.fmean(held),
         "largest_update": largest,
         "seconds": time.perf_counter() - start,
-        "losses": [round(loss, 5) for loss in torch.stack(losses).tolist()],
+        "losses": torch.stack(losses).tolist(),
     }
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, object]]:
     """Yield a line for each form: validation losses and what they are off the exact ones of the same seed."""
     for form in FORMS:
-        exact = {run["seed"]: run["validation"] for run in runs if run["form"] == exact_of(form)}
+        exact = {run["seed"]: run for run in runs if run["form"] == exact_of(form)}
         listed = [run for run in runs if run["form"] == form]
         if listed:
-            off = [run["validation"] / exact[run["seed"]] - 1 for run in listed if run["seed"] in exact]
+            pairs = [(run, exact[run["seed"]]) for run in listed if run["seed"] in exact]
+            off = [run["validation"] / plain["validation"] - 1 for run, plain in pairs]
             yield {
                 "states": form,
                 "seeds": ", ".join(str(run["seed"]) for run in listed),
                 "validation loss": ", ".join(f"{run['validation']:.4f}" for run in listed),
                 "off exact": ", ".join(f"{each:+.2%}" for each in off),
+                "same losses": ", ".join(same_until(run["losses"], plain["losses"]) for run, plain in pairs),
                 "largest update": f"{max(run['largest_update'] for run in listed):.1f}",
                 "seconds": f"{statistics.fmean(run['seconds'] for run in listed):.0f}",
             }
+
+
+def same_until(losses: Sequence[float], exact: Sequence[float]) -> str:
+    """Return whether two curves are the same to the bit: `all`, or of how many steps from the first on."""
+    others = (step for step, pair in enumerate(zip(losses, exact, strict=True)) if pair[0] != pair[1])
+    return str(next(others, "all"))
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
