@@ -61,15 +61,24 @@ class Offloading(ClosedAtExit):
     def make_optimizer(self, params: Iterable[Any], **hyper_parameters: Any) -> HybridDeviceOptimizer:
         """Return the optimizer of `params`, parameters or groups; one that this has made before is closed.
 
-        Raises ValueError where the optimizer is not among what is to be offloaded.
+        Raises ValueError where the optimizer is not among what is to be offloaded, and for a plan of Muon with no group
+        of Muon.
         """
         if self.wanted.optimizer is None:
             raise ValueError(
                 "the optimizer is not to be offloaded; expected optimizer=True or its options; try a stock optimizer"
             )
+        listed = list(params)
+        if self.wanted.formula and not any(
+            isinstance(each, dict) and each.get("use_muon") for each in listed
+        ):
+            raise ValueError(
+                "the plan is for Muon, and no group of parameters is updated by it; expected groups of matrices with "
+                "use_muon=True; try a plan without --overrides optimizer=muon"
+            )
         if self.optimizer is not None:
             self.optimizer.close()
-        self.optimizer = HybridDeviceOptimizer(params, **agreed(self.wanted.optimizer), **hyper_parameters)
+        self.optimizer = HybridDeviceOptimizer(listed, **agreed(self.wanted.optimizer), **hyper_parameters)
         return self.optimizer
 
     def attach(

@@ -55,4 +55,5 @@ def planned(plan: Plan) -> dict[str, Any]:
         "activations": activation_options(activations) if activations else None,
         "weights": execute.get("weights"),
         "planned_for": document if "model" in document else None,
+        "formula": None if optimizer is None else optimizer.get("formula"),
     }

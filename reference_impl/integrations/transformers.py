@@ -14,10 +14,9 @@ from reference_impl.integrations.offloading import Offloading
 from reference_impl.integrations.parked_generation import ParkedGeneration
 from reference_impl.integrations.planned import Plan
 from reference_impl.integrations.transformers_callback import callback_of, events_that_read
-from reference_impl.integrations.transformers_checks import check_trainer, optimizer_arguments
+from reference_impl.integrations.transformers_checks import check_trainer, optimizer_in
 from reference_impl.integrations.wanted import Options, Wanted
 from reference_impl.memory.closing import closed_behind, undo_all
-from reference_impl.optimizers import HybridDeviceOptimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback
@@ -64,10 +63,7 @@ def offload(
     handle.check(trainer.model)
     before, train = trainer.optimizer_cls_and_kwargs, trainer.train
     if wanted.optimizer is not None:
-        trainer.optimizer_cls_and_kwargs = (
-            HybridDeviceOptimizer,
-            optimizer_arguments(trainer, wanted.optimizer),
-        )
+        trainer.optimizer_cls_and_kwargs = optimizer_in(trainer, wanted.optimizer)
     callback = callback_of(
         handle, lambda: events_that_read(trainer), lambda: trainer.model_wrapped, generation
     )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from reference_impl.integrations.wanted import Options, Wanted, agreed
+from reference_impl.optimizers import HybridDeviceOptimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -48,11 +50,61 @@ def check_trainer(trainer: Trainer, wanted: Wanted) -> None:
         raise ValueError(f"{theirs} does not go with {mine}; expected one of the two; try {remedy}")
 
 
-def optimizer_arguments(trainer: Trainer, options: Options) -> dict[str, Any]:
-    """Return the keywords of `HybridDeviceOptimizer` in `trainer`: its hyper-parameters and `options`."""
-    _, hyper = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
-        trainer.args, trainer.model
-    )
+def optimizer_in(trainer: Trainer, options: Options) -> tuple[Any, dict[str, Any]]:
+    """Return the class of the optimizer that offloads in `trainer`, and its keywords, as a trainer takes them.
+
+    Those are the trainer's hyper-parameters and `options`. For Muon it is a factory, which a trainer calls with the
+    model: Muon has the matrices, and AdamW, with the trainer's own hyper-parameters, all else.
+    """
+    made, muon = trainer.optimizer_cls_and_kwargs or (None, {})
+    if made is not torch.optim.Muon:
+        return HybridDeviceOptimizer, _arguments(trainer, options, trainer.optimizer_cls_and_kwargs)
+    _, adamw = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    arguments = _arguments(trainer, options, (torch.optim.AdamW, adamw))
+    decays = trainer.get_decay_parameter_names
+
+    def of_model(model: nn.Module) -> HybridDeviceOptimizer:
+        groups = groups_with_muon(model, muon, decays(model), trainer.args.weight_decay)
+        return HybridDeviceOptimizer(groups, **arguments)
+
+    return lambda: of_model, {}
+
+
+def groups_with_muon(
+    model: nn.Module, muon: Mapping[str, Any], decays: Collection[str], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return the trained parameters of `model` as groups: matrices of its layers, with `muon`, and all else.
+
+    Tables of embeddings, the head and what has no two or three dimensions are AdamW's, with `weight_decay` where a name
+    is among `decays`. Raises ValueError for a model without matrices.
+    """
+    head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    tables = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    tables |= set() if head is None else set(head.parameters(recurse=False))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    whole = [param for param in trained.values() if param.dim() in (2, 3) and param not in tables]
+    if not whole:
+        raise ValueError(
+            f"{type(model).__name__} has no matrix to train beside embeddings and head; expected some for Muon; try "
+            "optim='adamw_torch_fused'"
+        )
+    chosen = set(whole)
+    rest = {name: param for name, param in trained.items() if param not in chosen}
+    groups: list[dict[str, Any]] = [{"params": whole, "use_muon": True, **muon}]
+    for decay in (True, False):
+        params = [param for name, param in rest.items() if (name in decays) == decay]
+        if params:
+            groups.append({"params": params, "weight_decay": weight_decay if decay else 0.0})
+    return groups
+
+
+def _arguments(
+    trainer: Trainer, options: Options, given: tuple[Any, dict[str, Any]] | None
+) -> dict[str, Any]:
+    """Return the keywords of `HybridDeviceOptimizer` in `trainer`."""
+    _, hyper = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     arguments = {name: value for name, value in hyper.items() if name not in _KERNEL} | agreed(options)
     if arguments.get("backward_overlap") == "update":
         # Every trainer measures the norm before it steps.
@@ -106,7 +158,22 @@ def _optimizers(trainer: Trainer, wanted: Wanted) -> _Conflicts:
         )
     given = trainer.optimizer_cls_and_kwargs
     made, _ = given or trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    if made is not torch.optim.AdamW:
+    planned, ours = wanted.formula or "adamw", "muon" if made is torch.optim.Muon else "adamw"
+    if wanted.planned_for is not None and planned != ours:
+        yield (
+            f"a plan for optimizer={planned}",
+            f"the trainer's {made.__name__}",
+            f"offload plan --overrides optimizer={ours}, or optimizer_cls_and_kwargs=(torch.optim.Muon, {{'lr': ...}})",
+        )
+    if made is torch.optim.Muon:
+        trainers_own, _ = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        if trainers_own is not torch.optim.AdamW:
+            yield (
+                "Muon of offload(), beside which AdamW has embeddings and vectors",
+                f"optim={str(trainer.args.optim.value)!r}",
+                "optim='adamw_torch_fused'",
+            )
+    elif made is not torch.optim.AdamW:
         named = (
             f"optimizer_cls_and_kwargs with {made.__name__}"
             if given

@@ -38,12 +38,14 @@ class Wanted:
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
         weights: those of `FrozenLayerStreamer`.
         planned_for: the document of a plan, which says its model's size.
+        formula: that of matrices for which the plan is, such as `muon`; None for AdamW alone, or without a plan.
     """
 
     optimizer: Options | None = None
     activations: Options | None = None
     weights: Options | None = None
     planned_for: Options | None = None
+    formula: str | None = None
 
     @staticmethod
     def of(

@@ -197,7 +197,7 @@ def apply_plan(
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
-    if isinstance(stepped, HostedOptimizer) and not isinstance(stepped, OptimizerStateOffloader):
+    if isinstance(stepped, HostedOptimizer) and _formula(execute) is None:
         # States would stay on the device beside those that have taken their place.
         optimizer.state.clear()
         stepped.take_place_of(optimizer)
@@ -401,6 +401,9 @@ def optimizer_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `HybridDeviceOptimizer` that the plan's section on the optimizer stands for."""
     options: dict[str, Any] = {"backward_overlap": section.get("backward_overlap", "gradients")}
     split = section.get("split")
+    if section.get("formula"):
+        fraction = section["offload_fraction"]
+        split = {"resident": 1 - fraction, "streamed": fraction}
     if split is None:
         return options | {"offload_fraction": section["offload_fraction"]}
     if split.get("streamed"):
