@@ -160,6 +160,7 @@ PARSER_INPUTS ?= 5000
 test-parsers: setup
 	$(BIN)/python tests/judges/parsers/fetch.py
 	$(BIN)/python tests/judges/llama_factory/fetch.py $(LLAMA_FACTORY)
+	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/parsers/parser_campaign.py --inputs $(PARSER_INPUTS)
 
 # Traces the models that ship traced again; the environment needs torch and transformers.

@@ -7,25 +7,27 @@ keys reach Megatron was read from `nemo_rl/models/megatron/setup.py`: those with
 
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
-from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.hydra import looks_like_override, parse_override
+from skill_tools.configs.entries import Entries
+from skill_tools.configs.hydra import Override, looks_like_override, parse_override
+from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
-from skill_tools.configs.source import Kind, Source, find, load
-from skill_tools.configs.tree import entries_of, single_document, write_tree
+from skill_tools.configs.source import Kind, Source, find
+from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import OMEGACONF, Node, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.nemo_rl import NEMO_RL
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 _MAX_PARENTS = 32
+_OVERRIDE_SINCE = "0.6"  # nemo_rl/utils/config.py::merge_with_override
+_REFUSED = "nr-override-refused"
 _PROGRAM = re.compile(r"run_\w+\.py")
 _MEGATRON = "policy.megatron_cfg"
 _SECTIONS = {f"{_MEGATRON}.optimizer": "optimizer", f"{_MEGATRON}.model_overrides": "model"}
@@ -44,12 +46,13 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order, then `overrides`, each a command line of its own."""
     draft = Draft(NEMO_RL, converts_text=False)
     draft.complete = True
+    entries = Entries()
     for source in sources:
         match source.kind:
             case Kind.SHELL:
-                _write_script(draft, source)
+                _read_script(draft, entries, source)
             case Kind.YAML | Kind.JSON:
-                _write_file(draft, source, ())
+                _read_file(draft, entries, source, ())
             case _:
                 raise UnusableInput(
                     f"{source.name} is {source.kind.value}",
@@ -57,7 +60,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                     attempt="the file after --config",
                 )
     for text in overrides:
-        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+        _override(draft, entries, command_line(text, _OVERRIDES), _OVERRIDES)
+    _write(draft, entries)
     _settle(draft)
     model = draft.get("policy.model_name")
     draft.model_name = str(model.value) if model is not None else None
@@ -69,60 +73,68 @@ def goes_to_megatron(path: str) -> bool:
     return path.startswith(tuple(f"{section}." for section in _SECTIONS))
 
 
-def _write_file(draft: Draft, source: Source, children: tuple[str, ...]) -> None:
-    """Write a file over its parents; `children` are the files between it and the one that was asked for."""
+def _read_file(draft: Draft, entries: Entries, source: Source, children: tuple[str, ...]) -> None:
+    """Read a file over its parents; `children` are the files between it and the one that was asked for."""
     draft.take(source)
     root = single_document(source, OMEGACONF, draft=draft)
-    entries = entries_of(root)
-    parent = entries.get("defaults")
+    own = dict(entries_of(root))
+    parent = own.pop("defaults", None)
     for node in [] if parent is None else parent.value if isinstance(parent.value, list) else [parent]:
-        _write_parent(draft, source, node, (*children, source.name))
-    _clear_overridden(draft, root, "")
-    own = Node({name: node for name, node in entries.items() if name != "defaults"}, 1, 1)
-    write_tree(draft, own, source.name, value_of=_value, report_unknown=False)
-    second = entries_of(entries_of(entries.get("policy")).get("dtensor_cfg")).get("_v2")
-    if second is not None:
-        draft.set("policy.dtensor_cfg._v2", _value(second), Place(source.name, second.line, second.column))
-    _note_unknown(draft, entries.get("policy"), "policy", source.name)
+        _read_parent(draft, entries, source, node, (*children, source.name))
+    release = source.release(NEMO_RL)
+    if release is None or not is_before(release, _OVERRIDE_SINCE):
+        _forget_overridden(entries, own)
+    entries.write_tree(Node(own, 1, 1), source.name)
 
 
-def _write_parent(draft: Draft, source: Source, node: Node, children: tuple[str, ...]) -> None:
+def _read_parent(
+    draft: Draft, entries: Entries, source: Source, node: Node, children: tuple[str, ...]
+) -> None:
     path = str(node.value)
     found = find(path, [source.folder] if source.folder else [])
     if found is not None and len(children) < _MAX_PARENTS and found.name not in children:
-        _write_file(draft, found, children)
+        _read_file(draft, entries, found, children)
         return
     place = Place(source.name, node.line, node.column)
     draft.missing_files.append(Setting("defaults", path, "defaults", place))
     _leave_open(draft)
 
 
-def _clear_overridden(draft: Draft, node: Node, path: str) -> None:
-    """Take back what parents set in sections that are marked `_override_`."""
-    for name, child in entries_of(node).items():
-        below = f"{path}.{name}" if path else name
+def _forget_overridden(entries: Entries, own: dict[str, Node]) -> None:
+    """Take back what parents set in the sections at the top that are marked `_override_`; deeper marks do nothing."""
+    for name, child in own.items():
         marker = entries_of(child).get("_override_")
-        if marker is not None and marker.value is True:
-            draft.remove(below)
-        _clear_overridden(draft, child, below)
+        if marker is not None and marker.value:
+            entries.remove(name)
 
 
-def _value(node: Node) -> object:
-    text = node.value
-    return UNREADABLE if isinstance(text, str) and ("${" in text or text == "???") else plain(node)
+def _write(draft: Draft, entries: Entries) -> None:
+    """Write what the merge left into the draft, and note the keys of the backends' sections that nothing reads."""
+    for loser in entries.lost:
+        draft.shadow(loser.written, loser.value, loser.place)
+    draft.faults += [
+        Fault(_REFUSED, f"{each.written}: a list and a section cannot be merged", each.place)
+        for each in entries.clashes
+    ]
+    for path, entry in entries:
+        if draft.accepts(path):
+            value = UNREADABLE if entry.value == "???" else entries.resolved(entry.value)
+            draft.set_key(draft.canonical(path), value, entry.written, entry.place)
+            if value is UNREADABLE and not draft.is_leaf(path):
+                draft.may_be_set(f"{path}.")
+        _note_unknown(draft, path, entry.place)
+    for path, place in entries.sections.items():
+        if draft.is_leaf(path):
+            draft.set(path, entries.tree(path), place)
+        _note_unknown(draft, path, place)
 
 
-def _note_unknown(draft: Draft, node: Node | None, path: str, file: str) -> None:
-    """Note the keys of the backends' sections that nothing reads."""
-    for name, child in entries_of(node).items():
-        below = f"{path}.{name}"
-        place = Place(file, child.line, child.column)
-        if goes_to_megatron(below):
-            _check_field(draft, below, below, place)
-        elif _is_dead(draft, below):
-            draft.note_unknown(below, place)
-        elif _is_near(below):
-            _note_unknown(draft, child, below, file)
+def _note_unknown(draft: Draft, path: str, place: Place) -> bool:
+    """Note a key of a backend that nothing reads; return whether it is one."""
+    is_unknown = _is_no_field(draft, path) if goes_to_megatron(path) else _is_dead(draft, path)
+    if is_unknown:
+        draft.note_unknown(path, place)
+    return is_unknown
 
 
 def _is_dead(draft: Draft, path: str) -> bool:
@@ -135,22 +147,17 @@ def _is_dead(draft: Draft, path: str) -> bool:
     return means and path.startswith(_CHECKED) and not draft.accepts(path)
 
 
-def _is_near(path: str) -> bool:
-    """Return whether `path` is on the way to a checked section, or in one."""
-    return any(path.startswith(checked) or checked.startswith(f"{path}.") for checked in _CHECKED)
-
-
-def _check_field(draft: Draft, path: str, written: str, place: Place) -> None:
-    """Note a key that Megatron's class does not have."""
+def _is_no_field(draft: Draft, path: str) -> bool:
+    """Return whether Megatron's class does not have a key."""
     section, bridge = next(item for item in _SECTIONS.items() if path.startswith(f"{item[0]}."))
-    spelling = f"{bridge}.{path.removeprefix(f'{section}.')}"
+    field = path.removeprefix(f"{section}.")
+    spelling = f"{bridge}.{field}"
     is_known = draft.table.find(BRIDGE, spelling) is not None or load_vocabulary(BRIDGE).accepts(spelling)
-    if not is_known and "." not in path.removeprefix(f"{section}."):
-        draft.note_unknown(written, place)
+    return not is_known and "." not in field
 
 
-def _write_script(draft: Draft, source: Source) -> None:
-    """Write the configuration that a script names, if that is there, then its overrides."""
+def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
+    """Read the configuration that a script names, if that is there, then its overrides."""
     draft.take(source)
     command = training_command(source, lambda word: bool(_PROGRAM.search(word)) or draft.accepts(word))
     write_environment(draft, command, source.name)
@@ -158,13 +165,18 @@ def _write_script(draft: Draft, source: Source) -> None:
     folders = [source.folder, *list(source.folder.resolve().parents)[:6]] if source.folder else []
     found = find(named.text, folders) if named is not None and named.resolved else None
     if found is not None:
-        _write_file(draft, load(Path(found.name)), ())
+        _read_file(draft, entries, found.stating(lambda: _release_of(source)), ())
     else:
         if named is not None:
             place = Place(source.name, named.line, named.column)
             draft.missing_files.append(Setting("config", named.text, "--config", place))
         _leave_open(draft)
-    _write_words(draft, command.words, source.name)
+    _override(draft, entries, command.words, source.name)
+
+
+def _release_of(source: Source) -> dict[str, str]:
+    release = source.release(NEMO_RL)
+    return {NEMO_RL: release} if release else {}
 
 
 def _config(words: Sequence[Argument]) -> Argument | None:
@@ -177,27 +189,25 @@ def _config(words: Sequence[Argument]) -> Argument | None:
     return None
 
 
-def _write_words(draft: Draft, words: Sequence[Argument], file: str) -> None:
+def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
+    """Lay the overrides among `words` over what the files say; note those that Hydra refuses."""
+    is_open = not draft.sources or bool(draft.missing_files)
     for word in words:
-        if looks_like_override(word.text):
-            _write_override(draft, word, Place(file, word.line, word.column))
-
-
-def _write_override(draft: Draft, word: Argument, place: Place) -> None:
-    written = word.text.lstrip("+~").partition("=")[0]
-    if goes_to_megatron(written):
-        _check_field(draft, written, word.text.partition("=")[0], place)
-    elif _is_dead(draft, written):
-        draft.note_unknown(word.text.partition("=")[0], place)
-        return
-    if word.text.startswith("~"):
-        draft.remove(written)
-        return
-    value: object = UNREADABLE
-    if word.resolved and word.certain:
-        with suppress(UnusableInput):
-            value = parse_override(word.text).value
-    draft.set_key(draft.canonical(written), value, written, place)
+        place = Place(file, word.line, word.column)
+        if word.text.startswith("--") and draft.accepts(word.text[2:].partition("=")[0]):
+            draft.faults.append(Fault(_REFUSED, f"{word.text}: an override has no dashes", place))
+        elif looks_like_override(word.text):
+            key = word.text.lstrip("+~").partition("=")[0]
+            given = Override(word.text[: len(word.text) - len(word.text.lstrip("+~"))], key, UNREADABLE)
+            if word.resolved and word.certain:
+                try:
+                    given = parse_override(word.text)
+                except UnusableInput as error:
+                    draft.faults.append(Fault(_REFUSED, f"{word.text}: expected {error.expected}", place))
+                    continue
+            refused = entries.override(given, given.value, place, is_open=is_open or not word.certain)
+            if refused and word.resolved and not _note_unknown(draft, key, place):
+                draft.faults.append(Fault(_REFUSED, refused, place))
 
 
 def _leave_open(draft: Draft) -> None:

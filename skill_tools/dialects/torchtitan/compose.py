@@ -6,6 +6,7 @@ Facts from `torchtitan/config/manager.py::ConfigManager`: an option is `--sectio
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from skill_tools.configs.config import Config, Place
@@ -117,8 +118,8 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
         known = (
             word.resolved and word.certain and (not takes or (following is not None and following.resolved))
         )
-        text = following.text if takes and following is not None else text
-        value = (_scalar(text) if equals or takes else True) if known else UNREADABLE
+        given = following.text if takes and following is not None else text if equals else None
+        value = given if known else UNREADABLE
         place = Place(file, word.line, word.column)
         if name == "module":
             draft.complete = False
@@ -127,21 +128,47 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
             _write_option(draft, name, value, word.text.partition("=")[0], place)
 
 
-def _write_option(draft: Draft, name: str, value: object, written: str, place: Place) -> None:
-    """Write `section.field`; a name that is neither a field nor a field's `no_` belongs to a model or is misspelt."""
+def _write_option(draft: Draft, name: str, text: object, written: str, place: Place) -> None:
+    """Write `section.field`; a name that is neither a field nor a field's `no_` belongs to a model or is misspelt.
+
+    `text` is the option's value, None where it has none.
+    """
     section, _, field = name.rpartition(".")
     positive = f"{section}.{field.removeprefix('no_')}"
-    if not draft.accepts(name) and draft.accepts(positive):
-        name, value = positive, False if value is True else UNREADABLE
-    if draft.accepts(name):
-        draft.set_key(draft.canonical(name), value, written, place)
+    is_off = not draft.accepts(name) and draft.accepts(positive)
+    spelling = positive if is_off else name
+    if draft.accepts(spelling):
+        key = draft.key(spelling)
+        canonical = draft.canonical(spelling)
+        kind = key.type_in(TORCHTITAN) if key is not None else "any"
+        draft.set_key(canonical, _value(kind, text, is_on=not is_off), written, place)
+        if expected := _refusal(kind, text):
+            draft.refuse_type(canonical, expected)
     elif "offload" in field:
         draft.note_unknown(written, place)
 
 
-def _scalar(text: str) -> object:
+def _value(kind: str, text: object, *, is_on: bool) -> object:
+    """Return what tyro makes of an option's text for a field of a type; text that it refuses stays text."""
+    if text is None:
+        return is_on
+    if not isinstance(text, str) or kind == "str":
+        return text
+    if kind in ("int", "float"):
+        with suppress(ValueError):
+            return int(text) if kind == "int" else float(text)
+        return text
+    if kind == "bool":
+        return text
     documents = parse(text, _OVERRIDES)
     return plain(as_omegaconf(documents[0])) if len(documents) == 1 else text
+
+
+def _refusal(kind: str, text: object) -> str | None:
+    """Return what tyro expects instead: a switch takes no value, and anything else needs one."""
+    if kind == "bool" and isinstance(text, str):
+        return "--section.field or --section.no_field, which take no value"
+    return "a value after it" if kind in ("int", "float", "str") and text is None else None
 
 
 def _model_name(draft: Draft) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import PurePath
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.entries import Entries
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source, find
@@ -21,7 +22,6 @@ from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import OMEGACONF, as_omegaconf, parse, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
-from skill_tools.dialects.torchtune.entries import Entries
 from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
 

@@ -2,8 +2,9 @@
 
     python tests/judges/parsers/fetch.py
 
-PyYAML, OmegaConf, Hydra and the libraries of Axolotl's command are installed, each into a folder of its own; of Axolotl
-the package is unpacked, because what it depends on is a training stack. Called by `make test-parsers`.
+PyYAML, OmegaConf, Hydra, tyro and the libraries of Axolotl's command are installed, each into a folder of its own; of
+Axolotl and torchtitan the package is unpacked, because what they depend on is a training stack. NeMo-RL's releases are
+those of tests/judges/rl/fetch.py. Called by `make test-parsers`.
 """
 
 import subprocess
@@ -24,9 +25,13 @@ INSTALLED = {
     "termcolor": ["3.1.0"],
     "addict": ["2.4.0"],
     "click": ["8.1.8"],
+    "tyro": ["1.0.17"],
+    "typeguard": ["4.6.1"],
+    "docstring_parser": ["0.18.0"],
 }
 UNPACKED = {
     "axolotl": ["0.18.0", "0.21.0"],
+    "torchtitan": ["0.2.0", "0.2.2"],
 }
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 

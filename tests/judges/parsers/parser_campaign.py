@@ -26,6 +26,8 @@ import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
 import llama_factory_commands  # noqa: E402
+import nemo_rl_commands  # noqa: E402
+import torchtitan_commands  # noqa: E402
 import trl_commands  # noqa: E402
 import yaml_texts  # noqa: E402
 from parser_answers import Answer, agree, encoded  # noqa: E402
@@ -53,6 +55,7 @@ class Parser(NamedTuple):
 _OMEGACONF = ("PyYAML-6.0.3", "antlr4-python3-runtime-4.9.3")
 _TRAINERS = str(ROOT / ".venv-trainers" / "bin" / "python")
 _LLAMA_FACTORY = "../judges/llama_factory/"
+_TYRO = ("tyro-1.0.17", "typeguard-4.6.1", "docstring_parser-0.18.0")
 _AXOLOTL = ("click-8.1.8", "fire-0.7.1", "termcolor-3.1.0", "addict-2.4.0")
 PARSERS = {
     "yaml": Parser(
@@ -114,6 +117,26 @@ PARSERS = {
         llama_factory_commands.TABLE,
         llama_factory_commands.ours,
         hf_arguments.agree,
+    ),
+    "nemo-rl": Parser(
+        "nemo_rl",
+        {
+            each: (f"../nemo_rl/{each}", "hydra-core-1.3.2", "omegaconf-2.3.0", "packaging-25.0", *_OMEGACONF)
+            for each in ("0.5.0", "0.6.0", "0.7.0")
+        },
+        nemo_rl_commands.question,
+        nemo_rl_commands.TABLE,
+        nemo_rl_commands.ours,
+        nemo_rl_commands.agree,
+    ),
+    "torchtitan": Parser(
+        "torchtitan",
+        {each: (f"torchtitan-{each}", *_TYRO) for each in ("0.2.0", "0.2.2")},
+        torchtitan_commands.question,
+        torchtitan_commands.TABLE,
+        torchtitan_commands.ours,
+        torchtitan_commands.agree,
+        _TRAINERS,
     ),
     "axolotl": Parser(
         "axolotl",

@@ -5,6 +5,7 @@
 PARSER is a function of this module; the folders hold the release that is asked, and come first on the path.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -32,7 +33,16 @@ def omegaconf(question: dict[str, Any]) -> Any:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8", newline="") as file:
         file.write(question["text"])
         file.flush()
-        return mapping(OmegaConf.to_container(OmegaConf.load(file.name)))
+        loaded = mapping(OmegaConf.to_container(OmegaConf.load(file.name)))
+    if list(loaded.values()) == [None] and not question["text"].lstrip().startswith("{"):
+        require_no_text(question["text"], *loaded)
+    return loaded
+
+
+def require_no_text(text: str, name: object) -> None:
+    """Raise for a file that is one text, of which OmegaConf makes a key without a value: no configuration is meant."""
+    if text.strip().startswith(str(name)) and f"{name}:" not in text:
+        raise TypeError("text")
 
 
 def json_loads(question: dict[str, Any]) -> Any:
@@ -66,6 +76,60 @@ def hydra(question: dict[str, Any]) -> Any:
         OverrideType.DEL: "~",
     }
     return [signs[override.type], override.key_or_group, override.value()]
+
+
+def nemo_rl(question: dict[str, Any]) -> Any:
+    """NeMo-RL's `load_config` on files, then its `parse_hydra_overrides`: the values of the names that are set."""
+    from nemo_rl_commands import NAMES
+    from omegaconf import OmegaConf
+
+    module = _module_at("nemo_rl/utils/config.py")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in question["files"].items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        config = module.load_config(str(Path(folder, "run.yaml")))
+    config = module.parse_hydra_overrides(config, question["words"])
+    return _held(OmegaConf.to_container(config), NAMES)
+
+
+def torchtitan(question: dict[str, Any]) -> Any:
+    """torchtitan's `ConfigManager` on a TOML and options; the class does not look for the files that it names."""
+    from torchtitan_commands import NAMES
+
+    try:
+        from torchtitan.config import ConfigManager
+    except ImportError:  # before 0.2
+        from torchtitan.config_manager import ConfigManager
+    ConfigManager._validate_config = lambda self: None
+    path = _written({"text": question["text"], "suffix": ".toml"})
+    config = ConfigManager().parse_args(["--job.config_file", path, *question["words"]])
+    sections = {section: vars(value) for section, value in vars(config).items() if hasattr(value, "__dict__")}
+    return _held(sections, NAMES)
+
+
+def _held(tree: Any, names: list[str]) -> dict[str, Any]:
+    """Return the values of dotted `names` in a tree of mappings; one that is not there is left out."""
+    found = {}
+    for name in names:
+        section, _, last = name.rpartition(".")
+        node = tree
+        for part in section.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last in node:
+            found[name] = node[last]
+    return found
+
+
+@lru_cache
+def _module_at(path: str) -> Any:
+    """Return the module at `path` in the first folder of the release, without its package."""
+    file = next(Path(each, path) for each in sys.path if Path(each, path).is_file())
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def trl(question: dict[str, Any]) -> Any:

@@ -55,12 +55,26 @@ def test_a_child_lies_over_its_parent(folder: Path) -> None:
     assert "nr-fraction" in found(config)
 
 
-def test_a_section_marked_override_forgets_its_parent(folder: Path) -> None:
-    text = "defaults: parent.yaml\npolicy:\n  dtensor_cfg:\n    _override_: true\n    enabled: true\n"
+MARKED = """\
+defaults: parent.yaml
+policy:
+  _override_: true
+  dtensor_cfg: {enabled: true}
+"""
+
+
+def test_a_section_at_the_top_that_is_marked_override_forgets_its_parent(folder: Path) -> None:
+    for release, held in (("0.5.0", False), ("0.6.0", None)):
+        (folder / "other.yaml").write_text(f"# nemo-rl=={release}\n{MARKED}", encoding="utf-8")
+        config = read([folder / "other.yaml"])
+        assert config.value("policy.dtensor_cfg.enabled") is True
+        assert config.value("policy.dtensor_cfg.cpu_offload") is held, release
+
+
+def test_a_mark_below_the_top_does_nothing(folder: Path) -> None:
+    text = "defaults: parent.yaml\npolicy:\n  dtensor_cfg: {_override_: true, enabled: true}\n"
     (folder / "other.yaml").write_text(text, encoding="utf-8")
-    config = read([folder / "other.yaml"])
-    assert config.value("policy.dtensor_cfg.enabled") is True
-    assert config.value("policy.dtensor_cfg.cpu_offload") is None
+    assert read([folder / "other.yaml"]).value("policy.dtensor_cfg.cpu_offload") is False
 
 
 def test_a_parent_that_is_not_here_leaves_open_what_is_not_set() -> None:
