@@ -44,13 +44,17 @@ def find(
     that is no more than an exception's name says too little: it counts where the configuration breaks its rule.
     """
     confirmed_ids = set(broken)
-    at: dict[int, list[Rule]] = {}
+    at: dict[int, list[Rule]] = {}  # by the place where the first of a line's texts begins
+    first_of: dict[int, int] = {}
     for rule in load_rules():
         for template in rule.raises:
             if _BARE.match(template) and rule.id not in confirmed_ids:
                 continue
             place = _place(log, template, ended_by)
-            if place >= 0 and rule not in at.setdefault(place, []):
+            if place < 0:
+                continue
+            place = first_of.setdefault(log.text.rfind("\n", 0, place), place)
+            if rule not in at.setdefault(place, []):
                 at[place].append(rule)
     run = (framework, *frameworks(log)) if at else ()
     errors = []
