@@ -67,7 +67,7 @@ def live(seen: Mapping[str, Any], plan: Planned | None) -> str:
         parts.append(f"{_tier(seen)} {_gib(now['device_bytes'])}{_parts(now['device'], None)}")
     if seen["peak"]:
         parts.append(_peak(seen, plan))
-    if now.get("host"):
+    if sum((now.get("host") or {}).values()) >= _LEAST_BYTES:
         parts.append(f"host {_gib(sum(now['host'].values()))}{_parts(now['host'], None)}")
     return _who(seen) + "; ".join(parts)
 
@@ -82,7 +82,7 @@ def last(seen: Mapping[str, Any], plan: Planned | None) -> str:
         owner: max(moment["host"].get(owner, 0) for moment in moments.values())
         for owner in dict.fromkeys(owner for moment in moments.values() for owner in moment["host"])
     }
-    if host:
+    if sum(host.values()) >= _LEAST_BYTES:
         parts.append(f"host {_gib(sum(host.values()))}{_parts(host, plan.host if plan else None)}")
     parts.append(f"{_gib(seen['host_peak_bytes'])} of host memory resident at most")
     if seen["problem"]:

@@ -22,7 +22,7 @@ PACKAGES = [*SKILL_TOOLS, *REFERENCE_IMPL, *GROUND, *WATCH]
 # Each room with the floor it stands on; a file imports from its own room or from lower floors only.
 SKILL_FLOORS = {
     "__main__": 8, "completion": 7, "commands": 7, "reports": 6, "upkeep": 6, "planning": 5,
-    "diagnosis": 5, "rules": 4, "card": 4,
+    "diagnosis": 5, "snapshots": 5, "rules": 4, "card": 4,
     "dialects": 3, "configs": 2, "knowledge": 1, "units": 1, "terminal": 1, "bundle": 0, "errors": 0,
     "nearest": 0,
 }  # fmt: skip
@@ -304,6 +304,7 @@ def loaded_by(code: str) -> set[str]:
 # A framework that a file of texts may name all the same, with the reason.
 NAMED_ALL_THE_SAME = {
     "diagnosis/memory.py": {"PyTorch"},  # the library's own words in a log
+    "snapshots/snapshot.py": {"deepspeed"},  # a folder of its files, in the frames of an allocation
     "commands/verify.py": {"pytorch"},  # a command to copy in the help
     # The rendered page's introduction and its distributions.
     "card/configuration.py": {"Megatron Bridge", "Megatron", "megatron"},

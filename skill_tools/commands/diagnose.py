@@ -3,14 +3,20 @@
   offload diagnose train.log
   offload diagnose train.log run.yaml --gpus 16
   offload diagnose - < traceback.txt
+  offload diagnose snapshot.pickle --plan plan.json
 
 The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
 known model (--model) or its sizes (--overrides) are enough for the plan.
+
+Of a memory snapshot of torch's (_dump_snapshot) it says who held what at the peak, or where memory ran out; of two,
+what has changed. The file is read, never executed.
+
 Exit codes: 0 nothing failed and nothing is known of it, 1 something failed, is known or is wrong with the
 configuration, 2 unusable input, 3 a fault of this tool.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,17 +27,19 @@ from skill_tools.commands import plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.commands.plan_request import Predicted
 from skill_tools.configs.config import Config
+from skill_tools.configs.files import read_text
 from skill_tools.configs.source import looks_like_configuration
 from skill_tools.diagnosis import diagnosis, memory_owners
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput, printable_lines
+from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput, printable_json, printable_lines
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
 from skill_tools.rules.finding import Finding
+from skill_tools.snapshots.snapshot import is_snapshot, read_snapshot
 from skill_tools.units import gib
 
 _SAMPLE = 1 << 16
@@ -48,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs", nargs="*", metavar="FILE", help="the run's configuration, to confirm rules and to plan"
     )
+    parser.add_argument(
+        "--plan", dest="against", metavar="FILE", help="a plan as JSON, to set a memory snapshot beside"
+    )
     plan_request.add_arguments(parser)
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
     parser.add_argument("--details", action="store_true", help="show the plan with all its lines")
@@ -56,6 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what the log says; return 1 when something was recognised, else 0."""
     plan_request.check(args)
+    if args.log not in (None, "-") and is_snapshot(args.log):
+        return _snapshots(args)
+    if args.against:
+        raise UnusableInput(
+            f"--plan {args.against}: {args.log} is no memory snapshot",
+            expected="--plan with a snapshot of torch's",
+            attempt="the run's configuration after the log, which is planned for",
+        )
     log = _log(args)
     read = _read(args)
     found = diagnosis.diagnose(
@@ -82,6 +101,45 @@ def run(args: argparse.Namespace) -> int:
         shown = plans.markdown if args.format == "markdown" else plans.concise
         print(printable_lines(f"\n{note}{shown(plan, details=args.details)}"))
     return 1 if found.has_problem else 0
+
+
+def _snapshots(args: argparse.Namespace) -> int:
+    """Print who held what in one snapshot, or what differs between two; 0, or 1 where memory ran out."""
+    from offload_watch.report import planned
+    from skill_tools.reports import snapshots
+
+    if len(args.inputs) > 1 or (args.inputs and not is_snapshot(args.inputs[0])):
+        raise UnusableInput(
+            f"{args.inputs[-1]} stands beside a memory snapshot",
+            expected="one snapshot, or two to compare",
+            attempt=f"offload diagnose {args.log} --plan plan.json",
+        )
+    read = [read_snapshot(path) for path in (args.log, *args.inputs)]
+    plan = None if args.against is None else planned(_json(args.against))
+    if args.against is not None and plan is None:
+        raise UnusableInput(
+            f"--plan {args.against} predicts nothing that can be compared",
+            expected="a plan with a recommendation",
+            attempt="offload plan ... --format json > plan.json",
+        )
+    if args.format == "json":
+        print(printable_json(snapshots.as_json(read, plan)))
+    elif len(read) == 2:
+        print(printable_lines(snapshots.difference(*read)))
+    else:
+        print(printable_lines(snapshots.concise(read[0], plan)))
+    return 1 if any(each.wanted_bytes is not None for each in read[-1]) else 0
+
+
+def _json(path: str) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UnusableInput(
+            f"{path} is no JSON: {error}",
+            expected="a plan",
+            attempt="offload plan ... --format json > plan.json",
+        ) from None
 
 
 def _log(args: argparse.Namespace) -> Log:
