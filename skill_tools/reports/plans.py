@@ -202,9 +202,17 @@ def _parked(plan: Plan, option: Option) -> list[str]:
     if not takes_it or not size_bytes:
         return []
     away_s, back_s = size_bytes / plan.machine.d2h_copy, size_bytes / plan.machine.h2d_copy
+    gpu_bytes = plan.budget.gpu_bytes
+    free_bytes = gpu_bytes - sum(line.bytes for line in option.memory.gpu if line.kind is Kind.RESERVE)
+    parked, not_parked = (
+        f"{gib(each)} ({max(each, 0) / gpu_bytes:.2f} of the GPU)"
+        for each in (free_bytes, free_bytes - size_bytes)
+    )
     return [
         f"{gib(size_bytes)} leave each GPU, and take as much pinned memory of the host",
         f"away in {seconds(away_s)}, back in {seconds(back_s)}, at the link's rates",
+        f"an engine in this process has {parked} meanwhile, at most {not_parked} without parking (vLLM with its sleep "
+        "mode: gpu_memory_utilization)",
     ]
 
 

@@ -2,8 +2,8 @@
 
 python parked_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
 
-Ends with an error where anything differs. In the case `fails` rank 1 has no host memory: all ranks end the parking with
-an error, and train on.
+Ends with an error where anything differs. In the case `fails` rank 1 has no memory, on the host and on the device, or a
+call fails there: all ranks end with an error that names it, and go on.
 """
 
 import sys
@@ -22,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming, park
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import HostMemoryError
+from reference_impl.parking import parked as room
+from reference_impl.parking.storage import ParkedStorage
+from reference_impl.parking.views import UnnamedViews
 
 
 def net(place):
@@ -108,27 +111,45 @@ def refuses(action):
         action()
 
 
-def fails(place, mesh):
-    model = sharded(place, mesh)
-    optimizer = stock(model)
-    parked = park(model, optimizer)
-    real = HostArena.allocate
+def fails_on_rank_1(action, error, owner, name):
+    """All ranks end `action` with an error that names rank 1, on which the call `name` of `owner` raises `error`."""
 
-    def no_memory(self, size_bytes):
-        raise HostMemoryError(needed_bytes=size_bytes, available_bytes=0, remedy="try less")
+    def fail(*args, **kwargs):
+        raise error
 
+    real = getattr(owner, name)
     if dist.get_rank() == 1:
-        HostArena.allocate = no_memory
-    with pytest.raises(HostMemoryError if dist.get_rank() == 1 else RuntimeError) as met:
-        parked.park()
+        setattr(owner, name, fail)
+    try:
+        with pytest.raises(type(error) if dist.get_rank() == 1 else RuntimeError) as met:
+            action()
+    finally:
+        setattr(owner, name, real)
     assert "rank 1" in str(met.value) or "on rank 1" in met.value.__notes__
-    HostArena.allocate = real
-    assert parked.status == "present"
-    loss_of(model, 0).backward()
-    with parked:
-        assert parked.status == "parked"
-    optimizer.step()
-    parked.close()
+
+
+def fails(place, mesh):
+    for build in (sharded, lambda place, mesh: replicated(place, mesh, views=True)):
+        model = build(place, mesh)
+        optimizer = stock(model)
+        parked = park(model, optimizer, timeout_s=0.0)
+        loss_of(model, 0).backward()
+        no_host = HostMemoryError(needed_bytes=1, available_bytes=0, remedy="try less")
+        for error, owner, name in (
+            (no_host, HostArena, "allocate"),
+            (MemoryError("no memory"), room, "find"),
+            (RuntimeError("a kernel fails"), UnnamedViews, "add_to"),
+        ):
+            fails_on_rank_1(parked.park, error, owner, name)
+            assert parked.status == "present"
+        parked.park()
+        for error in (torch.OutOfMemoryError("no memory"), RuntimeError("the link is down")):
+            fails_on_rank_1(parked.restore, error, ParkedStorage, "start_copy_in")
+            assert parked.status == "parked"
+        parked.restore()
+        optimizer.step()
+        loss_of(model, 1).backward()
+        parked.close()
 
 
 def main(rank, ranks, store, place, *cases):
