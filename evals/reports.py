@@ -43,20 +43,20 @@ An answer is right where it names the cause and what to change, partly right whe
 says that it does not know, wrong otherwise, and misleading where it advises what does harm. "Before" is the tool of
 2026-11-28, before it was mended on the others.
 
-The ten that measure were drawn by a fixed seed from the second collection, 25 threads that neither this page nor the
-tool's knowledge had. Their cause and fix were committed first, the tool was mended on the other fifteen, and then it
-was asked about the ten for the first time: that grade measures, and it misses the goal of this page (70 % right, 5 %
-wrong). Whoever mended it had rebuilt the ten, and wrote no text of theirs into the tool before they were asked. Two
-things were corrected afterwards, for both columns: the pattern of one was too mild, which turned a right into a partly
-right, and this script could not state two releases, so that one had no answer at all, which had counted as wrong. One
-thing was mended on the ten after that, and shows in "Now" alone: ms-swift's activation offload is known as code that
-offloads. Then a mechanism for failures that nothing knows was built, with the five silent ones before its eyes: what
-"Now" says of the ten measures nothing any more.
+The ten that measure are the third collection: of 18 threads that a search for failures under an offload had found, and
+that this page did not have, the first ten in a fixed shuffle (seed 51) whose cause could be read in the thread. Cause
+and fix were committed before the tool was asked, and nothing was mended on them afterwards. Titles and beginnings of
+four (NeMo-RL 2631, torchtune 1867, transformers 43969, vLLM 39934) had come up in searches while the tool was mended;
+nothing was taken from them. The grade misses the goal of this page (70 % right, 5 % wrong) by far: in five of the ten
+nothing fails and numbers are wrong, of which the tool sees only a loss that leaps. The patterns of two were made
+stricter once an answer had met them without naming the cause, which turned two rights into two partly rights.
 
-The first collection's ten, of which 7 were right when they were asked, stand among the others now: the tool was mended
-on the three that were not. Of the others, the patterns of three and the configuration of one were corrected once an
-answer showed that they did not say what the thread says. At most four reports count of one repository: four more of
-DeepSpeed's and one more of verl's are graded with the rest (`counted: false`) and left out here.
+The second collection's ten, of which 2 were right when they were asked, stand among the others now: a mechanism for
+failures that nothing knows was built with their silent ones in view (a kind of failure, and the offload that the run
+shows to have). So do the first collection's ten, of which 7 were right. Of the others, the patterns of four and the
+configuration of one were corrected once an answer showed that they did not say what the thread says. At most four
+reports count of one repository: four more of DeepSpeed's and one more of verl's are graded with the rest
+(`counted: false`) and left out here.
 """
 SILENT = re.compile(r"no problem that this tool knows|^cause: not known", re.MULTILINE)
 
@@ -99,7 +99,9 @@ def _is_named(file: str, files: Mapping[str, str]) -> bool:
 
 
 def grade(report: Mapping[str, Any], said: str) -> str:
-    """Return right, partly, silent, wrong or misleading."""
+    """Return right, partly, silent, wrong or misleading; an input that is refused has no answer, which is silent."""
+    if not said.strip():
+        return "silent"
     holds = [
         all(re.search(pattern, part, re.MULTILINE) for pattern in report.get(key, ()))
         for key, part in (("cause", _part(said, change=False)), ("change", _part(said, change=True)))
