@@ -1,6 +1,6 @@
 """Frameworks whose configurations are known by sight and not read: they are refused by name, with what to do instead.
 
-Without this a file of MindSpeed-LLM or slime is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
+Without this a file of MindSpeed-LLM or miles is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
 DeepSpeed's, and one of the others is nothing.
 Apart because a new entry here changes no reader.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from skill_tools.configs.source import Kind, Source
+from skill_tools.dialects.slime import OWN_OPTIONS
 from skill_tools.errors import Unrecognised, UnusableInput
 
 _PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the training alone"
@@ -18,8 +19,8 @@ _PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the trainin
 class Known(NamedTuple):
     """A framework: its name, what of a script or of the names at the top of a file is its own, and what to try.
 
-    A script is its own by any match of `command`, which holds one of `marks`, or by two of `options`; a file by all of
-    `names`, with or without dashes before them, beside the text `inside`.
+    A script is its own by any match of `command`, which holds one of `marks`, or by two of `options` beside the text
+    `inside`; a file by all of `names`, with or without dashes before them, beside that text.
     """
 
     label: str
@@ -34,11 +35,6 @@ class Known(NamedTuple):
 _ON_MEGATRON = (
     "--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there"
 )
-_SLIME = (
-    "--rollout-batch-size", "--rollout-num-gpus", "--rollout-num-gpus-per-engine", "--actor-num-gpus-per-node",
-    "--actor-num-nodes", "--num-rollout", "--colocate", "--sglang-mem-fraction-static", "--rollout-max-response-len",
-    "--n-samples-per-prompt", "--offload-train", "--offload-rollout", "--hf-checkpoint", "--ref-load",
-)  # fmt: skip
 _MINDSPEED = (
     "--reuse-fp32-param", "--swap-attention", "--swap-optimizer", "--use-fused-rmsnorm", "--use-fused-swiglu",
     "--use-fused-rotary-pos-emb", "--recompute-activation-function", "--use-ascend-mc2", "--smart-swap",
@@ -70,7 +66,7 @@ KNOWN = (
         r"(?m)^[^#\n]*\bcomposer\b[^#\n]*\btrain\.py\b|^[^#\n]*\bllmfoundry train\b",
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
     ),
-    Known("slime or miles", (), "", _SLIME, attempt=_ON_MEGATRON),
+    Known("miles", (), "", OWN_OPTIONS, attempt=_ON_MEGATRON, inside="miles"),
     Known("SkyRL", ("skyrl",), r"(?m)^[^#\n]*\bskyrl(?:_train|\.train)\.(?:entrypoints\.main_\w+|main_sft)"),
     Known(
         "ROLL",
@@ -128,7 +124,8 @@ def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
     if source.kind is Kind.SHELL:
         text = source.script
         for each in KNOWN:
-            options = [option for option in each.options if option in text and _is_given(option, text)]
+            named = each.options if each.inside in text else ()
+            options = [option for option in named if option in text and _is_given(option, text)]
             found = re.search(each.command, text) if any(mark in text for mark in each.marks) else None
             if found or len(options) > 1:
                 yield each, " ".join(found[0].split())[-60:] if found else ", ".join(options[:3])

@@ -20,7 +20,7 @@ from skill_tools.dialects.candidates import (
     layer_counts,
     without_recomputation,
 )
-from skill_tools.dialects.megatron import BRIDGE, LM
+from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.run import RESTORED_CHUNK_BYTES, ActivationEngine, Mode, Recompute, TrainingRun
 
 _ATTENTION_NORM = (
@@ -52,7 +52,7 @@ def current(config: Config) -> Mode:
         fraction = min(max(default if written is None else written, 0.0), 1.0)
     fine = fields.flag(config, "fine_grained_activation_offloading")
     layers = fields.integer(config, "cpu_offloading_num_layers") or 0
-    on = fields.flag(config, "cpu_offloading") or config.framework == LM
+    on = fields.flag(config, "cpu_offloading") or config.framework != BRIDGE
     return Mode(
         optimizer_fraction=fraction,
         overlap=bool(fields.flag(config, _OVERLAP)),
@@ -210,7 +210,7 @@ def _threads(config: Config, run: TrainingRun) -> dict[str, object]:
     if _THREADS in config.unresolved:
         return {}
     written = config.value(_THREADS)
-    left_to_torchrun = written is None and config.framework == LM
+    left_to_torchrun = written is None and config.framework != BRIDGE
     if not left_to_torchrun and str(written) != "1":
         return {}
     return {_THREADS: f"$(( $(env -u OMP_NUM_THREADS nproc) / {run.layout.ranks_on_node} ))"}

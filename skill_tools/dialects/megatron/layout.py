@@ -12,7 +12,7 @@ from skill_tools.configs.values import whole_number
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout, checked, smallest_world
-from skill_tools.dialects.megatron import LM
+from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 
@@ -122,7 +122,7 @@ def _virtual_stages(config: Config, num_layers: int, pipeline: int) -> int:
     if chunks is not None:
         return max(chunks, 1)
     each = fields.integer(config, "num_layers_per_virtual_pipeline_stage")
-    if each and config.framework == LM:
+    if each and config.framework != BRIDGE:
         return max(num_layers // (pipeline * each), 1)
     written = fields.text(config, "pipeline_model_parallel_layout")
     if written and pipeline > 1:

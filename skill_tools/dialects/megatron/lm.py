@@ -115,7 +115,7 @@ class MegatronLM(MegatronCore):
                 add.append(flag)
             else:
                 add.append(f"{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}")
-        return Patch(LM, settings, " ".join(add), f"remove {' '.join(remove)}" if remove else "", line)
+        return Patch(self.name, settings, " ".join(add), f"remove {' '.join(remove)}" if remove else "", line)
 
     def change(self, patch: "Patch") -> str:
         """Return all parts: flags to add and flags to remove are two things."""

@@ -105,15 +105,14 @@ def _write_flags(
         elif (is_closed or "offload" in flag.name) and f'"{flag.name}"' not in _parser_above(folder):
             unknown.append(flag)
     for flag in unknown:
-        if len(unknown) < _OF_A_FORK or _is_slip(flag.name):
+        if len(unknown) < _OF_A_FORK or is_slip(flag.name, load_vocabulary(LM).names):
             draft.note_unknown(flag.written, flag.place)
 
 
-def _is_slip(name: str) -> bool:
-    """Return whether a flag is nearly one of Megatron-LM's, and so no other program's."""
+def is_slip(name: str, names: frozenset[str]) -> bool:
+    """Return whether a flag is nearly one of `names`, and so no other program's."""
     from difflib import get_close_matches
 
-    names = load_vocabulary(LM).names
     is_part = any(known.startswith(name) for known in names) or name.replace("--", "--no-", 1) in names
     return is_part or bool(get_close_matches(name, names, n=1, cutoff=_LIKENESS))
 

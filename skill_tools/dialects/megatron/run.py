@@ -10,7 +10,7 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
-from skill_tools.dialects.megatron import BRIDGE, LM
+from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.megatron import layout as megatron_layout
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import Adapter, Exchange, Precision, Recompute, TrainingRun
@@ -39,7 +39,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     )
     if seq_length is None:
         seq_length = 4096
-        own = "--seq-length N" if config.framework == LM else "model.seq_length=N"
+        own = "--seq-length N" if config.framework != BRIDGE else "model.seq_length=N"
         assumptions.append(
             Assumption(f'sequence length 4096: not set here; --overrides="{own}"', About.SEQUENCE_LENGTH)
         )

@@ -29,7 +29,7 @@ from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 
 ROOT = Path(__file__).parents[3]
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf")
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime")
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf
+    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
 """
@@ -51,6 +51,11 @@ def openrlhf(folder: Path) -> Iterator[str]:
         yield from witness.options(program)
 
 
+def slime(folder: Path) -> Iterator[str]:
+    """Yield the options that it adds to Megatron's."""
+    yield from importlib.import_module("slime").Witness(folder).options()
+
+
 def onetrainer(folder: Path) -> Iterator[str]:
     """Yield the fields of its configuration, and the three that `__migration_10` takes from older files."""
     yield from ("gradient_checkpointing", "enable_activation_offloading", "layer_offload_fraction")
@@ -92,7 +97,7 @@ def main() -> None:
         print("# Written by tests/judges/sources/vocabulary.py.\n")
         print(*sorted({field for folder in folders for field in fields(folder)}), sep="\n")
         return
-    options = {"musubi": musubi, "sd_scripts": sd_scripts, "openrlhf": openrlhf}[name]
+    options = {"musubi": musubi, "sd_scripts": sd_scripts, "openrlhf": openrlhf, "slime": slime}[name]
     found = {option for folder in folders for option in options(folder) if option.startswith("--")}
     print(f"# Options of {module.NAME}'s training programs, each of which has some of them.")
     print("#")
@@ -100,7 +105,7 @@ def main() -> None:
         f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
     )
     print("# Written by tests/judges/sources/vocabulary.py.")
-    print("\nprogram", *sorted(found), sep="\n")
+    print(*(["\nprogram"] if name != "slime" else [""]), *sorted(found), sep="\n")
 
 
 if __name__ == "__main__":

@@ -356,10 +356,10 @@ NOT_READ = {
         "general: {run: a}\nparallelism: {dp: 2, tp: 1}\ntokens: {}\ncheckpoints: {}\n",
         "nanotron's",
     ),
-    "slime.sh": (
-        "python3 train.py --actor-num-nodes 1 --colocate --num-layers 48 --use-mcore-models --rollout-batch-size 32 "
-        "--tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
-        "slime or miles's",
+    "miles.sh": (
+        "cd /root/miles; python3 train.py --actor-num-nodes 1 --colocate --num-layers 48 --use-mcore-models "
+        "--rollout-batch-size 32 --tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
+        "miles's",
     ),
     "skyrl.sh": ("uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base a.b=c\n", "SkyRL's"),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
