@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
 from reference_impl.memory.absent import is_absent
-from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
+from reference_impl.optimizers.algorithms import Adam, AnyAlgorithm, Muon, group_defaults
 from reference_impl.optimizers.formulas import is_of_matrices, known_options
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate
@@ -137,8 +137,16 @@ def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
     """Raise for a parameter group that cannot be offloaded.
 
     Keys that the algorithm does not know (`name`, `initial_lr`, ...) stay in the group. ValueError for an option that
-    would change the formula, and for a value or parameter out of range.
+    would change the formula, or that is another's in a group that says which one it has, and for a value or parameter
+    out of range.
     """
+    known = {*algorithm.defaults, *algorithm.fixed}
+    foreign = sorted({*Adam().defaults, *Muon().defaults} & set(group) - known)
+    if foreign and {"use_muon", "algorithm"} & set(group):
+        raise ValueError(
+            f"a group of {type(algorithm).__name__} has {', '.join(foreign)}; expected its own options, some of "
+            f"{', '.join(algorithm.defaults)}; try one group for each formula"
+        )
     for option, served in algorithm.fixed.items():
         value = group.get(option, served)
         if not isinstance(value, Real) or value != served:

@@ -18,7 +18,6 @@ from reference_impl import (
     park,
 )
 from reference_impl.device import Device
-from reference_impl.fitting.checks import check_optimizer
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Muon
 from reference_impl.optimizers.streamed.matrices import MatrixUpdate
@@ -421,6 +420,16 @@ REFUSED = [
     (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_coefficients": (1,)}], {}, "three numbers"),
     (lambda m: [{"params": [m.up.weight], "use_muon": True}], {"split": "auto"}, "split is 'auto'"),
     (
+        lambda m: [{"params": [m.up.weight], "use_muon": True, "betas": (0.9, 0.99)}],
+        {},
+        "a group of Muon has betas; expected its own",
+    ),
+    (
+        lambda m: [{"params": [m.up.bias], "use_muon": False, "momentum": 0.9, "ns_steps": 5}],
+        {},
+        "a group of Adam has momentum, ns_steps",
+    ),
+    (
         lambda m: [{"params": [m.up.weight], "use_muon": True}],
         {"split": (0, 1, 0), "streaming": Streaming(states="compact-8")},
         "states are 'compact-8'",
@@ -470,5 +479,3 @@ def test_layers_that_stream_refuse_it_by_name(device):
     for given in (muon, [muon, adamw]):
         with pytest.raises(TypeError, match=r"Muon updates whole matrices.*try OptimizerStateOffloader"):
             TrainableLayerStreamer(model, given)
-    with pytest.raises(ValueError, match=r"fit offloads AdamW's state; got Muon.*OptimizerStateOffloader"):
-        check_optimizer(muon, model)
