@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
@@ -159,6 +160,11 @@ def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
 
 def check_param(param: torch.Tensor) -> None:
     """Raise ValueError for a tensor that is not a dense floating-point leaf with storage."""
+    if is_lazy(param):
+        raise ValueError(
+            "a parameter is uninitialized, as a lazy module makes it; expected one of a known shape; try a forward, "
+            "which initializes lazy modules, before the optimizer is made"
+        )
     what = f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype}"
     if param.is_sparse or param.layout != torch.strided:
         raise ValueError(f"{what} is sparse; expected a dense one; try a dense parameter")

@@ -209,6 +209,9 @@ def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:
     shape, remedy = ((), REMEDY) if first is None else (tuple(first.shape), first.remedy)
     if first is not None and first.l2_norm is not None and not first.is_stale:
         remedy = f"try param.grad.norm() to log or check its size, or {remedy.removeprefix('try ')}"
+    if first is not None and first.is_over:
+        # Whatever leaves in backward, a step that was taken has its gradients.
+        remedy = f"try zero_grad() first, as in front of model.double(), or {remedy.removeprefix('try ')}"
     if first is not None and first.used:
         return RuntimeError(
             f"{func} reads or writes a gradient of shape {shape} that an update has begun to use; expected such code "

@@ -8,7 +8,7 @@ from optimizer_training import hybrid, twins
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Adam, checks
 from reference_impl.optimizers.layout import Member
@@ -36,6 +36,21 @@ def test_a_parameter_is_named_by_shape_and_dtype(param, words):
     with pytest.raises(ValueError, match=words) as caught:
         checks.check_param(param)
     assert str(tuple(param.shape)) in str(caught.value)
+
+
+def test_a_lazy_parameter_is_to_be_initialized_first():
+    """Torch's own words were of load_state_dict."""
+    for make in (
+        HybridDeviceOptimizer,
+        lambda params: OptimizerStateOffloader(torch.optim.AdamW(params, fused=True)),
+    ):
+        model = torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyLinear(4))
+        with pytest.raises(
+            ValueError, match=r"uninitialized.*lazy module.*try a forward.*before the optimizer is made"
+        ):
+            make(model.parameters())
+        model(torch.ones(2, 8))
+        make(model.parameters()).close()
 
 
 def test_an_empty_parameter_is_no_fault():

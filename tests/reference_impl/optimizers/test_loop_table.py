@@ -3,6 +3,8 @@
 Each row of the table in docs/pytorch-loop.md, "Loops", is a loop here.
 """
 
+import copy
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -32,45 +34,46 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def plain(model):
-    return torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+def plain(model, part=None):
+    return torch.optim.AdamW((part or model).parameters(), fused=True, **OPTIONS)
 
 
-def detached(model):
-    return hybrid(model)
+def detached(model, part=None):
+    return hybrid(part or model)
 
 
-def attached(model, **options):
-    optimizer = hybrid(model, **options)
+def attached(model, part=None, **options):
+    """An optimizer of `part` of a model, or of all of it."""
+    optimizer = hybrid(part or model, **options)
     optimizer.attach(model)
     return optimizer
 
 
-def half(model):
-    return attached(model, offload_fraction=0.5)
+def half(model, part=None):
+    return attached(model, part, offload_fraction=0.5)
 
 
-def kept(model):
-    return attached(model, backward_overlap="nothing")
+def kept(model, part=None):
+    return attached(model, part, backward_overlap="nothing")
 
 
-def in_backward(model):
-    return attached(model, backward_overlap="update")
+def in_backward(model, part=None):
+    return attached(model, part, backward_overlap="update")
 
 
-def in_three_shares(model):
-    return attached(model, split=(0.3, 0.4, 0.3))
+def in_three_shares(model, part=None):
+    return attached(model, part, split=(0.3, 0.4, 0.3))
 
 
-def streamed(model):
-    optimizer = streaming(model)
+def streamed(model, part=None):
+    optimizer = streaming(part or model)
     optimizer.attach(model)
     return optimizer
 
 
-def layers(model):
+def layers(model, part=None):
     """The optimizer of a streamer, which closes with it."""
-    streamer = TrainableLayerStreamer(model, plain(model))
+    streamer = TrainableLayerStreamer(model, plain(model, part))
     optimizer, close = streamer.optimizer, streamer.optimizer.close
     optimizer.close = lambda: (streamer.close(), close())
     return optimizer
@@ -266,7 +269,80 @@ def meta_learning(device, make):
     return (model,)
 
 
+def two_optimizers(device, make):
+    """One for each part of a model, the second of which steps every other time; both are zeroed by the model."""
+    model = made(device)
+    parts = [nn.ModuleList([model.layers[0], model.head]), model.layers[1:]]
+    optimizers = [make(model, part) for part in parts]
+    for index, x in enumerate(inputs(device)):
+        model(x).square().mean().backward()
+        for optimizer in optimizers[: 1 + index % 2]:
+            optimizer.step()
+        model.zero_grad()
+    finish(*optimizers)
+    return (model,)
+
+
+def gradient_penalty(device, make):
+    """WGAN-GP: the gradient of the output by the input is differentiated again."""
+    model = made(device)
+    optimizer = make(model)
+    for x in inputs(device):
+        x.requires_grad_()
+        y = model(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + (grad.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    finish(optimizer)
+    return (model,)
+
+
+def parametrized(device, make, *, norms=(nn.utils.parametrizations.weight_norm,)):
+    """Weights that are computed in each forward."""
+    model = made(device)
+    for layer, norm in zip(model.layers, norms, strict=False):
+        norm(layer)
+    optimizer = make(model)
+    for x in inputs(device):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    finish(optimizer)
+    return (model,)
+
+
+def spectrally_normed(device, make):
+    """Each forward changes the buffers of its power iteration."""
+    return parametrized(device, make, norms=(nn.utils.parametrizations.spectral_norm,) * 2)
+
+
+def search_of_a_learning_rate(device, make):
+    """The range test, which saves weights and states first and loads them behind it."""
+    model = made(device)
+    optimizer = make(model)
+    for tries in (False, True, False):
+        before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        for index, x in enumerate(inputs(device)):
+            for group in optimizer.param_groups if tries else ():
+                group["lr"] = 10.0 ** (index - 4)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if tries:
+            getattr(optimizer, "synchronize", lambda: None)()
+            model.load_state_dict(before[1])
+            optimizer.load_state_dict(before[0])
+    finish(optimizer)
+    return (model,)
+
+
 LOOPS = [
+    two_optimizers,
+    gradient_penalty,
+    parametrized,
+    spectrally_normed,
+    search_of_a_learning_rate,
     unfreezing,
     several_tasks,
     ensemble,
@@ -288,6 +364,12 @@ READS_A_GRADIENT = r"aten\.add_\.Tensor reads .*or backward_overlap='nothing'"
 REFUSED = {
     (layer_drop_and_clipping, in_backward): rf"a norm .*{NOT_OFFERED}",
     (gradient_noise, in_backward): rf"aten\.add_\.Tensor .*{NOT_OFFERED}",
+    (
+        two_optimizers,
+        in_backward,
+    ): r"a second gradient .*backward_overlap='gradients' where a batch may be left out",
+    (two_optimizers, layers): r"layers\.1\.weight requires a gradient and is in no group .*try adding it",
+    (gradient_penalty, layers): r"create_graph=True .*expected create_graph=False",
     (several_tasks, in_backward): r"a second gradient .*try `with optimizer\.accumulate\(\):`",
     (unfreezing, layers): r"layers\.1\.weight was frozen when .*try requires_grad_\(\)",
     (ensemble, layers): r"0\.layers\.0\.weight is used by another block .*try layers=",
@@ -299,7 +381,11 @@ REFUSED = {
     (sam, layers): r"aten\.add_\.Tensor reads .*or param\.register_hook\(\)",
     (meta_learning, layers): r"create_graph=True .*expected create_graph=False",
 }
-SERVED = [(loop, make) for loop in LOOPS for make in BUILDS if (loop, make) not in REFUSED]
+# Layers that are computed again move such buffers twice, as under torch's checkpoint.
+MOVED_TWICE = {(spectrally_normed, layers)}
+SERVED = [
+    pair for pair in itertools.product(LOOPS, BUILDS) if pair not in REFUSED and pair not in MOVED_TWICE
+]
 
 
 def named(each):

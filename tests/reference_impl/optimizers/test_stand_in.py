@@ -317,6 +317,22 @@ def test_a_norm_after_the_step_is_refused_for_what_it_is(device, make):
             param.grad.norm()
 
 
+@pytest.mark.parametrize("overlap", ["nothing", "gradients", "update"])
+def test_a_model_that_is_cast_behind_its_step_is_told_to_drop_its_gradients(device, make, overlap):
+    """Advice on backward_overlap would help nobody: the step has its gradients, whatever that is."""
+    model, _ = twins(device)
+    optimizer = make(model, backward_overlap=overlap)
+    optimizer.attach(model)
+    model(batches(device.torch_device, 1)[0]).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    with pytest.raises(RuntimeError, match=r"has begun to use.*try zero_grad\(\) first, .* model\.double"):
+        model.double()
+    optimizer.zero_grad()
+    model.double()
+    assert all(param.dtype == torch.float64 for param in model.parameters())
+
+
 def test_scaling_after_an_update_has_begun_is_refused(device):
     model, _ = twins(device)
     with hybrid(model, backward_overlap="update") as optimizer:
