@@ -6,8 +6,8 @@ fail, because the others fail of it. An exception after which training went on e
 """
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
@@ -154,18 +154,32 @@ def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
 
 def went_on_until(log: Log) -> int:
     """Return the position in front of which nothing ended the run, because training went on after it; -1 if none."""
-    steps = deque((match.start() for match in _PROGRESS.finditer(log.text)), _STEPS_OF_OTHERS)
-    return steps[0] if len(steps) == _STEPS_OF_OTHERS else -1
+    steps = _progress(log.text)
+    return steps[-_STEPS_OF_OTHERS] if len(steps) >= _STEPS_OF_OTHERS else -1
+
+
+@lru_cache(maxsize=2)
+def _progress(text: str) -> tuple[int, ...]:
+    """Return where training steps are reported; several ask for it, of a log that may have a hundred thousand."""
+    return tuple(match.start() for match in _PROGRESS.finditer(text))
 
 
 def _steps(text: str) -> list[tuple[str, int]]:
-    """Return who reported a training step, and where, in the log's order."""
-    return [(_writer(text, match.start()), match.start()) for match in _PROGRESS.finditer(text)]
+    """Return who reported a training step, and where, in the log's order; who is looked up once a line."""
+    steps: list[tuple[str, int]] = []
+    line, writer, last = -1, "", 0
+    for position in _progress(text):
+        start = text.rfind("\n", last, position) + 1 or max(line, 0)
+        if start != line:
+            line, writer = start, _writer(text, start)
+        last = position
+        steps.append((writer, position))
+    return steps
 
 
-def _writer(text: str, position: int) -> str:
-    """Return the rank that stands in front of the line around `position`."""
-    prefix = _PREFIX.match(text, text.rfind("\n", 0, position) + 1)
+def _writer(text: str, line: int) -> str:
+    """Return the rank that stands in front of the line that begins at `line`."""
+    prefix = _PREFIX.match(text, line)
     return _named(prefix["rank"]) if prefix else ""
 
 
@@ -175,8 +189,8 @@ def _named(rank: str) -> str:
 
 def trained_until(log: Log, position: int) -> bool:
     """Return whether a training step was reported before `position`."""
-    match = _PROGRESS.search(log.text)
-    return match is not None and match.start() < position
+    match = _PROGRESS.search(log.text, 0, position)
+    return match is not None
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:

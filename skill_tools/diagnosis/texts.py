@@ -1,10 +1,15 @@
 """Finds a text with holes in a log; what is between its pieces may differ, but not go on for ever.
 
-Apart because rules' texts and messages are found alike.
+Apart because rules' texts and messages are found alike. Some eight hundred are looked for, of which a log has few: one
+whose words are not among the log's is not looked for.
 """
+
+import re
+from functools import lru_cache
 
 HOLE = "{..}"
 REACH = 1200  # characters after the first piece in which the rest of a message has to follow
+_WORD = re.compile(r"\w{6,}")
 _TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
 
 
@@ -15,6 +20,8 @@ def position(text: str, template: str) -> int:
 
 def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
     """Return where `template` first stands in `text` from `first` on, and where it ends; (-1, -1) where it does not."""
+    if not _inner_words(template) <= _words(text):
+        return -1, -1
     pieces = [piece.strip() for piece in template.split(HOLE) if piece.strip()]
     start = text.find(pieces[0], first) if pieces else -1
     for _ in range(_TRIES):
@@ -30,3 +37,20 @@ def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
             return start, end
         start = text.find(pieces[0], start + 1)
     return -1, -1
+
+
+@lru_cache(maxsize=4)
+def _words(text: str) -> frozenset[str]:
+    """Return the longer words of a text."""
+    return frozenset(_WORD.findall(text))
+
+
+@lru_cache(maxsize=4096)
+def _inner_words(template: str) -> frozenset[str]:
+    """Return the longer words that any text with `template` has; at a piece's ends a longer word may stand."""
+    return frozenset(
+        match.group()
+        for piece in template.split(HOLE)
+        for match in _WORD.finditer(piece.strip())
+        if match.start() > 0 and match.end() < len(piece.strip())
+    )
