@@ -26,7 +26,7 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     yield from levers.micro_batches(run, "micro_batch_size")
     if not fields.flag(config, "cross_entropy_loss_fusion"):
         yield Lever(Kind.FUSED_LOSS, "the fused cross entropy", {"cross_entropy_loss_fusion": True})
-    if run.adapter is None and run.precision.moments_bytes > 4:
+    if run.adapter is None and run.matrices is None and run.precision.moments_bytes > 4:
         yield Lever(Kind.STATES, "moments in bf16", _SMALL)
     yield from _spread(run)
     yield from levers.sequences(run, "seq_length")

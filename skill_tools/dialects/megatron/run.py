@@ -10,9 +10,10 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.layout import Layout
+from skill_tools.dialects.matrices import of_shape
 from skill_tools.dialects.megatron import BRIDGE
 from skill_tools.dialects.megatron import layout as megatron_layout
-from skill_tools.dialects.parameters import lora
+from skill_tools.dialects.parameters import lora, model
 from skill_tools.dialects.run import Adapter, Exchange, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
@@ -28,6 +29,7 @@ _DTYPE_BYTES: Mapping[str, float] = {
     "uint8": 1,
 }
 _FUSED_LOSS_BYTES, _PLAIN_LOSS_BYTES = 4.0, 6.0
+_MUON = ("muon", "dist_muon")
 
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
@@ -62,7 +64,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         else _PLAIN_LOSS_BYTES,
         assumptions=tuple(assumptions),
     )
-    return run._replace(exchange=_exchange(config, run))
+    return _with_muon(run._replace(exchange=_exchange(config, run)), config)
 
 
 def _exchange(config: Config, run: TrainingRun) -> Exchange | None:
@@ -102,6 +104,22 @@ def _micro_batches(config: Config, layout: Layout, micro_batch: int, assumptions
 def _dtype_bytes(config: Config, key: str, default: float) -> float:
     written = fields.text(config, key)
     return default if written is None else _DTYPE_BYTES.get(written.rsplit(".", 1)[-1], default)
+
+
+def _with_muon(run: TrainingRun, config: Config) -> TrainingRun:
+    """Return `run` with what Muon updates, if that is its optimizer: a matrix has one moment."""
+    if fields.text(config, "optimizer") not in _MUON or run.adapter is not None:
+        return run
+    matrices = of_shape(run.shape, model(run.shape).total)
+    said = Assumption(
+        f"Muon updates {matrices.share:.1%} of the parameters, with products of matrices as Hugging Face shapes them; "
+        "Adam has the rest"
+    )
+    return run._replace(
+        matrices=matrices,
+        precision=run.precision._replace(moments_bytes=run.precision.moments_bytes / 2 * matrices.moments),
+        assumptions=(*run.assumptions, said),
+    )
 
 
 def _precision(config: Config, precision_aware: bool, assumptions: list[Assumption]) -> Precision:

@@ -135,7 +135,7 @@ def _gpu_update_s(run: TrainingRun, machine: Machine, shard: int) -> float:
     constants = model_constants()
     updated = 0 if run.adapter else shard
     if run.matrices is not None:
-        of_muon = _muon_update_s(run.matrices, machine, constants)
+        of_muon = _muon_update_s(run.matrices, machine, constants) * shard / run.matrices.trained
         updated, moments_bytes = round(updated * (1 - run.matrices.share)), float(FP32_BYTES * ADAM_MOMENTS)
     else:
         of_muon, moments_bytes = 0.0, run.precision.moments_bytes

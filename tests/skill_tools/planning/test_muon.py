@@ -154,3 +154,27 @@ def test_what_muon_is_not_planned_with_is_refused(capsys, overrides, more, says)
     said, code = planned(capsys, *overrides, more=more)
     assert code == 2
     assert says in said
+
+
+def test_megatrons_muon_has_one_moment_a_matrix_and_its_products(capsys, tmp_path):
+    """Bytes of moments and the time of the update, of which each rank has its part."""
+    script = tmp_path / "run.sh"
+    command = (
+        "python pretrain_gpt.py --bf16 --num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 "
+        "--num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 "
+        "--global-batch-size 8 --swiglu --untie-embeddings-and-output-weights --vocab-size 32000 "
+        "--disable-bias-linear --use-distributed-optimizer --optimizer "
+    )
+    moments, updates = {}, {}
+    for optimizer in ("adam", "muon"):
+        script.write_text(command + optimizer + "\n")
+        assert main(["plan", str(script), "--gpu", "h100", "--gpus", "8", "--format", "json"]) == 0
+        option = json.loads(capsys.readouterr().out)["as_it_is"]
+        lines = option["memory"]["gpu"]
+        moments[optimizer] = next(line["bytes"] for line in lines if line["kind"] == "moments")
+        updates[optimizer] = next(
+            cost["exposed_s"] for cost in option["time"]["costs"] if cost["name"] == "optimizer on the GPU"
+        )
+    share = of_shape(MODEL, parameters_of(MODEL).total).share
+    assert moments["muon"] / moments["adam"] == pytest.approx(1 - share / 2, rel=0.01)
+    assert updates["muon"] > 3 * updates["adam"]
