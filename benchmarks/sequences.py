@@ -1,0 +1,172 @@
+"""One long sequence, trained whole: attention kept, what does not mix positions in tiles, both, as ratios to neither.
+
+    python benchmarks/sequences.py --model qwen3-4b --tokens 32768 --old CHECKOUT  # with older code beside, large GPU
+    python benchmarks/sequences.py --model qwen3-4b --tokens 131072 --layers 12  # fewer layers, less time
+    python benchmarks/sequences.py --model qwen3-4b --tokens 256 --layers 2 --hidden 64  # toy size, any machine
+
+A row is full training in bf16 with `TrainableLayerStreamer`, compact states of 8 low bits, inputs on the host, exact
+clipping and the loss in chunks: forward, backward with each layer recomputed, step, zero_grad. `today` has no more;
+`attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both. `old` is `today` with the
+package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms up, since
+an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the driver; host
+memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise. The models are
+those of Transformers, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from caches import forget_caches
+from larger_than_gpu_rows import TRACES, Row, Setting, attached, versions
+from machine import machine, print_table
+from torch import nn
+
+from reference_impl.device import Device
+from reference_impl.memory.host import host_book
+from reference_impl.memory.ledger import Ledger
+from reference_impl.verification.hugging_face import model_from, read_config
+
+TODAY, ATTENTION, TILES, BOTH = "today", "attention", "tiles", "both"
+# What of a layer of Llama or Qwen3 does not mix positions, and keeps more than its input.
+TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm"
+MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b")
+
+
+def build(model: str, layers: int | None, hidden: int | None, device: Device) -> nn.Module:
+    """Return the bf16 model with random weights, made on the device, on the host."""
+    forget_caches(device)
+    torch.manual_seed(0)
+    entries = {**read_config(TRACES / f"{model}.json"), "use_cache": False}
+    if layers:
+        entries["num_hidden_layers"] = layers
+    if hidden:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
+        entries |= {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": 512, **heads}
+    return model_from(entries, "bfloat16", device.torch_device).cpu()
+
+
+def measure(
+    name: str, model: nn.Module, setting: Setting, tiles: list[str], tile_tokens: int
+) -> dict[str, Any]:
+    """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
+    device = setting.device
+    row = Row(form="lo8", inputs="host", keep_attention=name in (ATTENTION, BOTH))
+    with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
+        if name in (TILES, BOTH):
+            from reference_impl import SequenceTiles
+
+            present = {inner.rpartition(".")[2] for inner, _ in model.named_modules()}
+            last.enter_context(
+                SequenceTiles(model, [each for each in tiles if each in present], tile_tokens=tile_tokens)
+            )
+        training = attached(row, model, setting, last)
+        ids = setting.ids() % model.config.vocab_size
+        losses: list[torch.Tensor] = []
+
+        def step() -> None:
+            loss = training.whole(ids)
+            losses.append(loss.detach())
+            training.backward(loss)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+
+        gc.collect()
+        step()
+        device.synchronize()
+        ledger.reset_peak()
+        start = time.perf_counter()
+        for _ in range(setting.steps):
+            step()
+        device.synchronize()
+        return {
+            "step_s": (time.perf_counter() - start) / setting.steps,
+            "gpu_gb": ledger.peak_device_bytes / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if device.is_accelerator else 0.0,
+            "pinned_gb": host_book.reserved_bytes / 1e9,
+            "losses": [round(loss.item(), 4) for loss in losses],
+        }
+
+
+def of_older_code(checkout: Path, arguments: list[str]) -> dict[str, Any]:
+    """Return the row `today` with the package of `checkout`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "old.json"
+        subprocess.run(
+            [sys.executable, __file__, *arguments, "--rows", TODAY, "--out", str(out)],
+            env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+            check=True,
+        )
+        (row,) = json.loads(out.read_text())["rows"]
+    return {**row, "row": "old"}
+
+
+def main() -> None:
+    """Run the rows that are asked for, print the table, write JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="qwen3-4b")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of the one sequence")
+    parser.add_argument("--layers", type=int, help="in place of the model's own number")
+    parser.add_argument("--hidden", type=int, help="toy size: this width, four heads, a small vocabulary")
+    parser.add_argument("--rows", default=",".join((TODAY, ATTENTION, TILES, BOTH)), help="some of these")
+    parser.add_argument("--tiles", default=TILED, help="last parts of names of modules; those that are there")
+    parser.add_argument("--tile-tokens", type=int, default=4096)
+    parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
+    parser.add_argument("--steps", type=int, default=2, help="steps that are timed")
+    parser.add_argument("--old", type=Path, help="a checkout with older code, for a row beside these")
+    parser.add_argument("--out", type=Path, help="write all numbers as JSON")
+    args = parser.parse_args()
+    names = args.rows.split(",")
+    if not set(names) <= {TODAY, ATTENTION, TILES, BOTH}:
+        parser.error(f"--rows has {args.rows}; expected some of {TODAY}, {ATTENTION}, {TILES}, {BOTH}")
+    device = Device.available()
+    setting = Setting(
+        args.model, 1, 1, args.tokens, args.steps, device, own=False, chunk_tokens=args.chunk_tokens
+    )
+    report: dict[str, Any] = {"machine": {**machine(device), **versions()}, "rows": []}
+    print(json.dumps(report["machine"]), flush=True)
+
+    def add(result: dict[str, Any]) -> None:
+        first = report["rows"][0] if report["rows"] else result
+        if "step_s" in result and "step_s" in first:
+            result |= {
+                f"{of}_ratio": result[f"{of}_{unit}"] / first[f"{of}_{unit}"]
+                for of, unit in (("step", "s"), ("gpu", "gb"))
+            }
+        report["rows"].append(result)
+        print(json.dumps(result), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(report, indent=1))
+
+    if args.old:
+        rest = [
+            f"--{name}={value}"
+            for name, value in vars(args).items()
+            if name in ("model", "tokens", "layers", "hidden", "steps") and value
+        ]
+        add(of_older_code(args.old, [*rest, f"--chunk-tokens={args.chunk_tokens}"]))
+    for name in names:
+        model = build(args.model, args.layers, args.hidden, device)
+        try:
+            add({"row": name, **measure(name, model, setting, args.tiles.split(","), args.tile_tokens)})
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            add({"row": name, "failed": str(error).splitlines()[0]})
+    print()
+    print_table([{key: value for key, value in row.items() if key != "losses"} for row in report["rows"]])
+
+
+if __name__ == "__main__":
+    main()
