@@ -1,11 +1,15 @@
 """Copies within host memory by several threads, what somebody waits for first.
 
-One core reads and writes host memory at a fraction of the link's rate, so pageable memory needs several to keep up
-(one NVIDIA H200's host, 16 cores: one thread fills pinned buffers at 4.8 GB/s, eight at 26). As many copy at a time as
-cores are idle: the threads of a CPU update keep theirs, also where they begin in the middle.
+One core reads and writes host memory at a fraction of the link's rate, so pageable memory needs several to keep up. As
+many copy at a time as cores are idle: the threads of a CPU update keep theirs, also where they begin in the middle.
 
-A copy is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
-thread here would have another.
+All of them share each copy, a part at a time. Where a thread has a copy of its own (one H200's host, 16 cores), buffers
+are filled at 25 to 29 GB/s: no more threads work than there are buffers, and the first of eight is full when all are.
+Threads that share fill one after the other, and what they have written is still in the cache when the link reads it.
+
+A part is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
+thread here would have another. All else of a part needs that lock, which training wants too: so a thread that has
+copied waits for the next part for a moment, and a copy has one lock to wait for in place of a future.
 
 Explained in docs/fitting.md, "Pinned memory".
 """
@@ -14,57 +18,89 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import torch
 
 from reference_impl.memory.cores import idle_cores, own_cores
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.memory.worker import Worker, is_done
+from reference_impl.memory.worker import Worker
 
-# One thread copies so much in 2 ms, a hundred times what its bookkeeping takes.
-_PART_BYTES = 8 * 2**20
+# 12 threads copy 67 GB/s in parts of 4 MiB, and 41 in parts of 16 (one H200's host); less is more bookkeeping.
+_PART_BYTES = 4 * 2**20
 # More do not fill buffers faster than the link empties them.
-_MOST_THREADS = 12
+_MOST_THREADS = 14
 # A copy that takes longer is lost.
 _DEADLINE_S = 600.0
+# How long a wait cannot be interrupted, and a thread waits for the next copy.
+_SLICE_S = 0.05
 
 
 class Copy:
-    """`source`'s bytes on their way to `target`, two contiguous tensors of one size on the host."""
+    """`source`'s bytes on their way to `target`, two contiguous tensors of one size on the host, a part at a time.
 
-    __slots__ = ("future", "source", "target")
+    All but `run` and `ends` is called by one thread at a time.
+    """
+
+    __slots__ = ("_end", "_source", "_taken_bytes", "_target", "_threads", "error", "is_over", "size_bytes")
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.target: torch.Tensor | None = target
-        self.source: torch.Tensor | None = source
-        self.future: Future[None] = Future()
+        self._target: torch.Tensor | None = target
+        self._source: torch.Tensor | None = source
+        self.size_bytes = target.nbytes
+        # What threads have taken of it, and which threads copy now.
+        self._taken_bytes = 0
+        self._threads: set[int] = set()
+        # Whether nothing of it is still to be written, and why it is not there.
+        self.is_over = False
+        self.error: BaseException | None = None
+        self._end = threading.Lock()
+        self._end.acquire()
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing of it is still to be written."""
-        return is_done(self.future)
+    def is_taken(self) -> bool:
+        """Whether nothing of it is left to be taken."""
+        return self._taken_bytes >= self.size_bytes or self.error is not None
 
-    def run(self) -> None:
-        """Copy, unless it was cancelled meanwhile. Who waits gets what this raises."""
-        try:
-            if self.future.set_running_or_notify_cancel():
-                assert self.target is not None
-                assert self.source is not None
-                ctypes.memmove(self.target.data_ptr(), self.source.data_ptr(), self.target.nbytes)
-                self.target = self.source = None
-                self.future.set_result(None)
-        except BaseException as error:
-            self.fail(error)
+    def take(self, me: int) -> tuple[int, int]:
+        """Return the first byte and the end of the next part, which the thread `me` copies."""
+        self._threads.add(me)
+        start = self._taken_bytes
+        self._taken_bytes = min(start + _PART_BYTES, self.size_bytes)
+        return start, self._taken_bytes
+
+    def run(self, start: int, end: int) -> None:
+        """Copy a part."""
+        target, source = self._target, self._source
+        assert target is not None
+        assert source is not None
+        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
+
+    def leave(self, me: int) -> None:
+        """Note that the thread `me` has copied its part, or has failed to."""
+        self._threads.discard(me)
+        if self.is_taken and not self._threads and not self.is_over:
+            self._target = self._source = None
+            self.is_over = True
+            self._end.release()
 
     def fail(self, error: BaseException) -> None:
-        """Let `error` be what a wait raises, unless it is over."""
-        self.target = self.source = None
-        if not self.future.done():
-            self.future.set_exception(error)
+        """Let `error` be what a wait raises, unless it is over; parts that are being copied come to their end."""
+        if not self.is_over:
+            self.error = self.error or error
+            self.leave(0)
+
+    def ends(self, within_s: float) -> bool:
+        """Wait for a moment; return whether it is over."""
+        if not self.is_over and self._end.acquire(timeout=within_s):
+            # For others who wait.
+            self._end.release()
+        return self.is_over
 
 
 class Copiers:
@@ -73,13 +109,16 @@ class Copiers:
     def __init__(self, name: str) -> None:
         # Asked once: the system is asked for it, which takes longer than all other bookkeeping of a copy.
         self._cores = own_cores()
-        self._worker = Worker(name, threads=min(self._cores, _MOST_THREADS))
+        self._most_threads = min(self._cores, _MOST_THREADS)
+        self._worker = Worker(name, threads=self._most_threads)
         self._lock = threading.Lock()
         # In the order in which they are needed: what somebody waits for, and the rest.
         self._needed: deque[Copy] = deque()
         self._others: deque[Copy] = deque()
-        # The threads that copy now.
+        # The threads that copy now, and those that wait for a call.
         self._serving: set[int] = set()
+        self._waiting: set[int] = set()
+        self._calls: SimpleQueue[None] = SimpleQueue()
 
     def start(self, target: torch.Tensor, source: torch.Tensor, *, is_needed: bool) -> Copy:
         """Queue a copy; one that `is_needed` goes before those that are not.
@@ -88,12 +127,10 @@ class Copiers:
         """
         copy = Copy(target, source)
         try:
-            with deferred_interrupts():
-                with self._lock:
-                    # First: what is queued is sure of a thread, which waits for the lock.
-                    serving = self._worker.submit(self._serve)
-                    (self._needed if is_needed else self._others).append(copy)
-                serving.add_done_callback(self._lose_if_failed)
+            with deferred_interrupts(), self._lock:
+                # First: what is queued is sure of a thread.
+                self._call_threads(-(-copy.size_bytes // _PART_BYTES))
+                (self._needed if is_needed else self._others).append(copy)
         except BaseException:
             self.settle([copy])
             raise
@@ -108,22 +145,31 @@ class Copiers:
             if copy in self._others:
                 self._others.remove(copy)
                 self._needed.append(copy)
-        self._worker.wait(copy.future, deadline_s=_DEADLINE_S)
+        deadline = time.monotonic() + _DEADLINE_S
+        while not self._ends(copy):
+            self._worker.check_alive()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"a copy within host memory has not ended within {_DEADLINE_S:.0f} s; expected milliseconds; try "
+                    "training without what else keeps this host busy"
+                )
+        if copy.error is not None:
+            raise copy.error
 
     def settle(self, copies: Iterable[Copy]) -> None:
         """Have none of `copies` write any more: those that have not begun never will."""
         for copy in copies:
+            with deferred_interrupts(), self._lock:
+                self._withdraw(copy, CancelledError())
             with suppress(Exception):
-                if not copy.future.cancel():
-                    self.wait(copy)
+                self.wait(copy)
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy each source (flat uint8) to its target in parts; return once all are there. Raises as `wait`."""
+        """Copy each source (flat uint8) to its target; return once all are there. Raises as `wait`."""
         started: list[Copy] = []
         try:
             for target, source in pairs:
-                for to, part in zip(target.split(_PART_BYTES), source.split(_PART_BYTES), strict=True):
-                    started.append(self.start(to, part, is_needed=True))
+                started.append(self.start(target, source, is_needed=True))
             for each in started:
                 self.wait(each)
         except BaseException:
@@ -135,30 +181,82 @@ class Copiers:
         self._worker.close()
         self._lose(RuntimeError("the threads that copy within host memory are closed; expected open ones"))
 
-    def _serve(self) -> None:
-        """Copy what is needed first until nothing is left, or others need this core."""
-        me = threading.get_ident()
-        copy: Copy | None = None
-        while True:
+    def _ends(self, copy: Copy) -> bool:
+        with deferred_interrupts():
+            return copy.ends(_SLICE_S)
+
+    def _call_threads(self, parts: int) -> None:
+        """Have as many threads as there are `parts` look at what is queued; those that copy look when they have."""
+        self._worker.check_open()
+        for number in range(min(parts, self._most_threads - len(self._serving))):
+            if self._waiting:
+                self._waiting.pop()
+                self._calls.put(None)
+                continue
             try:
-                copy = None
+                self._worker.submit(self._serve).add_done_callback(self._lose_if_failed)
+            except RuntimeError:
+                # Those that were called do it all.
+                if not (number or self._serving):
+                    raise
+                return
+
+    def _serve(self) -> None:
+        """Copy what is needed first until nothing comes any more, or others need this core."""
+        me = threading.get_ident()
+        while True:
+            copy: Copy | None = None
+            try:
                 most = idle_cores(self._cores)
                 with self._lock:
                     queue = self._needed or self._others
-                    if not queue or len(self._serving - {me}) >= most:
+                    if queue and len(self._serving - {me}) >= most:
                         # At once: who comes next must not count on this thread.
                         self._serving.discard(me)
                         return
-                    # Known before it is taken: one that nobody knows would be waited for in vain.
-                    copy = queue[0]
-                    queue.popleft()
-                    self._serving.add(me)
-                copy.run()
+                    if queue:
+                        # Known before it is taken: one that nobody knows would be waited for in vain.
+                        copy = queue[0]
+                        start, end = copy.take(me)
+                        if copy.is_taken:
+                            queue.popleft()
+                        self._serving.add(me)
+                    else:
+                        self._serving.discard(me)
+                        self._waiting.add(me)
+                if copy is not None:
+                    copy.run(start, end)
+                    with self._lock:
+                        copy.leave(me)
+                elif not self._is_called(me):
+                    return
             except BaseException as error:
                 if copy is None:
                     self._serving.discard(me)
+                    self._waiting.discard(me)
                     raise
-                copy.fail(error)
+                with self._lock:
+                    self._withdraw(copy, error)
+                    copy.leave(me)
+
+    def _withdraw(self, copy: Copy, error: BaseException) -> None:
+        """Have nothing more of `copy` taken, since `error`."""
+        for queue in (self._needed, self._others):
+            if copy in queue:
+                queue.remove(copy)
+        copy.fail(error)
+
+    def _is_called(self, me: int) -> bool:
+        """Wait for a moment; return whether the thread `me`, which waits, is called."""
+        try:
+            self._calls.get(timeout=_SLICE_S)
+        except Empty:
+            with self._lock:
+                # Somebody may have called at this moment.
+                is_called = me not in self._waiting
+                self._waiting.discard(me)
+            return is_called
+        return True
 
     def _lose_if_failed(self, serving: Future[None]) -> None:
         """Fail what is queued where a thread has failed outside of a copy: nobody may be left to serve it."""
@@ -167,8 +265,5 @@ class Copiers:
 
     def _lose(self, error: BaseException) -> None:
         with self._lock:
-            lost = [*self._needed, *self._others]
-            self._needed.clear()
-            self._others.clear()
-        for copy in lost:
-            copy.fail(error)
+            for copy in (*self._needed, *self._others):
+                self._withdraw(copy, error)

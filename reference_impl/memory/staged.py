@@ -6,7 +6,8 @@ after the other, and starts the H2D copy of each. On the way out the D2H copy in
 empty it once that has ended, so a training thread waits only where all buffers are on their way. Events of the device
 are what they are for pinned memory; who reads the host's side waits for the threads too (`Landing`).
 
-Each direction has buffers of its own, so neither can hold up the other. A device has one ring, from its first pageable
+Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.
+A device has one ring, from its first pageable
 slab to the end of the limit.
 
 Explained in docs/fitting.md, "Pinned memory".
@@ -31,7 +32,7 @@ from reference_impl.memory.pinned import at_end_of_limit, pinned_book
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.worker import Worker, is_done
 
-# Of each direction: so many threads fill the link. Of 16 buffers each is half as long, and bookkeeping takes longer.
+# Of each direction, where both are used.
 _BUFFERS = 8
 # A copy to the host that takes longer is lost.
 _DEADLINE_S = 600.0
@@ -59,7 +60,7 @@ class Landing:
     @property
     def has_failed(self) -> bool:
         """Whether it never will be there."""
-        return is_done(self._arrival) and (_failed(self._arrival) or _failed(self._arrival.result().future))
+        return is_done(self._arrival) and (_failed(self._arrival) or self._arrival.result().error is not None)
 
     def synchronize(self) -> None:
         """Wait for it, as what is needed first; raise what a thread has raised, and RuntimeError when one has died."""
@@ -77,7 +78,20 @@ class _Buffers:
     def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
         self.lock = threading.Lock()
         self._turn: deque[tuple[torch.Tensor, Event]] = deque((part, REACHED) for part in parts)
-        self.size_bytes = parts[0].numel()
+        self.size_bytes = parts[0].numel() if parts else 0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self._turn)
+
+    def hand_over(self, other: _Buffers, count: int) -> None:
+        """Give `count` buffers to `other`, each with its event."""
+        with self.lock, deferred_interrupts():
+            while other.count < count:
+                other._turn.append(self._turn[-1])
+                self._turn.pop()
+            other.size_bytes = self.size_bytes
 
     def take(self, size_bytes: int, *, ahead: int = 0) -> torch.Tensor:
         """Return the buffer whose turn it is, once it is free, or the one whose turn is `ahead` of it."""
@@ -106,7 +120,7 @@ class Ring:
             device, size_bytes, remedy="try a smaller limit", for_ring=True, most_bytes=size_bytes
         )
         buffers = self._slab.bytes.split(size_bytes // (2 * _BUFFERS))[: 2 * _BUFFERS]
-        self._out, self._in = _Buffers(buffers[:_BUFFERS]), _Buffers(buffers[_BUFFERS:])
+        self._out, self._in = _Buffers(()), _Buffers(buffers)
         self._copiers = Copiers("host-copies")
         # Waits for buffers that are being filled by the device.
         self._worker = Worker("staged-copies")
@@ -125,6 +139,8 @@ class Ring:
         """Start filling `host`; return what its readers on the host wait for beside the stream."""
         landings: list[Event] = []
         with deferred_interrupts(), self._out.lock, self._settled_after_failure():
+            if self._out.count < _BUFFERS:
+                self._in.hand_over(self._out, _BUFFERS)
             self._begin_anew(host)
             for part, piece in _pieces(host, source, self._out.size_bytes):
                 buffer = self._out.take(part.numel())
@@ -140,7 +156,7 @@ class Ring:
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
         with deferred_interrupts(), self._in.lock, self._settled_after_failure(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
-                if len(filling) == _BUFFERS:
+                if len(filling) == self._in.count:
                     self._send(filling)
                 buffer = self._in.take(part.numel(), ahead=len(filling))
                 filling.append((part, buffer, self._copiers.start(buffer, piece, is_needed=True)))

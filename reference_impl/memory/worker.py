@@ -58,17 +58,26 @@ class Worker:
         """Whether tasks that were given to it will be carried out."""
         return all(thread.is_alive() or thread.has_ended for thread in self._threads)
 
+    def check_open(self) -> None:
+        """Raise RuntimeError when closed."""
+        if self._is_closed:
+            raise RuntimeError(
+                f"a task was given to thread {self._name!r}, which is closed; expected an open offloader; try "
+                "constructing a new one"
+            )
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError when a thread is dead, as all are in a forked child."""
+        if not self.is_alive:
+            raise self._death()
+
     def submit(self, task: Callable[[], _T]) -> Future[_T]:
         """Queue `task`; its result or exception is what `wait` on the returned future gives.
 
         Raises RuntimeError when closed, or where no thread can be started; then the task never runs.
         """
         with deferred_interrupts(), self._lock:
-            if self._is_closed:
-                raise RuntimeError(
-                    f"a task was given to thread {self._name!r}, which is closed; expected an open offloader; try "
-                    "constructing a new one"
-                )
+            self.check_open()
             if len(self._threads) < self._most_threads:
                 self._start_thread()
             future: Future[_T] = Future()
@@ -83,10 +92,7 @@ class Worker:
         deadline = time.monotonic() + deadline_s
         while not is_done(future, within_s=_SLICE_S):
             if not self.is_alive and not is_done(future):
-                raise RuntimeError(
-                    f"thread {self._name!r} has died with a task unfinished; expected it to live as long as its "
-                    "offloader; try a new offloader, made in this process"
-                ) from next((thread.error for thread in self._threads if thread.error), None)
+                raise self._death()
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"thread {self._name!r} has not finished a task within {deadline_s:.0f} s; expected seconds; try "
@@ -111,6 +117,14 @@ class Worker:
                 self._tasks.put(None)
         for thread in self._threads:
             _join(thread)
+
+    def _death(self) -> RuntimeError:
+        error = RuntimeError(
+            f"thread {self._name!r} has died with a task unfinished; expected it to live as long as its offloader; try "
+            "a new offloader, made in this process"
+        )
+        error.__cause__ = next((thread.error for thread in self._threads if thread.error), None)
+        return error
 
     def _start_thread(self) -> None:
         thread = _Thread(self._name, self._tasks, self._prepare)

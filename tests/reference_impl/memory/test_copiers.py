@@ -208,7 +208,7 @@ def test_no_fault_in_the_bookkeeping_of_a_thread_leaves_a_wait_without_an_end(co
                 told += error is not None
             copiers.close()
         for copy, (target, source) in zip(started, some, strict=True):
-            fine = copy.future.done() and not copy.future.cancelled() and copy.future.exception() is None
+            fine = copy.is_over and copy.error is None
             assert not fine or torch.equal(target, source), f"before bytecode {nth}"
         if count[0] < nth:
             break
