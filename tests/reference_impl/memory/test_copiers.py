@@ -1,6 +1,7 @@
 """Copies within host memory: values, their order, that they run side by side, and what becomes of them in a fault."""
 
 import ctypes
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -74,6 +75,29 @@ def test_every_byte_is_copied_in_parts(copiers, monkeypatch):
     some = pairs()
     copiers.copy(some)
     assert all(torch.equal(target, source) for target, source in some)
+
+
+def test_threads_share_a_copy_and_the_first_is_there_before_the_next(copiers, watched, monkeypatch):
+    monkeypatch.setattr(module, "_PART_BYTES", 100)
+    some = pairs(3)
+    watched.may_go_on.clear()
+    started = [copiers.start(*pair, is_needed=True) for pair in some]
+    watched.wait_for(4)
+    assert [some[0][1].data_ptr() + 100 * n for n in range(4)] == sorted(watched.sources)
+    watched.may_go_on.set()
+    for copy, (target, source) in zip(started, some, strict=True):
+        copiers.wait(copy)
+        assert torch.equal(target, source)
+    parts = [
+        [start <= at < start + 1000 for at in watched.sources] for start in (s.data_ptr() for _, s in some)
+    ]
+    # Whatever is taken of a copy is taken before anything of the one behind it.
+    assert all(sum(each) == 10 for each in parts)
+    assert all(max(_places(a)) < min(_places(b)) + 4 for a, b in itertools.pairwise(parts))
+
+
+def _places(flags):
+    return [place for place, flag in enumerate(flags) if flag]
 
 
 @pytest.mark.parametrize("idle", [1, 3])

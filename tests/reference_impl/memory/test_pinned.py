@@ -1,6 +1,7 @@
 import ctypes
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -155,6 +156,23 @@ def test_several_threads_fill_and_empty_the_ring_at_once(device, monkeypatch):
         assert torch.equal(back, source)
         assert (out, together.met - out) == (4, 4)
         arena.close()
+
+
+def test_all_buffers_are_for_the_way_in_until_something_leaves(device, arena):
+    """Then each direction has half, also where one is used by another thread at that moment."""
+    host, source = pageable(arena, MIB), bytes_of(MIB, device)
+    back = torch.empty_like(source)
+    host.copy_(source)
+    device.copy_in(back, host, after=[]).synchronize()
+    ring = device.pageable[host.untyped_storage().data_ptr()]
+    assert (ring._in.count, ring._out.count) == (16, 0)
+    with ThreadPoolExecutor(1) as other:
+        coming = [other.submit(device.copy_in, back, host, after=[]) for _ in range(5)]
+        device.copy_out(host[:1000], source[:1000], after=[device.record()]).synchronize()
+        for each in coming:
+            each.result().synchronize()
+    assert torch.equal(back, source)
+    assert (ring._in.count, ring._out.count) == (8, 8)
 
 
 def test_the_event_of_a_copy_out_is_that_of_all_its_parts(device, arena, monkeypatch):
