@@ -1,6 +1,7 @@
 """The documentation as a site: it holds every page, and no link in it is broken."""
 
 import gzip
+import json
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def test_every_page_is_in_the_navigation() -> None:
         "index.md",
         "overview.md",
         "models.md",
+        "planner.md",
         "api.md",
         "changelog.md",
         "rules/README.md",
@@ -58,6 +60,16 @@ def test_it_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert loaded
     assert not [address for address in loaded if address.startswith(("http:", "https:", "//"))]
     assert 'rel="preconnect"' not in home
+    assert "<title>as it is: weights 14." in home, "the figure has no values to point at"
+    assert 'aria-label="Memory of one GPU' in home
+    planner = (site / "planner" / "index.html").read_text(encoding="utf-8")
+    plans = json.loads(re.findall(r'id="plan-data">(.*?)</script>', planner)[0])
+    assert len(plans) > 200
+    assert plans["llama-3-8b rtx4090 2048"][0][0].startswith("trained layers streamed")
+    assert len(gzip.compress(planner.encode())) < 40_000
+    parts = [site / address for address in loaded] + [site / "figures" / "plan.svg"]
+    sent = sum(len(gzip.compress(path.read_bytes())) for path in [site / "index.html", *parts])
+    assert sent <= 300_000, f"the home page takes {sent:,} bytes as servers send it"
     assert 'href="../rules/la-pp/"' in (site / "choosing" / "index.html").read_text(encoding="utf-8")
     assert "HybridDeviceOptimizer" in (site / "api" / "index.html").read_text(encoding="utf-8")
     assert len(gzip.compress((site / "search" / "search_index.json").read_bytes())) <= 1_000_000

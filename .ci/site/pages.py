@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import planner
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -22,6 +23,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
 _RULE = re.compile(r"(?<!\[)`([a-z0-9]+(?:-[a-z0-9]+)+)`(?!\])")
 _FENCE = re.compile(r"(?ms)^(`{3,}).*?^\1\s*$")
 _OPTION = re.compile(r"<!-- /?(?:run|card):.*?-->|<!-- /(?:run|card) -->\n?")
+_FIGURE = re.compile(r'<img alt="([^"]+)" src="(?:\.\./)*figures/plan\.svg" />')
 _ORDER = {"index.md": 4, "faq.md": 3, "choosing.md": 3, "configuration.md": 0.3, "changelog.md": 0.2}
 
 
@@ -35,6 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "index.md": _of_root("README.md"),
         "changelog.md": _of_root("CHANGELOG.md"),
         "models.md": _models_page(),
+        "planner.md": planner.page(),
         "api.md": _api_page(),
     }
     for path, text in made.items():
@@ -50,6 +53,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         page.meta["hide"] = ["navigation"]
         return markdown
     return "".join(_linked(part, path, files) for part in _outside_fences(_OPTION.sub("", markdown)))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the plan's figure into the page itself, where it has its values under the pointer and the page's colours."""
+    return _FIGURE.sub(_inlined, html)
+
+
+def _inlined(image: re.Match[str]) -> str:
+    drawn = (ROOT / "docs" / "figures" / "plan.svg").read_text(encoding="utf-8")
+    drawn = re.sub(
+        r"<style>svg\{.*?</style>|<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL
+    )
+    drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{image[1]}"', 1)
+    return f'<div class="figure" tabindex="0">{drawn}</div>'
 
 
 def _boost(path: str) -> float:

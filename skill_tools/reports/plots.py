@@ -2,8 +2,12 @@
 
 Needs matplotlib (extra `plot`), imported when a figure is drawn. SVG and HTML follow the reader's light or dark
 theme, because text and axes take the page's colour; PNG has a white ground. The same plan gives the same bytes.
+
+In SVG and HTML each bar and each point of the frontier has its value as a title, which a browser shows under the
+pointer. A page stacks its two drawings where it is narrow, and shows the value that is tapped in a line below.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from skill_tools.reports import plan_answer
 from skill_tools.units import GIB
 
 _FRONTIER_STEPS = 16
+_PLACES = 80  # that a drawing tells apart each way
+_NARROW_INCHES = 8
 _LIMIT = "#e45756"
 _RATIO_COLUMN = 1.03
 SUFFIXES = (".svg", ".png", ".html")
@@ -32,6 +38,18 @@ _PARTS = (  # name, kinds of lines that belong to it, colour (readable on light 
     ("activations", {Kind.ACTIVATIONS, Kind.LAYER_WORK}, "#54a24b"),
     ("logits and loss", {Kind.LOSS}, "#b279a2"),
     ("reserve", {Kind.WORKSPACE, Kind.RESERVE}, "#9d9da1"),
+)
+# On a phone the drawings stand one below the other, and letters are those of the page.
+_PAGE = (
+    "body{font:16px system-ui,sans-serif;margin:1rem;color:#24292f;background:#fff}h1{font-size:1.1rem}"
+    "main{display:flex;flex-wrap:wrap;align-items:flex-start;gap:1rem}"
+    "main svg{flex:1 1 340px;min-width:0;max-width:100%;height:auto}"
+    "p{position:sticky;bottom:0;margin:0;padding:.6rem 0;background:inherit}[id*=value]{cursor:pointer}"
+    "@media(prefers-color-scheme:dark){body{color:#d0d7de;background:#0d1117}p{background:#0d1117}}"
+)
+_TAPS = (
+    "addEventListener('click',e=>{const g=e.target.closest('[id*=value]');"
+    "if(g)document.querySelector('p').textContent=g.querySelector('title').textContent})"
 )
 _THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}}"
 
@@ -60,7 +78,7 @@ def write(plan: Plan, path: str, *, may_overwrite: bool = False) -> None:
     matplotlib.use("Agg")
     ink = "#24292f" if target.suffix == ".png" else _INK
     with matplotlib.rc_context(_style(ink)):
-        _save(_figure(plan, ink), target, may_overwrite=may_overwrite)
+        _save(_drawn(plan, ink, target.suffix), target, may_overwrite=may_overwrite)
 
 
 def _style(ink: str) -> Any:
@@ -68,8 +86,7 @@ def _style(ink: str) -> Any:
     return {**dict.fromkeys(coloured, ink), "svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}
 
 
-def _save(figure: Any, target: Path, *, may_overwrite: bool) -> None:
-    drawn = _drawn(figure, target.suffix)
+def _save(drawn: bytes, target: Path, *, may_overwrite: bool) -> None:
     try:
         with open(target, "wb" if may_overwrite else "xb") as file:
             file.write(drawn)
@@ -87,9 +104,17 @@ def _save(figure: Any, target: Path, *, may_overwrite: bool) -> None:
         ) from None
 
 
-def _drawn(figure: Any, suffix: str) -> bytes:
-    if suffix != ".png":
-        return _themed(figure, page=suffix == ".html").encode()
+def _drawn(plan: Plan, ink: str, suffix: str) -> bytes:
+    if suffix == ".html":
+        return _page(plan, ink).encode()
+    values: list[str] = []
+    figure = _empty(plan, (11, _height(plan)))
+    figure.suptitle(_title(plan), color=ink, fontsize=11)
+    bars, frontier_axes = figure.subplots(1, 2, width_ratios=(3, 2))
+    _bars(bars, plan, ink, values)
+    _frontier(frontier_axes, plan, ink, values)
+    if suffix == ".svg":
+        return _themed(figure, values).encode()
     import io
 
     buffer = io.BytesIO()
@@ -97,18 +122,42 @@ def _drawn(figure: Any, suffix: str) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(plan: Plan, ink: str) -> Any:
+def _height(plan: Plan) -> float:
+    lines = sum(_wrapped(option.candidate.label).count("\n") + 2 for option in shown(plan))
+    return max(4.6, 2.0 + 0.2 * lines)
+
+
+def _empty(plan: Plan, size: tuple[float, float]) -> Any:
     from matplotlib.figure import Figure
 
-    compared = shown(plan)
-    lines = sum(_wrapped(option.candidate.label).count("\n") + 2 for option in compared)
-    figure = Figure(figsize=(11, max(4.6, 2.0 + 0.2 * lines)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     figure.patch.set_alpha(0)
-    figure.suptitle(_title(plan), color=ink, fontsize=11)
-    bars, frontier_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    _bars(bars, plan, compared, ink)
-    _frontier(frontier_axes, plan, ink)
     return figure
+
+
+def _page(plan: Plan, ink: str) -> str:
+    """Return a page with two drawings, each as wide as a phone's screen where that is all there is."""
+    from html import escape
+
+    drawings = []
+    for draw, size in ((_bars, (5.6, _height(plan))), (_frontier, (5.0, 4.6))):
+        values: list[str] = []
+        figure = _empty(plan, size)
+        draw(figure.subplots(), plan, ink, values)
+        svg = _themed(figure, values)
+        # Two drawings in one page: no identifier of one may be another's.
+        prefix = draw.__name__.strip("_")
+        svg = svg[svg.index("<svg") :].replace('id="', f'id="{prefix}-').replace('="#', f'="#{prefix}-')
+        drawings.append(svg.replace("url(#", f"url(#{prefix}-"))
+    title = escape(_title(plan))
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Offload plan: {title}</title><style>{_PAGE}</style>"
+        f"<body><h1>{title}</h1><main>{''.join(drawings)}</main>"
+        '<p role="status">Point at a bar or a point, or tap it.</p>'
+        f"<script>{_TAPS}</script></body></html>\n"
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -119,7 +168,14 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _bars(axes: Any, plan: Plan, compared: Sequence[Option], ink: str) -> None:
+def _valued(artist: Any, text: str, values: list[str]) -> None:
+    """Give a drawn thing a value, which `_themed` writes into it as its title."""
+    artist.set_gid(f"value-{len(values)}")
+    values.append(text)
+
+
+def _bars(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
+    compared: Sequence[Option] = shown(plan)
     labels = [_wrapped(option.candidate.label) for option in compared]
     left = [0.0] * len(compared)
     for name, kinds, colour in _PARTS:
@@ -127,7 +183,9 @@ def _bars(axes: Any, plan: Plan, compared: Sequence[Option], ink: str) -> None:
             sum(line.bytes for line in option.memory.gpu if line.kind in kinds) / GIB for option in compared
         ]
         if any(widths):
-            axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)
+            drawn = axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)
+            for bar, width, option in zip(drawn, widths, compared, strict=True):
+                _valued(bar, f"{option.candidate.label}: {name} {width:.2f} GiB", values)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     budget = plan.budget.gpu_bytes / GIB
     _budget_lines(axes, plan)
@@ -146,18 +204,33 @@ def _bars(axes: Any, plan: Plan, compared: Sequence[Option], ink: str) -> None:
         axes.annotate(f"{ratio:.2f}x", (column, position), va="center", color=ink)
     axes.set_xlim(0, 1.1 * column)
     axes.invert_yaxis()
-    axes.set_xlabel("GiB on the most loaded GPU; on the right the step time, over that without offload")
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14), labelcolor=ink)
+    is_narrow = axes.figure.get_figwidth() < _NARROW_INCHES
+    axes.set_xlabel(
+        "GiB on the most loaded GPU; on the right the"
+        + ("\n" if is_narrow else " ")
+        + "step time, over that without offload",
+        **({"ha": "right", "x": 1.0} if is_narrow else {}),
+    )
+    place = {"ncols": 2, "loc": "upper right", "bbox_to_anchor": (1.0, -0.12)}
+    if not is_narrow:
+        place = {"ncols": 3, "loc": "upper center", "bbox_to_anchor": (0.5, -0.14)}
+    axes.legend(frameon=False, labelcolor=ink, **place)
     _plain(axes)
 
 
-def _frontier(axes: Any, plan: Plan, ink: str) -> None:
+def _frontier(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
     evaluated = points(plan)
-    axes.scatter(*zip(*evaluated, strict=True), s=8, color="#9d9da1", label="legal combinations")
+    axes.scatter(*zip(*_told_apart(evaluated), strict=True), s=8, color="#9d9da1", label="legal combinations")
     axes.plot(*zip(*frontier(evaluated), strict=True), color="#4c78a8", linewidth=1.5, label="frontier")
+    for memory_gib, step_s in _told_apart(frontier(evaluated)):
+        (mark,) = axes.plot([memory_gib], [step_s], marker="o", markersize=4, color="#4c78a8")
+        _valued(mark, f"frontier: {memory_gib:.1f} GiB a GPU, {step_s:.2f} s a step", values)
     if plan.recommendation is not None:
         best = (plan.recommendation.memory.device_bytes / GIB, plan.recommendation.time.total_s)
-        axes.scatter([best[0]], [best[1]], s=90, marker="*", color="#f58518", label="recommended", zorder=3)
+        star = axes.scatter(
+            [best[0]], [best[1]], s=90, marker="*", color="#f58518", label="recommended", zorder=3
+        )
+        _valued(star, f"recommended: {best[0]:.1f} GiB a GPU, {best[1]:.2f} s a step", values)
     _budget_lines(axes, plan)
     axes.set_xlabel(f"GiB a GPU (solid: what it has, dashed: {plan.budget.headroom:.0%} less)")
     axes.set_ylabel("seconds a step")
@@ -174,6 +247,13 @@ def points(plan: Plan) -> list[tuple[float, float]]:
         for option in evaluated
         if option.limit not in {HOST_MEMORY, PINNED_MEMORY}
     ]
+
+
+def _told_apart(evaluated: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return one point of those that would be drawn over each other: a drawing has 80 places each way."""
+    spans = [(max(each) - min(each)) / _PLACES or 1 for each in zip(*evaluated, strict=True)]
+    found = {(round(x / spans[0]), round(y / spans[1])): (x, y) for x, y in evaluated}
+    return list(found.values())
 
 
 def _budget_lines(axes: Any, plan: Plan) -> None:
@@ -208,18 +288,19 @@ def _wrapped(label: str) -> str:
     return "\n".join(textwrap.wrap(label, 38))
 
 
-def _themed(figure: Any, *, page: bool) -> str:
+def _themed(figure: Any, values: Sequence[str]) -> str:
+    """Return a figure as SVG that follows the reader's theme, with a title in each thing that has a value."""
     import io
+    from html import escape
 
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     svg = (
         buffer.getvalue().replace(_INK, "currentColor").replace("<defs>", f"<style>{_THEME}</style><defs>", 1)
     )
-    if not page:
-        return svg
-    drawing = svg[svg.index("<svg") :]
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">'
-        f"<title>Offload plan</title><body>{drawing}</body></html>\n"
-    )
+    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)  # hundredths of a point are seen by nobody
+    for number, text in enumerate(values):
+        svg = svg.replace(
+            f'<g id="value-{number}">', f'<g id="value-{number}"><title>{escape(text)}</title>', 1
+        )
+    return svg

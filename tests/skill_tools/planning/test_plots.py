@@ -1,4 +1,5 @@
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,16 @@ def test_a_plan_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None
     if suffix != "png":
         assert b"prefers-color-scheme:dark" in one
         assert b"recommended" in one
+        # Each bar and each point of the frontier says its value under the pointer.
+        titles = re.findall(r"<title>(.*?)</title>", one.decode())
+        assert [title for title in titles if re.fullmatch(r"as it is: weights \d+\.\d\d GiB", title)]
+        assert [
+            title for title in titles if re.fullmatch(r"frontier: [\d.]+ GiB a GPU, [\d.]+ s a step", title)
+        ]
+    if suffix == "html":
+        assert b"width=device-width" in one
+        names = re.findall(r' id="([^"]+)"', one.decode())
+        assert len(names) == len(set(names)), "two drawings of one page share a name"
 
 
 def test_what_is_there_is_overwritten_only_when_told(
