@@ -49,6 +49,10 @@ TUNE = (
     "optimizer:\n  _component_: torch.optim.AdamW\nbatch_size: 1\n"
     "loss:\n  _component_: torchtune.modules.loss.LinearCrossEntropyLoss\n"
 )
+SLIME = (
+    "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --colocate --bf16 "
+    "--num-layers 36 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --use-distributed-optimizer\n"
+)
 # A file of each framework, and the mechanisms that its plan has to search with it.
 SEARCHED: list[tuple[str, str, str, set[str]]] = [
     ("axolotl", "run.yaml", AXOLOTL + "deepspeed: ds.json\n", {RECOMPUTE, INPUTS, OPTIMIZER}),
@@ -69,6 +73,15 @@ SEARCHED: list[tuple[str, str, str, set[str]]] = [
         ACCELERATE.format("DEEPSPEED") + "deepspeed_config: {zero_stage: 3}\n",
         {OPTIMIZER, SHARDED},
     ),
+    ("slime", "run.sh", SLIME, {LAYERS, OPTIMIZER, RECOMPUTE}),
+    ("torchtitan", "titan.toml", TITAN, {RECOMPUTE, SHARDED}),
+    ("torchtune", "tune.yaml", TUNE, {RECOMPUTE, INPUTS, STATES}),
+    ("torchtune", "tune.yaml", TUNE + "fsdp_cpu_offload: true\n", {RECOMPUTE, INPUTS, SHARDED}),
+]
+WITHOUT_A_FILE = [
+    ("pytorch", {BUDGET, INPUTS, LAYERS, OPTIMIZER, RECOMPUTE, TRAINED}),
+    ("megatron-bridge", {FINE_GRAINED, LAYERS, OPTIMIZER, RECOMPUTE, STATES}),
+    ("megatron-lm", {FINE_GRAINED, LAYERS, OPTIMIZER, RECOMPUTE, STATES}),
 ]
 
 
@@ -90,14 +103,7 @@ def test_every_mechanism_of_a_framework_is_searched(
     assert mechanisms <= searched
 
 
-@pytest.mark.parametrize(
-    ("dialect", "mechanisms"),
-    [
-        ("pytorch", {BUDGET, INPUTS, LAYERS, OPTIMIZER, RECOMPUTE, TRAINED}),
-        ("megatron-bridge", {FINE_GRAINED, LAYERS, OPTIMIZER, RECOMPUTE, STATES}),
-        ("megatron-lm", {FINE_GRAINED, LAYERS, OPTIMIZER, RECOMPUTE, STATES}),
-    ],
-)
+@pytest.mark.parametrize(("dialect", "mechanisms"), WITHOUT_A_FILE)
 def test_frameworks_without_a_file_search_theirs(dialect: str, mechanisms: set[str]) -> None:
     config = read([], overrides=[], framework=dialect)
     found = registry.named(dialect)
@@ -110,8 +116,7 @@ def test_frameworks_without_a_file_search_theirs(dialect: str, mechanisms: set[s
 
 
 def test_a_framework_without_a_plan_says_why() -> None:
-    planned = {name for name, _, _, _ in SEARCHED} | {"pytorch", "megatron-bridge", "megatron-lm"}
-    planned |= {"torchtitan", "torchtune"}
+    planned = {name for name, _, _, _ in SEARCHED} | {name for name, _ in WITHOUT_A_FILE}
     others = [name for name in registry.names() if name not in planned | {"deepspeed"}]
     assert [name for name in others if not registry.named(name).no_plan] == []
 
@@ -124,8 +129,6 @@ COLLECTIVES = ("gathers", "reductions", "all-reduce", "updated weights")
     [
         *((name, text) for _, name, text, _ in SEARCHED),
         ("run.yaml", AXOLOTL),
-        ("titan.toml", TITAN),
-        ("tune.yaml", TUNE),
         ("acc.yaml", ACCELERATE.format("MULTI_GPU")),
     ],
 )
