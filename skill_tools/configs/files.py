@@ -15,6 +15,7 @@ from typing import BinaryIO
 from skill_tools.errors import UnusableInput
 
 MAX_BYTES = 1024 * 1024
+_MOST_LEVELS = 5  # above a script, up to the root of its project
 
 _FOREIGN_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _WHAT = {
@@ -59,14 +60,22 @@ def open_file(path: str | Path, *, expected: str, attempt: str = "checking the p
 
 
 def find_file(path: str, folders: Iterable[Path]) -> Path | None:
-    """Return where `path` is, seen from one of `folders` or from the working folder; None if it is not there."""
-    for folder in (*folders, Path()):
+    """Return where `path` is, seen from one of `folders` or from the working folder; None if it is not there.
+
+    A relative path with a folder in it is also looked for from the folders that those lie in, because scripts are
+    started from the root of their project (`./scripts/zero3.json` in train/run.sh).
+    """
+    started = list(folders)
+    for folder in (*started, Path()):
         try:
             if (candidate := folder / path).is_file():
                 return candidate
         except (OSError, ValueError):
             return None
-    return None
+    if path.startswith("/") or "/" not in path.removeprefix("./"):
+        return None
+    above = (level for folder in started for level in Path(os.path.abspath(folder)).parents[:_MOST_LEVELS])
+    return next((level / path for level in above if (level / path).is_file()), None)
 
 
 def read_text(path: str | Path) -> str:

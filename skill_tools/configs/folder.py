@@ -44,10 +44,13 @@ def files_below(folder: str) -> Iterator[str]:
 def above(folder: Path | None, name: str) -> Path | None:
     """Return the nearest `name` in `folder` or one of the folders above it, if there is one.
 
-    A script that lies in a checkout of its framework, or in a fork, runs that code and no release.
+    A script that lies in a checkout of its framework, or in a fork, runs that code and no release. A project that has
+    vendored one keeps its checkout in a folder of the package's name (`verl/verl/trainer` beside `scripts`).
     """
     if folder is None:
         return None
     start = Path(os.path.abspath(folder))
-    found = (level / name for level in (start, *list(start.parents)[: MOST_LEVELS - 1]))
+    vendored = f"{name.partition('/')[0]}/{name}"
+    levels = (start, *list(start.parents)[: MOST_LEVELS - 1])
+    found = (level / each for level in levels for each in (name, vendored))
     return next((path for path in found if path.exists()), None)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.configs.keys import KeyTable, load_key_table
+from skill_tools.configs.releases import is_before
 from skill_tools.nearest import nearest
 
 _NEAREST = 3
@@ -42,6 +43,27 @@ class Vocabulary(NamedTuple):
         moved = sorted(name for name in self.names if name.rpartition(".")[2] == field)
         alike = _alike(self.names, written) if len(moved) < _NEAREST else ()
         return tuple(dict.fromkeys([*moved, *alike]))[:_NEAREST]
+
+
+def lacking(framework: str, name: str, release: str) -> str | None:
+    """Return what to say where `release` does not have `name` yet, or no more; None where it has or nobody knows."""
+    since, before = _releases(framework).get(name, (None, None))
+    if since is not None and is_before(release, since):
+        return f"{framework} {release} has no {name}, which came in {since}"
+    if before is not None and not is_before(release, before):
+        return f"{framework} {release} has no {name}, which went in {before}"
+    return None
+
+
+@knowledge.derived
+def _releases(framework: str) -> dict[str, tuple[str | None, str | None]]:
+    """Return the first release that has a name, and the first one that has it no more, where that is known."""
+    found: dict[str, tuple[str | None, str | None]] = {}
+    for line in knowledge.index()["vocabulary"].get(f"{framework.replace('-', '_')}_releases", ()):
+        kind, release, name = line.split(" ", 2)
+        since, before = found.get(name, (None, None))
+        found[name] = (release, before) if kind == "since" else (since, release)
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
@@ -23,7 +23,7 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE, whole_number
-from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.vocabulary import lacking, load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.deepspeed import section as deepspeed
@@ -34,6 +34,7 @@ from skill_tools.dialects.transformers.parsers import FALSE, TRUE, TRUTH
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
+_OF_RELEASE = "sw-key-release"
 _MEGATRON = "megatron"
 _PROGRAMS = ("swift", _MEGATRON)
 _TASKS = ("sft", "pt", "rlhf")
@@ -91,7 +92,7 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
             place = Place(source.name, words[0].line, words[0].column)
             draft.missing_files.append(Setting("config", words[0].text, "config", place))
             draft.may_be_set()
-    _write_flags(draft, flags(words, source.name), program)
+    _write_flags(draft, flags(words, source.name), program, source.release(MS_SWIFT))
     if any(word.text.rpartition("/")[2] == "swift" for word in command.words):
         _count_devices(draft)
     return program
@@ -112,9 +113,10 @@ def _arguments(words: Sequence[Argument]) -> tuple[str, Sequence[Argument]]:
     return "swift", words
 
 
-def _write_flags(draft: Draft, given: Iterable[Flag], program: str) -> None:
+def _write_flags(draft: Draft, given: Iterable[Flag], program: str, release: str | None = None) -> None:
     for flag in given:
         spelling = _spelling(draft, flag.name, program)
+        _note_release(draft, spelling, flag.place, release)
         if flag.name == "--config":
             draft.may_be_set()  # a file of the Ray pipelines, which is not followed
         elif not draft.accepts(spelling):
@@ -140,6 +142,13 @@ def _spelling(draft: Draft, flag: str, program: str) -> str:
         return spelling
     longer = [name for name in load_vocabulary(MS_SWIFT).names if name.startswith(spelling)]
     return longer[0] if len(longer) == 1 else spelling
+
+
+def _note_release(draft: Draft, spelling: str, place: Place, release: str | None) -> None:
+    """Note an argument that the stated release does not have yet, or no more."""
+    lacks = lacking(MS_SWIFT, spelling, release) if release else None
+    if lacks:
+        draft.faults.append(Fault(_OF_RELEASE, lacks, place))
 
 
 def _set(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
@@ -211,6 +220,7 @@ def _write_file(draft: Draft, root: Node, file: str, program: str, release: str 
             for variable, value in entries_of(node).items():
                 draft.set_environment(variable, plain(value), Place(file, value.line, value.column))
         elif draft.accepts(spelling):
+            _note_release(draft, spelling, place, release)
             _set_from_file(draft, spelling, plain(node), name, place, release)
         else:
             draft.note_unknown(name, place, spelling=spelling)

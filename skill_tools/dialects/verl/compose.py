@@ -26,7 +26,7 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source, load
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.vocabulary import load_vocabulary
+from skill_tools.configs.vocabulary import lacking, load_vocabulary
 from skill_tools.configs.yaml_lines import OMEGACONF, Node, plain
 from skill_tools.dialects.verl import VERL
 from skill_tools.dialects.verl.megatron import hand_on_to_megatron
@@ -56,6 +56,7 @@ _OF_ROLE = re.compile(rf"actor_rollout_ref\.(?:actor|ref)\.({'|'.join(_SECTION_O
 _CONFIGURATION = "verl/trainer/config"  # in a checkout
 _ACTOR = "actor_rollout_ref.actor.strategy"
 _ADDED = "verl-plus-existing"
+_OF_RELEASE = "verl-key-release"
 _PPO = "main_ppo"
 
 
@@ -99,7 +100,8 @@ def _write_script(draft: Draft, source: Source) -> bool:
     is_closed = all(map(_is_own, programs)) and _base_is_own(words)
     if not is_closed:
         draft.may_be_set()
-    _write_words(draft, words, source.name, is_closed=is_closed, folder=source.folder)
+    release = None if above(source.folder, _CONFIGURATION) else source.release(VERL)
+    _write_words(draft, words, source.name, is_closed=is_closed, folder=source.folder, release=release)
     is_ppo = bool(programs) and all(_PPO in program for program in programs)
     if is_closed and is_ppo and above(source.folder, _CONFIGURATION) is None:
         _note_added_again(draft, words, source.name)
@@ -160,11 +162,18 @@ def _brings_another(override: str) -> bool:
 
 
 def _write_words(
-    draft: Draft, words: Sequence[Argument], file: str, *, is_closed: bool, folder: Path | None = None
+    draft: Draft,
+    words: Sequence[Argument],
+    file: str,
+    *,
+    is_closed: bool,
+    folder: Path | None = None,
+    release: str | None = None,
 ) -> None:
     """Write the overrides among `words`; `is_closed` says that their base is verl's own configuration.
 
-    In a fork, a checkout around `folder`, that configuration may have more keys than a release's.
+    In a fork, a checkout around `folder`, that configuration may have more keys than a release's; `release` is the one
+    that is stated.
     """
     name = _option(words, "--config-name", "-cn")
     if name is not None and "megatron" in name.text:
@@ -176,6 +185,8 @@ def _write_words(
             _note_other_engine(draft, key, engine, Place(file, word.line, word.column))
         elif looks_like_override(word.text):
             _write_override(draft, word, file, is_closed=is_closed, folder=folder)
+            if is_closed and release is not None:
+                _note_release(draft, word, release, Place(file, word.line, word.column))
 
 
 def _engine(words: Sequence[Argument], name: Argument | None) -> str | None:
@@ -214,6 +225,14 @@ def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> Non
     rule = "verl-other-engine"
     if not any(fault.rule == rule for fault in draft.faults):
         draft.faults.append(Fault(rule, f"{key}, with model_engine {engine}", place))
+
+
+def _note_release(draft: Draft, word: Argument, release: str, place: Place) -> None:
+    """Note a key without a plus that `release` does not have yet, or no more."""
+    name = word.text.partition("=")[0]
+    lacks = lacking(VERL, name, release) if word.resolved else None
+    if lacks:
+        draft.faults.append(Fault(_OF_RELEASE, lacks, place))
 
 
 def _note_added_again(draft: Draft, words: Sequence[Argument], file: str) -> None:

@@ -37,6 +37,8 @@ VERL = {
     "actor_rollout_ref.model.activation_offload": BOOL,
     "actor_rollout_ref.ref.fsdp_config.param_offload": BOOL,
     "critic.strategy": ["fsdp", "fsdp2"],
+    "critic.fsdp.param_offload": BOOL,
+    "critic.model.fsdp_config.optimizer_offload": BOOL,
     "algorithm.adv_estimator": ["gae", "grpo"],
     "trainer.nnodes": [1, 2],
     "trainer.n_gpu_per_node": [8],

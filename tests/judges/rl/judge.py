@@ -35,7 +35,7 @@ RELEASES = {
 }
 # What the witness runs of each framework; the other rules are about workers, or about other files.
 JUDGED = {
-    "verl": {"verl-strategy", "verl-unknown-key", "verl-mcore-hdo"},
+    "verl": {"verl-strategy", "verl-unknown-key", "verl-mcore-hdo", "verl-key-release"},
     "nemo_rl": {
         "nr-fraction", "nr-fraction-one", "nr-distopt", "nr-optimizer", "nr-overlap", "nr-fg-modules", "nr-fg-moe",
     },
@@ -109,7 +109,8 @@ def disagreements(
 ) -> list[str]:
     """Return what a release says and the rules do not, and the other way round."""
     name = framework.replace("_", "-")
-    config = read_text(one.text, one.filename, framework=name)
+    stated = f"# {name}=={version}\n" if one.filename.endswith(".sh") else ""
+    config = read_text(f"{stated}{one.text}", one.filename, framework=name)
     verdict = lint(config, rules=rules, versions={name: version})
     found = {finding.rule for finding in verdict.findings}
     raising = {rule.id for rule in rules if rule.effect == "raises"}

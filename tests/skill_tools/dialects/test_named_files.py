@@ -167,3 +167,16 @@ def test_lint_plan_and_diagnose_name_what_is_not_read(
     log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n")
     main(["diagnose", str(log), str(script), "--gpu", "h100"])
     assert f"rests most on: {name}" in capsys.readouterr().out
+
+
+def test_a_path_with_a_folder_is_found_from_the_root_of_the_project(tmp_path: Path) -> None:
+    for folder in ("scripts", "train"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "zero3.json").write_text(FILES["ds.json"])
+    (tmp_path / "ds.json").write_text(FILES["ds.json"])
+    script = tmp_path / "train" / "run.sh"
+    for path, is_found in (("./scripts/zero3.json", True), ("scripts/zero3.json", True), ("ds.json", False)):
+        words = f"--deepspeed {path} --per_device_train_batch_size 1 --output_dir o"
+        config = config_of(script, f"deepspeed src/train.py {words}")
+        assert bool(config.missing_files) is not is_found, path
+        assert (config.value("deepspeed.zero_optimization.stage") == 3) is is_found, path

@@ -110,6 +110,31 @@ def test_a_fork_has_the_keys_of_its_own_configuration(tmp_path: Path) -> None:
     assert [each.written for each in read([script]).unknown] == [f"{ACTOR}.stat_masking"]
 
 
+def test_a_fork_that_is_vendored_one_folder_down_is_one_too(tmp_path: Path) -> None:
+    base = tmp_path / "verl" / "verl" / "trainer" / "config"
+    base.mkdir(parents=True)
+    (base / "ppo_trainer.yaml").write_text("trainer: {own_switch: false}\n")
+    script = tmp_path / "scripts" / "run.sh"
+    script.parent.mkdir()
+    script.write_text("python3 -m verl.trainer.main_ppo trainer.own_switch=True trainer.other_switch=True\n")
+    assert [each.written for each in read([script]).unknown] == ["trainer.other_switch"]
+
+
+def test_a_stated_release_has_its_own_keys() -> None:
+    for release, section, is_there in (
+        ("0.7.1", "critic.model.fsdp_config", True),
+        ("0.7.1", "critic.fsdp", False),
+        ("0.8.0", "critic.model.fsdp_config", False),
+        ("0.8.0", "critic.fsdp", True),
+    ):
+        script = f"# verl=={release}\npython3 -m verl.trainer.main_ppo {section}.param_offload=True\n"
+        config = read_text(script, "run.sh")
+        assert ("verl-key-release" in {each.rule for each in config.faults}) is not is_there, (
+            release,
+            section,
+        )
+
+
 def test_overrides_on_top_of_a_script_close_nothing() -> None:
     script = Source("run.sh", f"python3 -m verl.trainer.main_ppo {ACTOR}.strategy=fsdp2\n")
     config = read_sources([script], overrides=[f"{FSDP}.offload_policy=True {FSDP}.param_offload=True"])
