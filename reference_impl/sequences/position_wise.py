@@ -13,12 +13,14 @@ Explained in docs/long-sequences.md.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.activations.recompute import Surroundings
@@ -37,8 +39,9 @@ Call = Callable[[Sequence[Any]], Any]
 def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> None:
     """Raise ValueError where the output of a position of `call(leaves)` depends on more than that position's input.
 
-    `call` is that of `module`, which is `name` in its model. It is made four times, without a graph, on up to 64
-    positions; buffers and random numbers are then what they were.
+    `call` is that of `module`, which is `name` in its model. It is made five times, without a graph, on up to 64
+    positions; buffers and random numbers are then what they were. Raises ValueError too where a hook, or a module
+    inside `module`, keeps what it has computed: that is of one tile and without a graph.
     """
     probe = Leading(leading.batch, min(leading.count, _PROBED))
     few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
@@ -48,6 +51,7 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
         return _with_positions(name, call(inputs), Leading(probe.batch, count))
 
     with Surroundings(few).again(), torch.no_grad(), _buffers_kept(module):
+        _refuse_kept(name, module, call, few)
         surroundings = Surroundings(few)
         whole = outputs(few, probe.count)
         surroundings.end()
@@ -75,6 +79,38 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
             raise ValueError(
                 f"{name} depends on how many positions it is given: half of them gave other outputs; expected a module "
                 f"whose output at a position depends on its input there alone; try leaving {name} out of tiles"
+            )
+
+
+def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]) -> None:
+    """Raise ValueError where an output of a module inside `module` outlives the call, for a loss beside the model's."""
+    made: list[tuple[str, StorageWeakRef]] = []
+    there = {
+        each.untyped_storage()._cdata
+        for each in (*inputs, *module.parameters(), *module.buffers())
+        if isinstance(each, torch.Tensor)
+    }
+
+    def note(inner: str, output: Any) -> None:
+        for each in tree_leaves(output):
+            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in there:
+                made.append((inner, StorageWeakRef(each.untyped_storage())))
+
+    with ExitStack() as hooks:
+        for inner, each in module.named_modules():
+            if inner:
+                hook = each.register_forward_hook(lambda _, __, output, inner=inner: note(inner, output))
+                hooks.callback(hook.remove)
+        call(inputs)
+    if any(not storage.expired() for _, storage in made):
+        # What refers to itself waits for the collector.
+        gc.collect()
+    for inner, storage in made:
+        if not storage.expired():
+            raise ValueError(
+                f"the output of {name}.{inner} is kept, by a hook or by a module, when {name} has returned: in tiles "
+                f"that would be of one tile and without a gradient; expected nothing to leave {name} but what it "
+                f"returns; try output_router_logits=False, or leaving {name} out of tiles"
             )
 
 

@@ -39,8 +39,11 @@ class Leading:
         return leaf.shape[self.dim] == self.count and (self.dim == 0 or leaf.shape[0] in (1, self.batch))
 
     def cut(self, leaf: Any, tile: slice) -> Any:
-        """Return the part of an input that a tile takes."""
-        return leaf.narrow(self.dim, tile.start, tile.stop - tile.start) if self.is_cut(leaf) else leaf
+        """Return the part of an input that a tile takes, as contiguous as the input, which a module may view."""
+        if not self.is_cut(leaf):
+            return leaf
+        part = leaf.narrow(self.dim, tile.start, tile.stop - tile.start)
+        return part.contiguous() if leaf.is_contiguous() else part
 
     def tiles(self, tile_tokens: int) -> Iterator[slice]:
         """Yield the positions of each tile; the last one may be shorter."""

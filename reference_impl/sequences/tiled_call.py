@@ -257,7 +257,7 @@ class _Positions(_Sum):
         """Write a tile's gradient."""
         if self._sum is None:
             self._sum = torch.zeros_like(self._leaf)
-        self._leading.cut(self._sum, tile).copy_(gradient)
+        self._sum.narrow(self._leading.dim, tile.start, tile.stop - tile.start).copy_(gradient)
 
 
 def _of_positions(leaf: torch.Tensor, leading: Leading) -> _Sum:

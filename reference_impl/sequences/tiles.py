@@ -39,8 +39,9 @@ class SequenceTiles(Shown, ClosedAtExit):
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
     The first call of a module that is longer than a tile tries on up to 64 of its positions whether the module is
-    position-wise, and raises ValueError before anything is computed where it is not, or returns what has no positions
-    (a loss). Backward raises RuntimeError where the module computes with a trained tensor that is no parameter of it.
+    position-wise, and raises ValueError before anything is computed where it is not, returns what has no positions (a
+    loss), or lets a hook keep what is inside. Backward raises RuntimeError where the module computes with a trained
+    tensor that is no parameter of it.
 
     Args:
         model: any module.

@@ -132,6 +132,38 @@ def test_what_has_no_positions_cannot_be_joined(returned):
         call(Function(returned), torch.float32)
 
 
+class Remembers(nn.Module):
+    """Keeps its router's logits for a loss beside the model's, as routers do."""
+
+    def __init__(self, *, by_hook):
+        super().__init__()
+        self.router = nn.Linear(32, 32)
+        self.logits = []
+        if by_hook:
+            self.router.register_forward_hook(lambda _, __, output: self.logits.append(output.detach()))
+        self.by_hook = by_hook
+
+    def forward(self, x):
+        logits = self.router(x)
+        if not self.by_hook:
+            self.logits = [logits]
+        return logits.softmax(-1)
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_what_a_module_keeps_for_another_loss(by_hook):
+    """It would be of the last tile, without a graph."""
+    with pytest.raises(ValueError, match=r"output of inner.router is kept, .*output_router_logits=False"):
+        call(Remembers(by_hook=by_hook), torch.float32)
+
+
+def test_a_hook_that_keeps_nothing_is_served():
+    mlp, heard = Mlp(32, 96), []
+    mlp.gate.register_forward_hook(lambda _, __, output: heard.append(output.shape))
+    call(mlp, torch.float32)
+    assert heard
+
+
 def test_a_trained_tensor_of_somebody_else():
     """Its gradient would be lost; a frozen one has none."""
     other = nn.Parameter(torch.randn(32))

@@ -228,6 +228,26 @@ def test_evaluation_runs_in_tiles_and_saves_nothing(device, tokens):
     assert_close([out], [expected])
 
 
+def test_a_tile_is_contiguous_where_its_input_is(device):
+    """Experts ask for a view of all tokens; of two sequences a part of each is none."""
+
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.linear(x.view(-1, 32)).view(x.shape)
+
+    model = Holder(Views()).to(device.torch_device, torch.float64)
+    args = (torch.randn(3, 50, 32, dtype=torch.float64, device=device.torch_device, requires_grad=True),)
+    expected = run(model, args, {})
+    with SequenceTiles(model, ["inner"], tile_tokens=16):
+        found = run(model, args, {})
+    assert_close(found[0], expected[0])
+    assert_close(found[1], expected[1])
+
+
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "frozen"])
 def test_one_tile_lives_at_a_time(device, train):
     """Beside inputs, outputs, their gradients and, in fp32, those of weights: a tile's share of the intermediates."""

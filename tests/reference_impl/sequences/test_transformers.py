@@ -1,0 +1,94 @@
+"""Layers of Transformers in tiles: dense ones and mixtures of experts, whose routers route each tile."""
+
+import pytest
+import torch
+
+# The module and not the package: a folder of tests on the path has the package's name, without a module in it.
+pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
+
+import transformers
+from for_each import for_each
+
+from reference_impl.activations import CheckpointOffloader
+from reference_impl.sequences import SequenceTiles
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_shared_experts": 1,
+}
+MODELS = {
+    "Llama": {},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": {"head_dim": 16, **EXPERTS},
+    "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mixtral": {"num_local_experts": 4},
+    "DeepseekV3": LATENT,
+}
+TILED = ("mlp", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+
+def made(name, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name], **options})
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def tiles_of(model):
+    last = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return SequenceTiles(model, [each for each in TILED if each in last], tile_tokens=32)
+
+
+def gradients(model):
+    ids = torch.randint(128, (2, 150), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+
+@for_each(MODELS)
+def test_gradients_are_those_without_tiles(name):
+    """In fp32, whose 24 bits two layers round a few times; alone, and with attention kept beside."""
+    model = made(name)
+    expected = {key: value.clone() for key, value in gradients(model).items()}
+    with tiles_of(model):
+        alone = {key: value.clone() for key, value in gradients(model).items()}
+        with CheckpointOffloader(model, keep_attention=True, min_bytes=1):
+            kept = gradients(model)
+    assert expected.keys() == alone.keys() == kept.keys()
+    for key, value in expected.items():
+        assert float((alone[key] - value).norm() / value.norm()) < 2**-19, key
+        assert torch.equal(alone[key], kept[key]), key
+
+
+def test_logits_that_a_router_hands_to_another_loss_are_refused():
+    model = made("Qwen3Moe", output_router_logits=True)
+    with (
+        tiles_of(model),
+        pytest.raises(ValueError, match=r"layers.0.mlp.gate is kept, .*output_router_logits=False"),
+    ):
+        gradients(model)
