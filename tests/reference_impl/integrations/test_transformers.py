@@ -290,6 +290,35 @@ def test_an_average_of_the_weights_follows_them(tmp_path, monkeypatch):
     torch.testing.assert_close(*averages, rtol=0, atol=0)
 
 
+class Samples(TrainerCallback):
+    """Text that the model generates while it is trained, as for a log."""
+
+    def __init__(self):
+        self.texts = []
+
+    def on_step_end(self, args, state, control, *, model, **_):
+        was_training = model.training
+        model.eval()
+        prompt = torch.tensor([[1, 2, 3]], device=model.device)
+        self.texts.append(model.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0).tolist())
+        model.train(was_training)
+
+
+@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+def test_text_that_is_generated_between_two_steps_is_that_of_the_new_weights(tmp_path, plain, wanted):
+    expected, samples = plain(), []
+    for offloads in (False, True):
+        trainer = built(tmp_path)
+        samples.append(Samples())
+        trainer.add_callback(samples[-1])
+        if offloads:
+            offload(trainer, **wanted)
+        trainer.train()
+        Course.of(trainer).assert_is(expected)
+    assert samples[0].texts == samples[1].texts
+    assert len(samples[0].texts) == trainer.state.global_step
+
+
 def test_close_gives_the_trainer_back(tmp_path, plain):
     trainer = built(tmp_path)
     callbacks = len(trainer.callback_handler.callbacks)
