@@ -19,28 +19,49 @@ IN_PROMPTS = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
 TUNERS = {
     "AdaLora": {**LAYERS, "total_step": 10, "init_r": 6, "target_r": 4, "tinit": 1, "tfinal": 1},
     "AdaptionPrompt": {"adapter_len": 4, "adapter_layers": 2, "task_type": "CAUSAL_LM"},
+    "Beft": LAYERS,
     "BOFT": {**LAYERS, "boft_block_size": 4},
     "C3A": {**LAYERS, "block_size": 8},
+    "Cartridge": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "Deft": LAYERS,
     "Delora": LAYERS,
     "FourierFT": {**LAYERS, "n_frequency": 20},
+    "Frod": LAYERS,
+    "Glora": LAYERS,
+    "Gralora": {**LAYERS, "r": 4},
+    "Hira": {**LAYERS, "r": 4},
     "HRA": LAYERS,
     "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "Lily": LAYERS,
     "LNTuning": {"target_modules": ["input_layernorm"]},
     "LoHa": LAYERS,
     "LoKr": LAYERS,
     "Lora": LAYERS,
     "Miss": {**LAYERS, "r": 4},
     "OFT": {**LAYERS, "oft_block_size": 4},
+    "OSF": LAYERS,
+    "Peanut": LAYERS,
     "PrefixTuning": IN_PROMPTS,
     "PromptEncoder": {**IN_PROMPTS, "encoder_hidden_size": 16},
     "PromptTuning": IN_PROMPTS,
+    "Psoft": {**LAYERS, "r": 4},
+    "Pvera": {**LAYERS, "r": 4},
     "RandLora": {**LAYERS, "r": 4},
     "Road": {**LAYERS, "group_size": 8},
     "Shira": {**LAYERS, "r": 4},
+    "Supertuning": LAYERS,
+    "TinyLora": LAYERS,
     "TrainableTokens": {"target_modules": ["embed_tokens"], "token_indices": [1, 2, 3]},
+    "UniLora": LAYERS,
     "VBLoRA": {**LAYERS, "num_vectors": 16, "vector_length": 16},
     "Vera": {**LAYERS, "r": 4},
     "WaveFT": {**LAYERS, "n_frequency": 20},
+}
+CPT = {
+    "cpt_token_ids": [1, 2, 3],
+    "cpt_mask": [1, 1, 1],
+    "cpt_tokens_type_mask": [1, 2, 3],
+    "task_type": "CAUSAL_LM",
 }
 
 
@@ -50,7 +71,7 @@ def adapted(tuner):
         pytest.skip(f"needs a PEFT that has {tuner}Config")
     base = llama()
     torch.manual_seed(1)
-    return peft.get_peft_model(base, kind(**TUNERS[tuner]))
+    return peft.get_peft_model(base, kind(**{**TUNERS, "CPT": CPT}[tuner]))
 
 
 def plain(params):
@@ -90,6 +111,20 @@ def trained(tuner, make):
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_loop_trains_every_tuner_as_adamw_does(tuner, make):
     assert all(map(torch.equal, trained(tuner, make), trained(tuner, plain)))
+
+
+def test_prompts_that_their_own_forward_writes_are_refused_by_name_until_they_have_arrived():
+    """CPT projects its prompts in place as it is called, before a module of the base model has waited for them."""
+
+    def finished(params):
+        optimizer = hybrid(params)
+        optimizer.register_step_post_hook(lambda made, *_: made.synchronize())
+        return optimizer
+
+    with pytest.raises(RuntimeError, match=r"was written after step\(\).*try optimizer\.synchronize\(\)"):
+        trained("CPT", hybrid)
+    for make in (finished, streamed):
+        assert all(map(torch.equal, trained("CPT", make), trained("CPT", plain)))
 
 
 @pytest.mark.parametrize("tuner", ["IA3", "Vera", "LoHa", "VBLoRA"])
