@@ -120,7 +120,7 @@ def _measured(
     threads = torch.get_num_threads()
     if row.torch_offloads:
         # Its AdamW runs on the host, and torchrun allows it one thread.
-        torch.set_num_threads(threads_of_a_rank())
+        torch.set_num_threads(1 if row.has_one_thread else threads_of_a_rank())
     model = row.model(layout, shape, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = row.build(model)

@@ -100,10 +100,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """How an optimizer is built, whether FSDP2 keeps the shards on the host, in which dtype, and what it moves."""
+    """How an optimizer is built, whether FSDP2 keeps the shards on the host, in which dtype, and what it moves.
+
+    Torch's AdamW on the host has this rank's part of the cores, or `has_one_thread`, as `torchrun` leaves it.
+    """
 
     build: Callable[[nn.Module], Any]
     torch_offloads: bool = False
+    has_one_thread: bool = False
     dtype: torch.dtype = torch.float32
     traffic: Traffic | None = None
 
@@ -171,6 +175,9 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
             Streaming(chunk_bytes=SMALL_CHUNK_BYTES, states="bf16-moments"),
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
+        "CPUOffloadPolicy, unclipped, OMP_NUM_THREADS unset": Row(
+            lambda model: Plain(model, clips=False), torch_offloads=True, has_one_thread=True
+        ),
     }
 
 

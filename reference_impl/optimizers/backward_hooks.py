@@ -50,7 +50,7 @@ class BackwardHooks:
         self._reductions: list[ReducedGradients] = []
 
     def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
-        """Hear of what autograd accumulates for `members`, or only for those whose gradients leave then."""
+        """Hear of gradients that autograd accumulates for `members`, or only of those that leave then."""
         gradients = self._gradients
         sent = [member for member in members if member.pieces and gradients.leave_in_backward(member)]
         kept = [m for m in members if m not in sent and m.param not in gradients.reduced_later]
@@ -75,7 +75,7 @@ class BackwardHooks:
             checks.check_same_split(splits)
 
     def attach(self, model: nn.Module) -> None:
-        """Hear of what DDP reduces in `model`, if some of it leaves, and no more of another one.
+        """Hear of the gradients that DDP reduces in `model`, if some of them leave, and of no other model's.
 
         Beside a communication hook of somebody else gradients stay on the parameters, with a warning.
         """
@@ -83,7 +83,7 @@ class BackwardHooks:
         parallels = data_parallels(model)
         within = frozenset(param for parallel in parallels for param in parallel.parameters())
         self._gradients.reduced_later = within
-        # What stands for a gradient makes way, once autograd has added to it, for what DDP can read.
+        # Once autograd has added to a stand-in, a gradient that DDP can read takes its place.
         held = [self._members[param] for param in within if param in self._members]
         self._hear(held)
         some_leave = self._gradients.may_leave and any(member.pieces for member in held)

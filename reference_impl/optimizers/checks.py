@@ -1,4 +1,4 @@
-"""What optimizers with state on the host refuse, with messages that say what to try instead."""
+"""Refusals of optimizers with state on the host: each says got, expected, and a thing to try."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def one_device(params: Iterable[torch.Tensor]) -> Device:
 
 
 def norm_of(given: float | None) -> float | None:
-    """Return the norm to clip to, or None for no clipping. Raises ValueError for what is no norm."""
+    """Return the norm to clip to, or None for no clipping. Raises ValueError for anything but a positive number."""
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
     # Of NaN it does not hold.
     if given is not None and not (is_number and given >= 0):
@@ -293,7 +293,7 @@ def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
 
 
 def warn_gathers_cannot_wait(missing: str) -> None:
-    """Warn that this torch does not name what gathers wait on."""
+    """Warn that this torch lacks a private name by which gathers are made to wait."""
     warnings.warn(
         f"FSDP2 of torch {torch.__version__} has no {missing}, which gathers need to wait for their shards; step() "
         "waits instead, and the update hides behind nothing; try torch 2.11 to 2.13",

@@ -68,7 +68,7 @@ class ClipDecision:
 
     Args:
         norm: of all gradients, 0-dim fp32.
-        loss_scale: what the loss was multiplied by, 0-dim on the norm's device, or None.
+        loss_scale: the factor of the loss, 0-dim on the norm's device, or None.
         max_norm: the greatest norm allowed after unscaling, or None.
         found: not 0 when somebody else has already found an overflow, 0-dim.
     """

@@ -58,7 +58,7 @@ class ForwardWaits:
         device: where they are.
         wait_for: makes the live current stream wait for members.
         refresh_masters: makes the masters of members from their parameters.
-        told: what makes gathers wait runs inside it, so that the optimizer hears of a device that is lost.
+        noting_status: gathers are made to wait inside it, so that the optimizer hears of a lost device.
         gates: False where gathers cannot wait, because step() does.
     """
 
@@ -70,11 +70,11 @@ class ForwardWaits:
         device: Device,
         wait_for: Wait,
         refresh_masters: Wait,
-        told: Callable[[], AbstractContextManager[None]] = nullcontext,
+        noting_status: Callable[[], AbstractContextManager[None]] = nullcontext,
         gates: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
-        # What happens in order, as numbers: dynamo follows these hooks, and in torch 2.11 fails at sets of members.
+        # The order of events, as numbers: dynamo follows these hooks, and in torch 2.11 fails at sets of members.
         self._clock = max((member.order for member in members.values()), default=0)
         self._forward_start = self._last_step = self._clock
         self._undo: list[Callable[[], None]] = []
@@ -96,9 +96,8 @@ class ForwardWaits:
             self._wait(own)
             self._gates.order_gathers(all_are_new=False)
 
-        self._gates = Gates(
-            gathered_groups(model) if gates else [], members, device=device, wait_for=self._wait, told=told
-        )
+        groups = gathered_groups(model) if gates else []
+        self._gates = Gates(groups, members, device=device, wait_for=self._wait, noting_status=noting_status)
         checks.check_in_model(model, members)
         try:
             for module in model.modules():
@@ -147,9 +146,9 @@ class ForwardWaits:
         return self._teacher is None or self._teacher == threading.get_ident()
 
     def order_gathers(self, *, all_are_new: bool) -> None:
-        """Let FSDP2's gathers run behind what the live current stream has waited for outside the hooks here.
+        """Let FSDP2's gathers run behind all that the live current stream has waited for outside the hooks here.
 
-        `all_are_new` says that these were all weights: what is gathered from now on is new, too.
+        `all_are_new` says that it has waited for all weights: each gather from now on finds new ones.
         """
         self._gates.order_gathers(all_are_new=all_are_new)
 
@@ -177,7 +176,7 @@ class ForwardWaits:
     def _hook_compiled(self, model: nn.Module) -> None:
         """Let each compiled module inside `model` wait at its begin for all that is inside.
 
-        A wait cuts compiled code in two. In front of all operations nothing is cut, and what waits later finds nothing
+        A wait cuts compiled code in two. In front of all operations nothing is cut, and later waits find nothing
         pending. Whoever compiles a module after the first forward has a cut at each module whose weights are pending.
         """
         for module in model.modules():
@@ -200,8 +199,8 @@ class ForwardWaits:
     def _wait_inside_compiled(self, members: Sequence[Member]) -> None:
         """Do as a forward hook of `members` in code that is being compiled.
 
-        The compiler notes what is read here, and compiles anew where it finds something else before a later run. So
-        the clock, which every forward changes, is not read; what is pending is the same after each step.
+        The compiler notes each value that is read here, and compiles anew where a later run finds another one. So
+        the clock, which every forward changes, is not read; which members are pending is the same after each step.
         """
         for member in members:
             member.is_compiled = True
@@ -232,7 +231,7 @@ class ForwardWaits:
         return hook
 
     def on_step(self, members: Iterable[Member]) -> None:
-        """Note that a step begins: what was gathered before is old.
+        """Note that a step begins: weights that were gathered before are old.
 
         It uses new gradients of `members`: note those whose modules no forward since the last step has run.
         """
@@ -281,8 +280,8 @@ class Gate:
 class Gates:
     """All gates of a model, none where FSDP2 does not shard it.
 
-    What each gate decides that leads to a collective is the same on every rank: it depends on steps and on what has
-    been gathered, and not on a rank's own shards, which may be empty.
+    Each decision of a gate that leads to a collective is the same on every rank: it depends on steps and on earlier
+    gathers, and not on a rank's own shards, which may be empty.
     """
 
     def __init__(
@@ -292,9 +291,9 @@ class Gates:
         *,
         device: Device,
         wait_for: Wait,
-        told: Callable[[], AbstractContextManager[None]],
+        noting_status: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._device, self._wait, self._told = device, wait_for, told
+        self._device, self._wait, self._noting_status = device, wait_for, noting_status
         self._step = 0
         self._gates = [
             Gate(group, [members[param] for param in group.params if param in members]) for group in groups
@@ -339,14 +338,14 @@ class Gates:
             # In the first forward the root lets the gathers' streams wait for the current one.
             self._wait(waiting)
             return
-        with self._told():
+        with self._noting_status():
             with self._device.on(stream):
                 self._wait(waiting)
                 weights_are_new = self._device.record()
             self._device.wait(weights_are_new)
 
     def _drop_old(self, gate: Gate) -> None:
-        """Drop what was gathered from the weights before the last step: FSDP2 would take it for the new ones."""
+        """Drop weights that were gathered before the last step: FSDP2 would take them for the new ones."""
         if gate.opened == self._step:
             return
         gate.opened = self._step
@@ -363,10 +362,10 @@ class Gates:
                 raise checks.gathered_outside_forward(each.group.modules[0])
 
     def order_gathers(self, *, all_are_new: bool) -> None:
-        """Let all gathers run behind what the live current stream has been given, which may make all weights new."""
+        """Let all gathers run behind the work of the live current stream, which may make all weights new."""
         streams = {id(stream): stream for gate in self._gates if (stream := gate.group.stream) is not None}
         if streams:
-            with self._told():
+            with self._noting_status():
                 now = self._device.record()
                 for stream in streams.values():
                     with self._device.on(stream):
@@ -441,8 +440,8 @@ def _before_buckets_are_written(
 ) -> None:
     """Hook DDP, whose buckets hold the gradients that the last update reads, and are written by the next backward.
 
-    Its forward ends with a wait for what no module of it has waited for. It may begin with copying what stands on
-    parameters into new buckets: stand-ins are put aside meanwhile.
+    Its forward ends with a wait for weights that no module of it has waited for. It may begin with copying gradients
+    into new buckets: stand-ins are put aside meanwhile.
     """
     aside: dict[Member, GradientStandIn] = {}
 
@@ -468,7 +467,7 @@ def _before_buckets_are_written(
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether `module` was compiled in place, or is what `torch.compile` has made of another one."""
+    """Return whether `module` was compiled in place, or made by `torch.compile` of another one."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 

@@ -56,7 +56,7 @@ class Gradients:
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
             each sum leaves again.
         measures: norms are taken. Without it an update may use a gradient at once.
-        remedy: what an error advises whoever needs a gradient's values.
+        remedy: the advice of an error to whoever needs a gradient's values.
 
     `reduced_later` are the parameters whose gradients somebody reduces once autograd has accumulated them.
     `adds_shards` says that a second gradient of a sharded parameter is added to the first.
@@ -84,7 +84,7 @@ class Gradients:
         self.adds_shards = False
 
     def leave_in_backward(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
-        """Return whether a member's gradient leaves before `step()`: what autograd has accumulated, or `reduced`."""
+        """Return whether a member's gradient leaves before `step()`: the accumulated one, or `reduced`."""
         if isinstance(member.param, DTensor):
             return self.may_leave and self._sharded_too
         is_final = reduced is not None or member.param not in self.reduced_later
@@ -103,7 +103,7 @@ class Gradients:
                 raise second_gradient(stands)
 
     def keep(self, member: Member) -> None:
-        """Let what autograd has accumulated stay on the parameter, in memory of its own where it leaves later.
+        """Let an accumulated gradient stay on the parameter, in memory of its own where it leaves later.
 
         Torch may have given one memory to the gradients of two parameters, and would add the next ones to both at once.
         """
@@ -181,7 +181,7 @@ class Gradients:
         member.put(member.placeholder)
 
     def _recalled(self, member: Member) -> Callable[[bool], torch.Tensor]:
-        """Return what calls `_recall` without keeping this object alive."""
+        """Return a function that calls `_recall` without keeping this object alive."""
         recall = weakref.WeakMethod(self._recall)
 
         def call(by_backward: bool) -> torch.Tensor:
@@ -219,7 +219,7 @@ class Gradients:
         return gradient
 
     def to_use(self, member: Member) -> torch.Tensor | None:
-        """Return a member's gradient, laid out; of one that has been sent off what the device has kept.
+        """Return a member's gradient, laid out; of one that has been sent off the part that the device has kept.
 
         One that has to go to the host and is still here is sent off.
         """
@@ -271,7 +271,7 @@ class Gradients:
         begun: Iterable[Member] = (),
         returns_early: bool,
     ) -> dict[Member, GradientStandIn]:
-        """Return what stands on parameters from the begin of the step on, because the update reads their gradients.
+        """Return the stand-ins that are on parameters from the begin of the step on: the update reads their gradients.
 
         Of `begun` members, whose update has begun in backward, a stand-in that somebody has replaced stays away.
         """
@@ -358,7 +358,7 @@ class UsedGradients:
         self._left_unseen = False
 
     def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note that a step uses all that is `standing`, and what has left with nothing in its place; all or nothing."""
+        """Note that a step uses all that is `standing`, and gradients that left unseen; all or nothing."""
         used = {
             member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
             for member, gradient in standing.items()
@@ -385,7 +385,7 @@ class UsedGradients:
 
 
 class AskedGradients:
-    """What stands on `members` when `step()` asks for the rest of an update that backward has begun.
+    """The gradients of `members` when `step()` asks for the rest of an update that backward has begun.
 
     The rest is of these gradients, however often it fails, and whatever stands on the parameters then.
     """
@@ -399,7 +399,7 @@ class AskedGradients:
         self._held_back: list[Member] = []
 
     def use(self, take: Callable[[], None], *, is_taken: Callable[[], bool]) -> None:
-        """Call `take` while these gradients stand on their parameters; what has replaced them stands there again then.
+        """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
 
         Until it `is_taken`, whoever reads a weight of `members` waits for it. Raises WorkLostError where somebody has
         written one of the gradients.

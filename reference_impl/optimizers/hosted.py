@@ -1,4 +1,4 @@
-"""What optimizers with state on the host have in common: attaching to a model, use in one process, closing.
+"""The common part of optimizers with state on the host: attaching to a model, use in one process, closing.
 
 It knows no share and no update. Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
@@ -70,7 +70,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     grad_scale = _OfOneStep()
     found_inf = _OfOneStep()
 
-    # What `close` has not brought to its end, and what takes hooks of this on gradients off.
+    # Calls that `close` has still to make, and calls that take hooks off gradients.
     _unclosed: list[Callable[[], None]]
     _hooks: list[Callable[[], None]]
 
@@ -83,7 +83,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._members: dict[torch.Tensor, Member] = {}
         self._checked: list[list[torch.Tensor]] = []
-        # What stands in the groups and has no states here, because it was frozen.
+        # Parameters of the groups that have no states here, because they were frozen.
         self._idle: list[torch.Tensor] = []
         self._waits: ForwardWaits | None = None
         self._gathers_can_wait = True
@@ -125,9 +125,9 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @property
     def status(self) -> Status:
-        """What has become of the last gradients: `untouched`, `begun`, `broken` or `closed`.
+        """The fate of the last gradients: `untouched`, `begun`, `broken` or `closed`.
 
-        `begun`: a step or a backward has begun to use them, and the next call finishes what an error has left of it.
+        `begun`: a step or a backward has begun to use them, and the next call finishes one that an error has cut short.
         `untouched`: none has been used. `broken`: every call raises the first error again. It is about the last step
         until its gradients are dropped, new ones come or, where a model is attached, its forward begins.
         """
@@ -139,7 +139,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @contextmanager
     def _beginning(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> Iterator[None]:
-        """Begin a step inside, as one: it uses what is `standing` on parameters, and what has left unseen.
+        """Begin a step inside, as one: it uses the gradients that are `standing`, and those that left unseen.
 
         Where that cannot be noted, it has not begun.
         """
@@ -149,20 +149,20 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
                 yield
 
     def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note what a step begins to use, and on which stream; all or nothing."""
+        """Note which gradients a step begins to use, and on which stream; all or nothing."""
         stream = self._device.current_stream()
         self._used.note(standing, left_unseen=left_unseen)
         self._failures.told_begun = False
         self._step_stream = stream
 
     def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
-        """Hear that `step(closure)` raises: finish what `is_left`, and where no forward would, wait for weights."""
+        """Hear that `step(closure)` raises: finish a rest that `is_left`; wait for weights where no forward would."""
         if is_left or not self._returns_early:
             with suppress(Exception):
                 self.synchronize()
 
     def _step_is_last(self, *, is_unqueued: bool) -> bool:
-        """Return whether a program does not go on from the last step yet: the step is what an error speaks of."""
+        """Return whether a program has not gone on from the last step yet: an error is about that step."""
         if self._waits is not None and self._waits.has_run_since_step:
             return False
         return is_unqueued or self._used.are_all(self._members.values())
@@ -202,7 +202,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _follow(self, member: Member) -> None:
-        """Let the master of `member` be what the weight is, as far as that is not the master rounded."""
+        """Set the master of `member` to the weight, but for elements of which the weight is the master rounded."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -214,7 +214,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Take own hooks off, be closed, and leave in `_unclosed` what gives memory back; changes nothing again."""
+        """Take own hooks off, be closed, and leave in `_unclosed` calls that free memory; changes nothing again."""
 
     @in_turn
     def close(self) -> None:
@@ -234,7 +234,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         except Exception as error:
             close_behind(error, self._give_back)
             raise
-        # Not behind an interrupt: what is given back cannot be finished any more.
+        # Not behind an interrupt: a step cannot be finished once its memory is given back.
         self._give_back()
 
     def _give_back(self) -> None:
@@ -248,7 +248,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
                 undo_all(self._unclosed)
 
     def _abandon(self, error: BaseException) -> None:
-        """Give back what the constructor has taken, which has failed with `error`."""
+        """Give back all that the constructor has taken, which has failed with `error`."""
         with deferred_interrupts():
             self._let_go()
             close_behind(error, partial(undo_all, self._unclosed))
@@ -265,7 +265,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         return self._members
 
     def take_place_of(self, given: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> None:
-        """Let `given`, which a scheduler or scaler may hold, have `groups`, by default all; refuse what needs states.
+        """Let `given`, which a scheduler may hold, have `groups`, by default all; refuse calls that need states.
 
         To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
         """
@@ -311,7 +311,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
                 device=self._device,
                 wait_for=self._wait_for,
                 refresh_masters=self._refresh,
-                told=self._failures.told,
+                noting_status=self._failures.noting_status_on_error,
                 gates=missing is None,
             )
             self._gathers_can_wait = missing is None
@@ -328,7 +328,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         return self._model_waits
 
     def _order_gathers(self, *, all_are_new: bool) -> None:
-        """Let FSDP2's gathers run behind what the live current stream has waited for, see `ForwardWaits`."""
+        """Let FSDP2's gathers run behind all that the live current stream has waited for, see `ForwardWaits`."""
         if self._waits is not None:
             self._waits.order_gathers(all_are_new=all_are_new)
 
@@ -423,7 +423,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         check_untrained(params, but_by=self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and what GradScaler has said of them."""
+        """Drop the gradients, and the scale and overflow flag of GradScaler."""
         self._take_scale()
         super().zero_grad(set_to_none)
 
@@ -442,7 +442,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @contextmanager
     def _scaled_once(self) -> Iterator[None]:
-        """Forget what GradScaler has set for a step that raises."""
+        """Forget the scale and flag that GradScaler has set for a step that raises."""
         try:
             yield
         except BaseException:
@@ -457,7 +457,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close; what this raises never hides the `error` that has ended the block."""
+        """Close; an error of closing never hides the `error` that has ended the block."""
         try:
             self.close()
         except BaseException as later:
@@ -484,7 +484,7 @@ def check_untrained(params: Iterable[torch.Tensor], *, but_by: HostedOptimizer |
 
 
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Have masters follow what another optimizer has done to weights: fused ones write past autograd's counter."""
+    """Have masters follow another optimizer's writes to weights: fused ones write past autograd's counter."""
     if isinstance(optimizer, HostedOptimizer) or not _open:
         return
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

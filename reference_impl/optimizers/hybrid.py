@@ -65,7 +65,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         offload_fraction: share of the state's bytes that the CPU holds and updates, exact to 64 elements.
         offload_filter: instead of the fraction, which parameters are offloaded whole.
         split: instead of both, the shares (resident, streamed, CPU), which sum to 1, or `auto` for the fastest.
-        budgets: what `auto` may use for states, and this machine's rates.
+        budgets: memory that `auto` may use for states, and this machine's rates.
         streaming: how the streamed share's states cross the link.
         cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
         algorithm: the formula; `Adam()` is AdamW. Its hyper-parameters (`lr`, `betas`, ...) follow as keywords. Groups
@@ -73,7 +73,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
             DTensors of one mesh, whose norm is summed over it.
-        backward_overlap: what happens during backward. `gradients` (default): gradients go to the host and their GPU
+        backward_overlap: the work during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
             `param.grad` until `step()`, which code that reads them needs.
@@ -86,7 +86,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     lacks the memory: all before anything is built. Option keywords of earlier releases warn with their new spelling.
     """
 
-    # Megatron's form trains what requires no gradient, shows masters of fp32, keeps a parameter in one bucket, and
+    # Megatron's form trains parameters without a gradient, shows masters of fp32, keeps a parameter in one bucket, and
     # passes over states that it does not know.
     _trains_frozen = _masters_of_all = _whole_members = _passes_over_unknown = False
 
@@ -211,7 +211,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     @in_turn
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
-        """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` start what it completes."""
+        """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` update buckets."""
         member = self._members[param]
         if self._asked is not None and not self._model_waits:
             raise checks.forward_before_begun_step()
@@ -286,7 +286,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """Update with the gradients of the last backward.
 
         With a model attached, returns when the work is queued; its forward waits for each weight. After an error
-        `status` says what has become of the step; one that had begun is finished by the next call, which takes another
+        `status` says whether the step has begun; one that has is finished by the next call, which takes another
         step only where there are new gradients.
         """
         with self._scaled_once():
@@ -299,7 +299,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             return loss
 
     def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
-        """Ask for what backward has begun, where a hook in front of `step()` has kept it from asking."""
+        """Ask for the update that backward has begun, where a hook in front of `step()` has kept it from asking."""
         if closure is None:
             self._ask()
         super()._step_has_raised(closure, is_left=self._asked is not None)
@@ -307,7 +307,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     @in_turn
     def _finish_earlier(self, *, asks: bool) -> None:
         """Finish the step or the load before; `asks` says that no closure comes before the next step."""
-        # From here on no call refuses to finish what backward has begun, whatever is raised below.
+        # From here on no call refuses to finish an update that backward has begun, whatever is raised below.
         was_asked = self._asked is not None
         if asks:
             self._ask()
@@ -318,7 +318,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     @in_turn
     def _step(self) -> None:
-        """Take a step, unless an error has told of one that has used what stands on the parameters."""
+        """Take a step, unless an error has told of one that has used these gradients."""
         if self._failures.told_begun and self._used.are_all(self._members.values()):
             return
         self._follow_groups()
@@ -327,7 +327,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._take()
 
     def _ask(self) -> None:
-        """Ask for the rest of what backward has begun, once."""
+        """Ask for the rest of an update that backward has begun, once."""
         if self._in_backward is not None and self._asked is None:
             self._asked = AskedGradients(self._members.values())
 
@@ -362,7 +362,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
         return self._model_waits and self._overlaps_forward
 
     def _prepare(self) -> tuple[PreparedStep, dict[Member, GradientStandIn]]:
-        """Do all of a step that may fail and changes nothing; return what stands on parameters from its begin, too."""
+        """Do all of a step that may fail and changes nothing; return the stand-ins of its begin, too."""
         begun = self._in_backward
         gradients: dict[Member, torch.Tensor] = {}
         arrivals: dict[Member, Event] = {}
@@ -474,7 +474,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _finish_for_close(self) -> None:
         begun_in_backward = self._in_backward is not None and self._asked is None
         was_told = self._failures.first is not None
-        # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
+        # Again: memory of a failed call is free by then, and a step cannot be finished once this is closed.
         for is_last in (False, True):
             try:
                 self._open.drain() if begun_in_backward else self.synchronize()

@@ -35,7 +35,7 @@ class Member:
     """One parameter: elements `[0, resident)` stay, the next `streamed` stream, the CPU updates the rest.
 
     `order` is its place in the forward. The rest is its state between steps: of a gradient that has been sent off for
-    the next step the event of its copy (`arrival`) and what stands on the parameter for it (`placeholder`); of a new
+    the next step the event of its copy (`arrival`) and its stand-in on the parameter (`placeholder`); of a new
     weight the event of its copy back (`published`, `pending` until someone has waited for it). `is_compiled` says that
     compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
     where a master was loaded that rounds to it: until it changes, they belong together. `watched` is the weight as
@@ -72,7 +72,7 @@ class Member:
         self.note_weight()
 
     def note_weight(self) -> None:
-        """Take note that the master is what the weight is now."""
+        """Take note that the master equals the weight now."""
         local = self.param_local
         if self.home is not None or is_absent(local) or local.is_inference():
             self.watched = None
@@ -81,7 +81,7 @@ class Member:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What the next update uses: `decoupled_grad` where Megatron has put one on the parameter, else `grad`.
+        """The gradient of the next update: `decoupled_grad` where Megatron has put one on the parameter, else `grad`.
 
         Of a shard that has been offloaded it is the stand-in itself.
         """
@@ -128,7 +128,7 @@ class Member:
     def weight(self) -> torch.Tensor:
         """This rank's weight as it is, in its own shape: on the host where it lives there.
 
-        Autograd does not count what is written to it: whatever it counts is somebody else's, see `module_load`.
+        Autograd does not count writes to it: whatever it counts is somebody else's, see `module_load`.
         """
         if self.home is None:
             return self.param_local.data
@@ -241,7 +241,7 @@ def members_of(
 
 
 def _units(members: Iterable[Member], reductions: Mapping[torch.Tensor, object]) -> list[list[Member]]:
-    """Return what is not to be split, of the members that are offloaded, in the order of the first ones."""
+    """Return the groups of offloaded members that nothing splits, in the order of their first ones."""
     units: dict[object, list[Member]] = {}
     for member in members:
         if member.on_cpu:

@@ -1,4 +1,4 @@
-"""What somebody else than the optimizer writes to weights, and how masters follow: a load of a module, or any write.
+"""Writes to weights by others than the optimizer, and how masters follow: a load of a module, or any write.
 
 Around a load of a module there are hooks. Masters that were loaded before stay: torch's `set_state_dict` loads the
 optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write is found in
@@ -23,7 +23,7 @@ _Call = Callable[[Sequence[Member]], None]
 
 
 class ModuleLoad:
-    """A load of what one module owns: the members `own`, for which `wait` waits and `refresh` makes masters."""
+    """A load of one module's own weights: the members `own`, for which `wait` waits and `refresh` makes masters."""
 
     def __init__(self, own: Sequence[Member], wait: _Call, refresh: _Call) -> None:
         self._own, self._wait, self._refresh = own, wait, refresh
@@ -45,8 +45,8 @@ class ModuleLoad:
         ]
 
     def after(self, *_: Any) -> None:
-        """Make masters of what was written, but for those that are kept."""
-        # Somebody else's hook may have renamed what was not named.
+        """Make masters of the written weights, but for those that are kept."""
+        # Somebody else's hook may have renamed keys.
         own = [
             member
             for member in self._own

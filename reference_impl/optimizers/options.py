@@ -103,11 +103,11 @@ def form_of(states: str, old: Mapping[str, Any], *, stacklevel: int) -> States:
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """What `split="auto"` may use for states, and the rates it reckons with.
+    """The memory that `split="auto"` may use for states, and the rates it reckons with.
 
     Args:
-        device_bytes: device memory; by default what the slots of the streamed share need.
-        host_bytes: host memory of this rank; by default 95 % of what is available, shared by the ranks of the host.
+        device_bytes: device memory; by default the need of the streamed share's slots.
+        host_bytes: host memory of this rank; by default 95 % of the available memory, shared by the ranks of the host.
         profile: this machine's rates, as `reference_impl.probe` returns them or a file of them; by default a probe of
             at most 3 s.
         ranks: the process group of DistributedDataParallel, whose ranks have to take one split, and probe at once;

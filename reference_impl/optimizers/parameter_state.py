@@ -2,7 +2,7 @@
 
 A parameter's state may stand in several buckets and partly on the device. Here it looks like the entries of any
 `torch.optim.Optimizer.state`, so that code which knows nothing of offloading (distributed checkpoints, trainers,
-Megatron's distributed optimizer) finds what it expects. Nothing is stored here. Explained in
+Megatron's distributed optimizer) finds the mapping that it expects. Nothing is stored here. Explained in
 docs/optimizer-offloading.md.
 """
 
@@ -39,7 +39,7 @@ class StateParts(Protocol):
         """Replace the parts that stream by those of `value` (fp32, of the member's shape)."""
 
     def follow_weight(self, member: Member) -> None:
-        """Let what streams of an fp32 parameter, its own master, be as the parameter is."""
+        """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
 
 
 # Waits until no update of the given members runs, and returns where their states are; RuntimeError when closed.
@@ -47,11 +47,11 @@ FinishedParts = Callable[[Iterable[Member]], StateParts]
 
 
 class StoredState(MutableMapping[str, torch.Tensor]):
-    """The state of one parameter where it lives: `ParameterState` says what reading and writing it does.
+    """The state of one parameter where it lives: `ParameterState` says how it is read and written.
 
     Args:
         member: the parameter.
-        names: what it shows, in order; `master_param` may be written even if it is not among them.
+        names: the states that it shows, in order; `master_param` may be written even if it is not among them.
         passed_over: whether writing a name that is not known does nothing, instead of raising KeyError.
         finished: see `FinishedParts`.
     """
@@ -256,7 +256,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     @without_gradients
     def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Replace a parameter's state by `checked` values; what they lack starts anew."""
+        """Replace a parameter's state by `checked` values; states that they lack start anew."""
         target, member = self._stored(param), self.members[param]
         target[STEP] = values.get(STEP, 0)
         for name in self._algorithm_of(member).moments:
@@ -264,7 +264,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         if MASTER in values:
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
-            # It is its own master, and only the copies have to follow it: the CPU's, and what streams of a split one.
+            # It is its own master, and only copies have to follow it: the CPU's, and the streamed part of a split one.
             target.write_in_place(MASTER, member.weight)
             self._finished([member]).follow_weight(member)
         else:
@@ -273,7 +273,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     @torch.no_grad()
     def follow(self, member: Member) -> None:
-        """Let a master be what the weight is, but for elements of which the weight is the master rounded."""
+        """Set a master to the weight, but for elements of which the weight is the master rounded."""
         target = self._stored(member.param)
         if member.dtype == torch.float32:
             target.write_in_place(MASTER, member.weight)

@@ -101,7 +101,7 @@ class ResidentShare:
             update.share(scratch)
 
     def new_weights(self, member: Member) -> Iterator[NewWeights]:
-        """Yield what `update` has computed of a split member and its parameter does not hold yet."""
+        """Yield the new weights of a split member that its parameter does not hold yet."""
         state = self._states.get(member)
         if state is not None and state.master is not state.weight:
             yield NewWeights(state.weight, state.master, REACHED)
@@ -209,7 +209,7 @@ class ResidentUpdate:
 
 
 class _Part(NamedTuple):
-    """What one launch of the kernel updates: the elements `where` of each state of a chunk, or all of them.
+    """The elements that one launch of the kernel updates: those `where` of each state of a chunk, or all of them.
 
     Those of the `gradients` that are `copied`, by index, go to `copies` in scratch: `sizes` elements, each with a gap
     behind it.

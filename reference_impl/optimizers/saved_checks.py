@@ -23,7 +23,7 @@ _MOST_STEPS = 2**24
 
 
 def check_document(document: Any) -> tuple[Groups, Mapping[Any, Any]]:
-    """Return the groups and the states by key of a state_dict; what is in them is not checked yet."""
+    """Return the groups and the states by key of a state_dict; their entries are not checked yet."""
     if not isinstance(document, Mapping):
         raise ValueError(
             f"the state_dict is of type {type(document).__name__}; expected a mapping with 'state' and 'param_groups'; "
@@ -107,7 +107,7 @@ def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm)
 
 
 def check_values(label: str, value: Any, member: Member) -> None:
-    """Refuse what is not a dense floating-point tensor of a member's shape, or of its shard."""
+    """Refuse all but a dense floating-point tensor of a member's shape, or of its shard."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{label} is of type {type(value).__name__}; expected a tensor")
     if value.dtype not in _DTYPES:

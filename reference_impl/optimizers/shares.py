@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step that can begin: the CPU's part, the gradients, and what the shares have prepared.
+    """A step that can begin: the CPU's part, the gradients, and the prepared updates of the shares.
 
     `arrivals` are those of the gradients that the CPU's part takes at the begin, `gradients` those of members with a
     part on the device. The CPU updates the buckets `first`, by deadline, then `last`, which hold members that stream in
-    part. `split` updates what is resident of members that the CPU updates in part, `whole` that of all others.
+    part. `split` updates the resident part of members that the CPU updates in part, `whole` that of all others.
     """
 
     step: CpuStep
@@ -57,7 +57,7 @@ class PreparedStep:
 
 
 class Shares:
-    """All state of one optimizer, and what updates it. It implements `parameter_state.StateParts`.
+    """All state of one optimizer, and its updates. It implements `parameter_state.StateParts`.
 
     `split` is the one chosen for `params`. Raises ValueError and HostMemoryError for options and budgets that cannot be
     met, before anything is taken.
@@ -159,7 +159,7 @@ class Shares:
                 if member.matrices is None and (member.resident or not (member.streamed or member.on_cpu)):
                     self._resident.add(member)
             self._cpu.add(members)
-            # Last, because it takes back itself what it has not finished.
+            # Last, because it takes its own unfinished members back.
             if self._streamed is not None:
                 self._streamed.add(_parts(members))
         except BaseException:
@@ -228,7 +228,7 @@ class Shares:
             step: the CPU share's part, which may have queued some of its buckets already.
             arrivals: the members whose gradients it takes now, with the events of their copies.
             gradients: those of the members that have a part on the device, laid out like their parameters.
-            factors: what `step` multiplies gradients by.
+            factors: by which `step` multiplies gradients.
         """
         decision, groups = step.plan.decision, step.plan.groups
         members = [*step.arrivals, *arrivals]
@@ -313,7 +313,7 @@ class Shares:
             member.pending = False
 
     def check(self) -> None:
-        """Raise what a worker has failed with, see `DeadlineWorkers.check`."""
+        """Raise the error of a worker that has failed, see `DeadlineWorkers.check`."""
         self._cpu.check()
 
     @property
@@ -322,7 +322,7 @@ class Shares:
         return self._streamed is not None and self._streamed.is_begun
 
     def drain(self) -> None:
-        """Wait until all CPU updates are done and their copies have read what they need."""
+        """Wait until all CPU updates are done and their copies have read their sources."""
         self._cpu.drain()
 
     @torch.no_grad()
@@ -359,7 +359,7 @@ class Shares:
         self._streamed.write(member, name, value)
 
     def follow_weight(self, member: Member) -> None:
-        """Let what streams of an fp32 parameter, its own master, be as the parameter is."""
+        """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
         if self._streamed is not None and member in self._streamed:
             self._streamed.refresh_masters([member])
 
@@ -387,7 +387,7 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
 
 
 def _parts(members: Iterable[Member]) -> dict[Member, Part]:
-    """Return what streams of each of `members`, and of matrices what stays, too."""
+    """Return the streamed elements of each of `members`, and of matrices the resident ones, too."""
     from reference_impl.optimizers.streamed.chunks import Part
 
     # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.

@@ -58,7 +58,7 @@ def fastest_split(
 
 
 def _cpu_range(leaving: float, elements: int, each: StateBytes, host_bytes: int) -> tuple[float, float]:
-    """Return the least and greatest CPU share with which the host can hold what is offloaded."""
+    """Return the least and greatest CPU share with which the host can hold all offloaded states."""
     streamed_only = each.streamed * leaving * elements
     if streamed_only > host_bytes:
         raise HostMemoryError(

@@ -1,4 +1,4 @@
-"""What `param.grad` holds once a gradient has been offloaded: its shape, dtype and device, no values.
+"""The stand-in on `param.grad` for an offloaded gradient: its shape, dtype and device, no values.
 
 Code between backward and `step()` does two things with gradients: it takes their norm and scales them
 (`clip_grad_norm_`). A `GradientStandIn` supports both. The norm was computed when the gradient was offloaded; a scale
@@ -34,14 +34,14 @@ class GradientStandIn(torch.Tensor):
     """A tensor without storage in the place of an offloaded gradient.
 
     Args:
-        gradient: what it stands for.
+        gradient: the one that it stands for.
         norm: the gradient's 2-norm (0-dim fp32, on the device); None where it has not been measured.
         kept: the gradient itself where its device still needs a part of it.
         kept_part: that part, a view of `kept`, which is scaled at once.
         used: an update has begun to use the gradient, so that it can be scaled no more.
         recall: returns the gradient, with what it has been multiplied by, on its device again, told whether a backward
             adds to it; None where it cannot.
-        remedy: what an error advises whoever needs values.
+        remedy: the advice of an error to whoever needs values.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
@@ -127,7 +127,7 @@ class GradientStandIn(torch.Tensor):
         self.factors.append(factor)
 
     def use(self) -> None:
-        """Let go of what is kept: the step owns the gradient from here on."""
+        """Let go of the kept part: the step owns the gradient from here on."""
         self.used = self.is_over = True
         self.kept = self.kept_part = self.recall = None
 
@@ -160,9 +160,9 @@ class GradientStandIn(torch.Tensor):
         return self
 
     def in_its_place(self, param: torch.Tensor) -> torch.Tensor:
-        """Return what the gradient of `param` is, for which this has stood until it was dropped.
+        """Return the gradient of `param` now, for which this has stood until it was dropped.
 
-        As in torch, what was set to zero is a gradient of zeros, to which the next one is added.
+        As in torch, a gradient that was set to zero is one of zeros, to which the next one is added.
         """
         # Where several segments add up, it is in fp32, and torch takes no other.
         return torch.zeros_like(param, dtype=self.dtype) if self.arrived is None else self.arrived
@@ -175,7 +175,7 @@ class GradientStandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what needs no values, with `arrived` where it is there; raise RuntimeError for everything else."""
+        """Answer operations that need no values, with `arrived` where it is there; raise RuntimeError for others."""
         arrived = {id(each.arrived): each for each in _stand_ins(args) if each.arrived is not None}
         if arrived:
             result = func(*tree_map(_arrived, args), **tree_map(_arrived, dict(kwargs or {})))
@@ -187,7 +187,7 @@ class GradientStandIn(torch.Tensor):
 
 
 def unwrapped(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what stands on a parameter: of a sharded one the stand-in that its local tensor is, if it is one."""
+    """Return the gradient on a parameter: of a sharded one the stand-in that its local tensor is, if it is one."""
     if type(gradient) is torch.Tensor:
         # Nearly all, and each step asks several times for each parameter.
         return gradient
@@ -300,9 +300,9 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
 
 
 def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
-    """Autograd adds a new gradient to what stands on `param.grad`: to zeros, once it has been dropped.
+    """Autograd adds a new gradient to the one on `param.grad`: to zeros, once that has been dropped.
 
-    One that has not been dropped comes back, since the loop adds up what several backwards make.
+    One that has not been dropped comes back, since the loop adds up the gradients of several backwards.
     """
     if not isinstance(first, GradientStandIn) or isinstance(second, GradientStandIn) or not first.is_added_to:
         raise _refused(_aten.add.Tensor, [first, second])
@@ -331,7 +331,7 @@ def _div_by_number(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """What `GradScaler.unscale_` does; a gradient has an infinite or undefined element where its norm is none."""
+    """Do as `GradScaler.unscale_`; a gradient has an infinite or undefined element where its norm is none."""
     here = [gradient for gradient in gradients if not isinstance(gradient, GradientStandIn)]
     if here:
         torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inverse_scale)

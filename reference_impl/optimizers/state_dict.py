@@ -55,7 +55,7 @@ class SavedOptimizer(HostedOptimizer):
         self._algorithm = algorithm
         # The formula of each group that is updated in matrices.
         self._matrices: list[MatrixAlgorithm | None] = []
-        # What a load, or a refresh of masters, has left to write.
+        # Writes that a load, or a refresh of masters, has still to make.
         self._unwritten: deque[Callable[[], None]] = deque()
         super().__init__(params, defaults)
         # The states must not keep their owner alive.
@@ -132,13 +132,13 @@ class SavedOptimizer(HostedOptimizer):
             self._unwritten = deque(partial(self.state.write, *each) for each in states.items())
             self._write_rest()
 
-    def _write(self, what: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], None]) -> None:
         """Write masters; after an error the next call does it again."""
-        self._unwritten.append(what)
+        self._unwritten.append(write)
         self._write_rest()
 
     def _write_rest(self) -> None:
-        """Write what a load or a refresh has left; after an error the next call goes on."""
+        """Make the writes that a load or a refresh has left; after an error the next call goes on."""
         if not self._unwritten:
             return
         with deferred_interrupts():
@@ -197,10 +197,10 @@ class SavedOptimizer(HostedOptimizer):
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` of this class (at any split) or of torch's class of the same algorithm returned.
+        """Load a `state_dict()` of this class (at any split) or of torch's class of the same algorithm.
 
         A parameter without a state starts anew. Without a `master_param` the master is made from the parameter. Raises
-        ValueError that names the entry, before anything is changed, for what cannot be loaded exactly.
+        ValueError that names the entry, before anything is changed, for an entry that cannot be loaded exactly.
         """
         self._check_usable()
         check_thread(self._stepped_by)

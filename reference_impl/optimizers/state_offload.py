@@ -5,7 +5,7 @@ and fp32 masters are in pinned host memory; `step()` streams them through a few 
 kernel updates them. With a model attached all of this runs behind the next forward, whose modules wait on the device
 for their own weights.
 
-It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads what it is given.
+It does not compute on the CPU (`hybrid` does) and it does not shard: each rank offloads its own parameters.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -87,7 +87,7 @@ class OptimizerStateOffloader(StreamedOptimizer):
         fraction: share of the elements whose states are offloaded, exact to 64; those that the forward uses last are
             offloaded first.
         chunk_bytes: most bytes of states that one copy moves.
-        device_budget_bytes: device memory for slots of a chunk each, and for what one chunk needs beside them (fp32
+        device_budget_bytes: device memory for slots of a chunk each, and for the scratch of one chunk (fp32
             gradients, unpacked states); by default three slots. With a model attached, extra slots take memory that
             backward frees, so that states come in behind it; they are freed once these have been copied out.
         offload_masters: False keeps the masters on the device, so that only moments are offloaded.
@@ -174,5 +174,5 @@ class OptimizerStateOffloader(StreamedOptimizer):
 
     @in_turn
     def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
-        """Load what `state_dicts` or the wrapped optimizers' classes have returned; raises as `load_state_dict`."""
+        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
         self.load_state_dict(joined(state_dicts))

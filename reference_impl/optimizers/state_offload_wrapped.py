@@ -30,7 +30,7 @@ class Wrapped(NamedTuple):
 
 
 def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:
-    """Return what is known of one optimizer, or of several that are stepped together.
+    """Return the formulas and groups of one optimizer, or of several that are stepped together.
 
     Raises TypeError and ValueError for those that cannot be wrapped, or not together.
     """

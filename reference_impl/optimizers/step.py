@@ -1,8 +1,8 @@
-"""What one optimizer step has decided before any update begins.
+"""The decisions of one optimizer step before any update begins.
 
 A step is prepared, then it begins. Preparing allocates and checks all that the step needs; it may fail, and changes
-nothing. From its begin on the step owns its gradients, hyper-parameters and clip decision (`StepPlan`). What is left is
-to queue kernels and copies, inside `as_one`: no signal comes between them, and they fail only where the device or a
+nothing. From its begin on the step owns its gradients, hyper-parameters and clip decision (`StepPlan`). Then it
+queues kernels and copies, inside `as_one`: no signal comes between them, and they fail only where the device or a
 worker is lost. `Failures` records the state in which errors have left an optimizer.
 
 Explained in docs/optimizer-offloading.md, "When something fails".
@@ -51,7 +51,7 @@ def flushes_denormals() -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepPlan:
-    """The hyper-parameters of one step, by group, its clip decision, and what the CPU makes of denormal numbers.
+    """The hyper-parameters of one step, by group, its clip decision, and how the CPU takes denormal numbers.
 
     Without a decision gradients are taken as they are and the step is not skipped. Denormal numbers are taken as the
     thread takes them that makes the plan.
@@ -85,7 +85,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class WorkLostError(RuntimeError):
-    """A begun step could not be carried out: what it was updating is neither old nor new."""
+    """A begun step could not be carried out: the weights that it was updating are neither old nor new."""
 
 
 class as_one(deferred_interrupts):  # noqa: N801 (used like a function, as contextlib's)
@@ -123,7 +123,7 @@ _NOTES = {
 
 
 class Failures:
-    """Who works with an optimizer, and what errors have left of it.
+    """The thread that works with an optimizer, and the error that has broken it, if one has.
 
     One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors say what became
     of the step.
@@ -158,7 +158,7 @@ class Failures:
         raise again from self.first
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def noting_status_on_error(self) -> Iterator[None]:
         """Note on what is raised inside what became of the step."""
         try:
             yield
@@ -174,12 +174,12 @@ class Failures:
             status = self._status()
             if status is None:
                 return
-            told = status()
+            found = status()
             notes = getattr(error, "__notes__", [])
             notes[:] = [note for note in notes if not note.startswith(_NOTE)]
-            if told != "closed":
-                error.add_note(f"{_NOTE}{told!r}: {_NOTES[told]}")
-            if told == "begun":
+            if found != "closed":
+                error.add_note(f"{_NOTE}{found!r}: {_NOTES[found]}")
+            if found == "begun":
                 self.told_begun = True
 
 
@@ -197,7 +197,7 @@ os.register_at_fork(after_in_child=_renew_turns)
 
 class _Fails(Protocol):
     _failures: Failures
-    # Who trains: not a reader that happens to carry out what this thread has asked for.
+    # The thread that trains: not a reader that happens to carry out a step of it.
     _step_thread: int
 
     def _step_has_raised(self, *args: Any, **named: Any) -> None: ...

@@ -1,8 +1,8 @@
 """The optimizer under `OptimizerStateOffloader` and the optimizers of streamed layers and shards.
 
-It takes a step: which gradients it uses says a `StepGradients`, where states and weights are a `Placement`, and what
-carries it out is a `StateUpdates`. A step that an error interrupts is untouched or has begun, see `status`; a begun one
-is carried out with its own gradients and clip decision. The next call finishes an interrupted load or refresh of
+It takes a step. A `StepGradients` says which gradients the step uses, a `Placement` where states and weights are, and
+a `StateUpdates` carries the step out. A step that an error interrupts is untouched or has begun, see `status`; a begun
+one is carried out with its own gradients and clip decision. The next call finishes an interrupted load or refresh of
 masters.
 
 Explained in docs/optimizer-state-offloading.md.
@@ -66,11 +66,11 @@ class StreamedOptimizer(SavedOptimizer):
 
     Args:
         wrapped: their groups and formula, see `wrapped_in`; this takes their place and their states.
-        updates: states, and what updates them.
+        updates: the states and their updates.
         placement, gradients: see there.
         max_grad_norm, reduce_norm_squared: see `OptimizerStateOffloader`.
         shows_steps: see `OptimizerState`.
-        closers: gets what closes this, before anybody else has it.
+        closers: gets `close`, before anybody else has the optimizer.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class StreamedOptimizer(SavedOptimizer):
 
     @property
     def _open(self) -> StateUpdates:
-        """What updates this. Raises RuntimeError when it is closed."""
+        """The states and their updates. Raises RuntimeError when the optimizer is closed."""
         if self._updates is None:
             raise RuntimeError("the optimizer is closed; expected an open one; try constructing a new one")
         return self._updates
 
     @property
     def streamed(self) -> StreamedShare:
-        """The share that holds all states but the CPU's: what is loaded and not queued yet, and extra slots.
+        """The share that holds all states but the CPU's.
 
         Raises RuntimeError when the optimizer is closed.
         """
@@ -143,7 +143,7 @@ class StreamedOptimizer(SavedOptimizer):
         return "begun" if begun else "untouched"
 
     def _ready(self) -> None:
-        """Finish what an error has cut short. Raises RuntimeError where this cannot be used."""
+        """Finish a load or a refresh that an error has cut short. Raises RuntimeError where this cannot be used."""
         self._check_usable()
         self._write_rest()
 
@@ -188,7 +188,7 @@ class StreamedOptimizer(SavedOptimizer):
         self._attach_again()
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        """Do what new members need beside their states."""
+        """Hear of new members, which have their states."""
 
     def _follow_groups(self) -> None:
         unfrozen = (param for param in self._idle if param.grad is not None)
@@ -214,12 +214,12 @@ class StreamedOptimizer(SavedOptimizer):
 
     @in_turn
     def _finish_earlier(self) -> None:
-        """Finish what an error has left of the step before."""
+        """Finish a load or a refresh that an error has cut short."""
         self._ready()
 
     @in_turn
     def _take_step(self) -> None:
-        """Take a step, unless an error has told of one that has used what stands on the parameters."""
+        """Take a step, unless an error has told of one that has used these gradients."""
         self._check_usable()
         if self._failures.told_begun and self._used.are_all(self._members.values()):
             return
@@ -350,7 +350,7 @@ class StreamedOptimizer(SavedOptimizer):
         self._placement.has_loaded()
 
     def _finish_for_close(self) -> None:
-        # Again, since what a failed call has held is free by then, and a step cannot be finished once this is closed.
+        # Again: memory of a failed call is free by then, and a step cannot be finished once this is closed.
         for is_last in (False, True):
             if self._failures.first is None:
                 try:

@@ -98,7 +98,7 @@ class InBackwardOptimizer(StreamedOptimizer):
     def passed(self) -> None:
         """Update what has its final gradients: backward is about to begin another block, and has done with these."""
         if self._final:
-            with self.told():
+            with self.noting_status_on_error():
                 self._update_passed()
 
     @in_turn
@@ -142,9 +142,9 @@ class InBackwardOptimizer(StreamedOptimizer):
         self._failures.check()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def noting_status_on_error(self) -> Iterator[None]:
         """Note on an error what became of the step, and remember a lost device; what raises in a backward ends it."""
-        with self._failures.told():
+        with self._failures.noting_status_on_error():
             try:
                 yield
             except BaseException:
@@ -186,7 +186,7 @@ class InBackwardOptimizer(StreamedOptimizer):
 
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""
-        with self.told():
+        with self.noting_status_on_error():
             self._keep_final(self._members[param])
 
     @in_turn

@@ -98,9 +98,9 @@ class TrainedLayersOptimizer(StreamedOptimizer):
             closers=undo,
         )
 
-    def told(self) -> AbstractContextManager[None]:
+    def noting_status_on_error(self) -> AbstractContextManager[None]:
         """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
-        return self._failures.told()
+        return self._failures.noting_status_on_error()
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""

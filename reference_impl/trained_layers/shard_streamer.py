@@ -124,7 +124,7 @@ class ShardStreamer(Shown, ClosedAtExit):
             shards,
             {param: name for name, param in model.named_parameters()},
             settle=lambda params, ahead: self.optimizer.settle(params, ahead),
-            told=lambda: self.optimizer.told(),
+            noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
         )
         self._undo.append(self._close_shards)
         self._shards.attach(prefetch=prefetch)

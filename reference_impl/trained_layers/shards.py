@@ -161,8 +161,8 @@ class StreamedShards:
     """All blocks of a model, at most `prefetch` of them on the device in backward, one more in forward.
 
     The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
-    are those of all parameters. What runs in a gather is inside `told`, so that the optimizer hears of a device that is
-    lost. Raises HostMemoryError. It leaves the model as it is until it is attached, so that whoever closes it knows it.
+    are those of all parameters. A gather runs inside `noting_status_on_error`, so that the optimizer hears of a lost
+    device. Raises HostMemoryError. It changes nothing of the model until it is attached.
     """
 
     def __init__(
@@ -173,11 +173,11 @@ class StreamedShards:
         names: Mapping[torch.Tensor, str],
         *,
         settle: Settle,
-        told: Callable[[], AbstractContextManager[None]],
+        noting_status_on_error: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._homes = homes
         self._settle = settle
-        self._told = told
+        self._noting_status_on_error = noting_status_on_error
         self._names = names
         self._device = device
         # Slots belong to the compute stream, wherever they are taken: what it allocates later may be the same memory.
@@ -231,13 +231,13 @@ class StreamedShards:
                         "to stay; try load_state_dict without assign=True, and dtype or device before the streamer is "
                         "made"
                     )
-        with self._told():
+        with self._noting_status_on_error():
             self.window.capacity = self._prefetch + 1
             self.window.advance()
 
     def end_forward(self) -> None:
         """Free the slots of a forward whose backward follows."""
-        with self._told(), deferred_interrupts():
+        with self._noting_status_on_error(), deferred_interrupts():
             self.window.release_at_turn()
             with self._device.on(self._stream):
                 self._slots.free()
@@ -336,7 +336,7 @@ class StreamedShards:
 
     def _gather(self, block: ShardBlock, index: int) -> torch.Tensor:
         """Return a shard to a gather, whose first one says that its block is needed."""
-        with self._told():
+        with self._noting_status_on_error():
             if index == 0:
                 self._reload_stale()
                 in_backward = torch._C._current_graph_task_id() != -1
@@ -347,7 +347,7 @@ class StreamedShards:
 
     def _after_gather(self, block: ShardBlock) -> None:
         """Let the next block have the memory of `block`, which its gather has read."""
-        with self._told():
+        with self._noting_status_on_error():
             self.window.after_forward(block)
 
 

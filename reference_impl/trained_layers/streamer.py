@@ -168,7 +168,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 allowances=kept_bytes,
                 settle=lambda params, ahead: self.optimizer.settle(params, ahead),
                 changed=lambda params: self.optimizer.refresh_written(params),
-                told=lambda: self.optimizer.told(),
+                noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
                 passed=(lambda: in_backward.passed()) if updates else None,
             )
             self._undo.append(self._close_weights)

@@ -173,7 +173,7 @@ class TrainedWeights(LayerStreamer):
             begun to change them; called with those of one block before anybody reads them. Where the block is on the
             device for its forward, those of blocks that come next are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
-        told: what runs while weights come and go is inside it, so that the optimizer hears of a device that is lost.
+        noting_status_on_error: weights come and go inside it, so that the optimizer hears of a lost device.
         passed: hears that backward is about to begin another block. A block that it has passed then lingers for the
             time of another one, so that its update on the device delays no kernel.
     """
@@ -191,14 +191,14 @@ class TrainedWeights(LayerStreamer):
         allowances: Sequence[int],
         settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
         changed: Callable[[list[torch.Tensor]], None],
-        told: Callable[[], AbstractContextManager[None]],
+        noting_status_on_error: Callable[[], AbstractContextManager[None]],
         passed: Callable[[], None] | None = None,
     ) -> None:
         self.homes = homes
         self.home_of: dict[torch.Tensor, Home] = {}
         self._settle = settle
         self._changed = changed
-        self._told = told
+        self._noting_status_on_error = noting_status_on_error
         self._passed = passed
         self._params: dict[int, list[torch.Tensor]] = {}
         super().__init__(
@@ -236,7 +236,7 @@ class TrainedWeights(LayerStreamer):
         return block.hold()
 
     def _before_forward(self, block: StreamedBlock) -> None:
-        with self._told():
+        with self._noting_status_on_error():
             super()._before_forward(block)
             if block.is_streamed:
                 self._settle(self._params[block.index], self._next_to_update(block))
@@ -250,14 +250,14 @@ class TrainedWeights(LayerStreamer):
         return [param for each in coming[:-1] or coming for param in self._params[each.index]]
 
     def _after_forward(self, block: StreamedBlock) -> None:
-        with self._told():
+        with self._noting_status_on_error():
             super()._after_forward(block)
 
     def _before_backward(self, block: StreamedBlock) -> None:
         # Every module of the block that has a weight says so.
         if not self._window.begins_backward(block):
             return
-        with self._told():
+        with self._noting_status_on_error():
             if self._passed is not None:
                 self._passed()
             super()._before_backward(block)

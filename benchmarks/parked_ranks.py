@@ -1,0 +1,114 @@
+"""Seconds in which all ranks of a host park and restore their training at once, beside the link's.
+
+`torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,
+parks it between steps, and prints the slowest rank. The link is measured by all ranks together, in both directions, so
+that `ratio` says how much longer parking takes than its bytes. `left_gb` is what the driver counts as taken on a
+rank's device while it is parked. Explained in docs/distributed.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from distributed import leave, of_all_ranks, rates
+from distributed_rows import Layout, loss_of, rows
+
+from reference_impl import park
+from reference_impl.device import Device
+from reference_impl.verification.model import DecoderShape
+
+ROUNDS = 5
+
+
+def seconds(act: Callable[[], object], device: Device) -> float:
+    """Return how long `act` takes this rank, from when all ranks begin."""
+    device.synchronize()
+    dist.barrier()
+    begun = time.perf_counter()
+    act()
+    device.synchronize()
+    return time.perf_counter() - begun
+
+
+def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) -> dict[str, Any]:
+    """Train, park and restore; return this rank's times of each round, its bytes, and losses beside no parking."""
+    row = rows(layout.engine, 10**9)["none"]
+    model = row.model(layout, shape, device)
+    optimizer = row.build(model)
+    ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = ids.to(device.torch_device)
+    losses = []
+
+    def step() -> None:
+        loss = loss_of(model, device, ids)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        optimizer.step()
+
+    step()
+    parked = park(model, optimizer._inner)
+    away, back, left = [], [], 0.0
+    for _ in range(ROUNDS):
+        away.append(seconds(parked.park, device))
+        if device.is_accelerator:
+            free, total = torch.cuda.mem_get_info()
+            left = (total - free) / 1e9
+        back.append(seconds(parked.restore, device))
+        optimizer.zero_grad()
+        step()
+    moved_bytes = sum(parked.report.parked_bytes.values())
+    parked.close()
+    return {"away_s": away, "back_s": back, "bytes": moved_bytes, "left_gb": left, "loss": losses}
+
+
+def line(engine: str, ranks: list[dict[str, Any]], machine: list[dict[str, Any]]) -> dict[str, object]:
+    """Return a line of the table: the slowest rank, rounds after the first."""
+    found: dict[str, object] = {"row": f"{engine}, {len(ranks)} ranks", "gb": ranks[0]["bytes"] / 1e9}
+    for name, rate in (("away", "d2h"), ("back", "h2d")):
+        found[f"{name}_first_s"] = max(rank[f"{name}_s"][0] for rank in ranks)
+        found[f"{name}_s"] = max(statistics.median(rank[f"{name}_s"][1:]) for rank in ranks)
+        if all(f"{rate}_gb_per_s" in each for each in machine):
+            link = max(r["bytes"] / 1e9 / m[f"{rate}_gb_per_s"] for r, m in zip(ranks, machine, strict=True))
+            found[f"{name}_ratio"] = float(str(found[f"{name}_s"])) / link
+    return {**found, "left_gb": max(rank["left_gb"] for rank in ranks), "loss": ranks[0]["loss"]}
+
+
+def main() -> None:
+    """Measure both engines on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="toy size, any machine")
+    parser.add_argument("--layers", type=int, default=25)
+    parser.add_argument("--engines", default="fsdp2,ddp", help="comma separated")
+    args = parser.parse_args()
+    is_cuda = torch.cuda.is_available() and not args.tiny
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = Device.of("cuda" if is_cuda else "cpu")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(minutes=3))
+    shape, tokens = DecoderShape(hidden=3072, ffn=8192, layers=args.layers, heads=24, vocab=32000), 2048
+    if args.tiny:
+        shape, tokens = DecoderShape(layers=3), 32
+    machine = of_all_ranks(rates(device))
+    if dist.get_rank() == 0:
+        print(json.dumps(machine))
+    for engine in args.engines.split(","):
+        ranks = of_all_ranks(measure(Layout(engine), shape, device, tokens))
+        if dist.get_rank() == 0:
+            print(json.dumps(line(engine, ranks, machine)), flush=True)
+    dist.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    main()
