@@ -459,6 +459,15 @@ def check_used_in_time(members: Iterable[Member]) -> None:
             )
 
 
+def used_is_replaced(param: torch.Tensor) -> RuntimeError:
+    """Return the error for a gradient that was dropped or replaced after its update had begun in backward."""
+    return RuntimeError(
+        f"the gradient of a parameter of shape {tuple(param.shape)} was dropped or replaced before step(), and "
+        "backward had started the update with it; expected gradients to stay; try step() again, which goes on with "
+        "those of backward, or backward_overlap='gradients'"
+    )
+
+
 def update_begun() -> RuntimeError:
     """Return the error for dropping gradients that backward has already used."""
     return RuntimeError(

@@ -242,6 +242,17 @@ class Gradients:
         member.placeholder = found
         return gradient
 
+    def check_used_stand(self, members: Iterable[Member]) -> None:
+        """Raise RuntimeError where the gradient of one of `members`, whose update has begun, was dropped or replaced.
+
+        Stand-ins are put there again: the step goes on with the gradients of backward.
+        """
+        changed = [member for member in members if not _has_stand_in(member)]
+        for member in changed:
+            member.put(GradientStandIn(member.param_local, None, used=True, remedy=self._remedy))
+        if changed:
+            raise checks.used_is_replaced(changed[0].param)
+
     @staticmethod
     def real_ones(members: Iterable[Member]) -> list[Member]:
         """Return those of `members` whose new weight nobody waits for, and whose gradient itself stands on them."""
@@ -298,6 +309,11 @@ class Gradients:
             if norm is not None:
                 norms.append(norm)
         return norms + norms_of(each for member, each in gradients.items() if not member.pieces)
+
+
+def _has_stand_in(member: Member) -> bool:
+    stands = member.gradient
+    return isinstance(stands, GradientStandIn) and not stands.dropped
 
 
 def _own_memory(member: Member) -> None:

@@ -251,10 +251,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             self._accumulating = False
 
     def accumulate_while(self, asks: Callable[[], bool]) -> None:
-        """Let gradients add up on the device whenever `asks()` says so, which every gradient of a backward asks.
-
-        For loops that are somebody else's, who knows which micro-batch is the last and cannot enter `accumulate()`.
-        """
+        """Let gradients add up on the device where `asks()` says so: for a loop that cannot enter `accumulate()`."""
         self._asks_whether_accumulating = asks
 
     @property
@@ -301,7 +298,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
     def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
         """Ask for the update that backward has begun, where a hook in front of `step()` has kept it from asking."""
         if closure is None:
-            self._ask()
+            self._ask(checks_used=False)
         super()._step_has_raised(closure, is_left=self._asked is not None)
 
     @in_turn
@@ -326,9 +323,11 @@ class HybridDeviceOptimizer(SavedOptimizer):
         self._ask()
         self._take()
 
-    def _ask(self) -> None:
-        """Ask for the rest of an update that backward has begun, once."""
+    def _ask(self, *, checks_used: bool = True) -> None:
+        """Ask for the rest of an update that backward has begun, once; raise where its gradients were dropped."""
         if self._in_backward is not None and self._asked is None:
+            if checks_used:
+                self._gradients.check_used_stand(self._in_backward.arrivals)
             self._asked = AskedGradients(self._members.values())
 
     def _take(self) -> None:

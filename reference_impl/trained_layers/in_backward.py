@@ -272,11 +272,7 @@ class InBackwardOptimizer(StreamedOptimizer):
         for member in (*self._updating, *self._final):
             assert member.placeholder is not None
             member.param.grad = member.placeholder = _stand_in(member, member.placeholder)
-        raise RuntimeError(
-            f"the gradient of a parameter of shape {tuple(changed[0].param.shape)} was dropped or replaced before "
-            "step(), and backward had started the update with it; expected gradients to stay; try step() again, which "
-            "goes on with those of backward, or backward_overlap='gradients'"
-        )
+        raise checks.used_is_replaced(changed[0].param)
 
     def _take_what_stands(self) -> None:
         """Take gradients that somebody has put on parameters, and leave out those of backward that were dropped.

@@ -246,6 +246,9 @@ def test_accumulation_that_was_forgotten_is_named_also_where_backward_updates(de
         model.zero_grad()
         with pytest.raises(RuntimeError, match="accumulate"):
             model(data[1]).backward()
+        # Gradients that the update has begun to use were dropped by the model.
+        with pytest.raises(RuntimeError, match=r"dropped or replaced before step\(\).*try step\(\) again"):
+            optimizer.step()
         optimizer.step()
 
 

@@ -383,6 +383,28 @@ def test_a_forward_of_streamed_layers_takes_what_is_left_of_an_update(device, mo
         assert_equal(loop, device, "update", 3)
 
 
+@pytest.mark.parametrize("drop", ["dropped", "zeroed", "replaced"])
+def test_a_gradient_that_backward_has_used_is_not_dropped_in_silence(device, drop):
+    """As `zero_grad()` there; the step is that of backward's gradients, as the error says."""
+    model, data = twins(device)[0], batches(device.torch_device, 3)
+    plain = reference(device, data)
+    with hybrid(model, **UPDATING) as optimizer:
+        optimizer.attach(model)
+        train(model, optimizer, data[:1])
+        model(data[1]).backward()
+        weight = model.second.weight
+        if drop == "zeroed":
+            weight.grad.zero_()
+        else:
+            weight.grad = None if drop == "dropped" else torch.zeros_like(weight)
+        with pytest.raises(RuntimeError, match=r"shape \(48, 131\) was dropped or replaced before step\(\)"):
+            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, data[2:])
+        assert_same_weights(model, plain)
+
+
 def test_a_forward_over_old_weights_is_refused_where_no_model_is_attached(device, monkeypatch):
     model, data = twins(device)[0], batches(device.torch_device, 2)
     plain = reference(device, data)
