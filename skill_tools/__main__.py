@@ -124,7 +124,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     if arguments and not arguments[0].startswith("-"):
         from skill_tools.nearest import nearest
 
-        near = " or ".join(nearest(arguments[0], COMMANDS, likeness=0.5))
+        near = " or ".join(nearest(arguments[0], COMMANDS))
         meant = f"; did you mean {near}?" if near else f"; expected one of {', '.join(COMMANDS)}"
         raise _UsageError(f"there is no command {arguments[0][:_LONGEST]!r}{meant}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")

@@ -24,4 +24,4 @@ def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
     """Return what to try instead of `word`, in words: the likeliest names, or `otherwise`."""
-    return " or ".join(nearest(word, known, likeness=0.5)) or otherwise
+    return " or ".join(nearest(word, known)) or otherwise

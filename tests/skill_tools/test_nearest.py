@@ -25,6 +25,8 @@ def test_a_slip_finds_what_was_meant(slip: tuple[str, list[str], str]) -> None:
 def test_what_is_like_nothing_finds_nothing() -> None:
     assert nearest("xyzzy", COMMANDS) == []
     assert nearest("", COMMANDS) == []
+    assert did_you_mean("nope", [rule.id for rule in load_rules()], otherwise="--list") == "--list"
+    assert did_you_mean("lnt", COMMANDS, otherwise="--help") == "lint"
     assert did_you_mean("xyzzy", COMMANDS, otherwise="--help") == "--help"
 
 
