@@ -6,9 +6,10 @@ option has is dropped without a word. Apart because several dialects read their 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument
@@ -115,7 +116,7 @@ def _write_toml(draft: Draft, root: Node, file: str) -> None:
 def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
     for flag in given:
         spelling = _spelling(draft, flag.name)
-        if not draft.accepts(spelling):
+        if not draft.accepts(spelling) or _is_of_others(draft, spelling):
             if "$" not in flag.name:
                 nearest = _with_section(draft, flag.name) or None
                 draft.note_unknown(flag.name, flag.place, spelling=spelling, nearest=nearest)
@@ -133,7 +134,8 @@ def _spelling(draft: Draft, flag: str) -> str:
     """Return the full name of an option, which argparse lets be cut short where only one fits."""
     if draft.accepts(flag):
         return flag
-    longer = [name for name in load_vocabulary(draft.framework).names if name.startswith(flag)]
+    names = (name for name in load_vocabulary(draft.framework).names if name.startswith(flag))
+    longer = [name for name in names if not _is_of_others(draft, name)]
     return longer[0] if len(longer) == 1 else flag
 
 
@@ -143,3 +145,20 @@ def _with_section(draft: Draft, flag: str) -> tuple[str, ...]:
     names = [name for name in load_vocabulary(draft.framework).names if "." in name]
     dotted = (name for name in names if name.endswith(f".{own}") or name[2:].replace(".", "_") == own)
     return tuple(dotted)[:3]
+
+
+def _is_of_others(draft: Draft, option: str) -> bool:
+    """Return whether an option is one of other programs than the one that runs, as far as this is known."""
+    setting = draft.get(f"{_section(draft.framework)}.program")
+    having = _programs_of(draft.framework)
+    if setting is None or option not in having or setting.value not in having[""]:
+        return False
+    return setting.value not in having[option]
+
+
+@knowledge.derived
+def _programs_of(name: str) -> Mapping[str, frozenset[str]]:
+    """Return the programs that have an option which not all have; under an empty name, all that have any."""
+    lines = knowledge.index()["vocabulary"].get(f"{name.replace('-', '_')}_programs", ())
+    having = {option: frozenset(programs) for option, *programs in map(str.split, lines)}
+    return {**having, "": frozenset().union(*having.values())}

@@ -123,6 +123,15 @@ def asked(chance: random.Random, release: str) -> tuple[str, list[str]]:
         options += ["--ds.zero_stage", chance.choice("0123")]
     if chance.random() < 0.05:
         options += [chance.choice(["--adam_offload", "--ds.adam_offloads", "--vllm.sleep"])]
+    if chance.random() < 0.1:  # an option of some programs, whichever runs
+        own = "--ref.offload", "--optim adam", "--actor.optim adam", "--train.colocate_all", "--eval.steps 5"
+        others = (
+            "--model.aux_loss_coef 0.1",
+            "--rollout.batch_size 1024",
+            "--model.beta 0.2",
+            "--critic.optim adam",
+        )
+        options += chance.choice([*own, *others]).split()
     return program, options
 
 

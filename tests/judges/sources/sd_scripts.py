@@ -132,6 +132,9 @@ def asked(chance: random.Random, release: str) -> tuple[str, list[str]]:
         options += ["--gradient_accumulation_steps", chance.choice(["1", "2"])]
     if chance.random() < 0.03:
         options += ["--block_to_swap", "4"]
+    if chance.random() < 0.1:  # an option of some programs, whichever runs
+        own = "--split_mode", "--blocks_to_swap 4", "--cpu_offload_checkpointing", "--fused_backward_pass"
+        options += chance.choice([*own, "--network_dim 8", "--t5xxl t5", "--single_blocks_to_swap 4"]).split()
     return program, options
 
 

@@ -1,6 +1,7 @@
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
     python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime
+    python tests/judges/sources/vocabulary.py sd_scripts|openrlhf programs    which programs have an option
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
 """
@@ -11,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,8 +23,8 @@ ROOT = Path(__file__).parents[3]
 COMMON = "musubi_tuner.training.parser_common"
 
 
-def musubi(folder: Path) -> Iterator[str]:
-    """Yield the options of each training program."""
+def musubi(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each training program with each of its options."""
     sources = Sources(folder / "src", real=("torch",))
     for path in sorted((folder / "src" / "musubi_tuner").glob("*_train*.py")):
         module = f"musubi_tuner.{path.stem}"
@@ -31,29 +33,30 @@ def musubi(folder: Path) -> Iterator[str]:
         parser = sources.take(*((COMMON, "setup_parser_common") if own else (module, "setup_parser")))()
         for name in own:
             parser = sources.take(module, name)(parser) or parser
-        yield from (option for action in parser._actions for option in action.option_strings)
+        yield from ((path.stem, option) for action in parser._actions for option in action.option_strings)
 
 
-def sd_scripts(folder: Path) -> Iterator[str]:
-    """Yield the options of each training program."""
+def sd_scripts(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each training program with each of its options."""
     sources = Sources(folder, real=("torch",))
     for path in [*sorted(folder.glob("*train*.py")), folder / "fine_tune.py"]:
         if "setup_parser" in sources.names(path.stem):
             parser = sources.take(path.stem, "setup_parser")()
-            yield from (option for action in parser._actions for option in action.option_strings)
+            yield from ((path.stem, option) for action in parser._actions for option in action.option_strings)
 
 
-def openrlhf(folder: Path) -> Iterator[str]:
-    """Yield the options of each training program."""
+def openrlhf(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each training program with each of its options."""
     module = importlib.import_module("openrlhf")
     witness = module.Witness(folder)
     for program in module.PROGRAMS:
-        yield from witness.options(program)
+        yield from ((program, option) for option in witness.options(program))
 
 
-def slime(folder: Path) -> Iterator[str]:
-    """Yield the options that it adds to Megatron's."""
-    yield from importlib.import_module("slime").Witness(folder).options()
+def slime(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield its one program with each option that it adds to Megatron's, and the one of SGLang that plans read."""
+    yield "train", "--sglang-mem-fraction-static"
+    yield from (("train", option) for option in importlib.import_module("slime").Witness(folder).options())
 
 
 def onetrainer(folder: Path) -> Iterator[str]:
@@ -98,7 +101,14 @@ def main() -> None:
         print(*sorted({field for folder in folders for field in fields(folder)}), sep="\n")
         return
     options = {"musubi": musubi, "sd_scripts": sd_scripts, "openrlhf": openrlhf, "slime": slime}[name]
-    found = {option for folder in folders for option in options(folder) if option.startswith("--")}
+    programs: dict[str, set[str]] = {}
+    for program, option in (each for folder in folders for each in options(folder)):
+        if option.startswith("--"):
+            programs.setdefault(option, set()).add(program)
+    if sys.argv[2:] == ["programs"]:
+        print_programs(module, programs)
+        return
+    found = programs.keys()
     print(f"# Options of {module.NAME}'s training programs, each of which has some of them.")
     print("#")
     print(
@@ -106,6 +116,19 @@ def main() -> None:
     )
     print("# Written by tests/judges/sources/vocabulary.py.")
     print(*(["\nprogram"] if name != "slime" else [""]), *sorted(found), sep="\n")
+
+
+def print_programs(module: Any, programs: dict[str, set[str]]) -> None:
+    """Print the options that not every program has, each before those that have it."""
+    all_of_them = set.union(*programs.values())
+    print(f"# Options of {module.NAME} that only some of its programs have, each before these.\n#")
+    print(
+        f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
+    )
+    print("# Written by tests/judges/sources/vocabulary.py.\n")
+    for option, those in sorted(programs.items()):
+        if those != all_of_them:
+            print(option, *sorted(those))
 
 
 if __name__ == "__main__":

@@ -94,3 +94,10 @@ def test_a_unet_takes_no_checkpoints_to_the_host() -> None:
         FLUX.replace("flux_train", "sdxl_train") + " --gradient_checkpointing --cpu_offload_checkpointing\n"
     )
     assert found(read_text(text, "run.sh")) == {"ss-checkpoints-unsupported"}
+
+
+def test_an_option_of_another_program_ends_the_run() -> None:
+    text = FLUX.replace("flux_train", "sdxl_train") + " --blocks_to_swap 8\n"
+    assert found(read_text(text, "run.sh")) == {"ss-unknown-option"}
+    fork = FLUX.replace("flux_train_network", "my_own_train") + " --train_data_dir d --blocks_to_swap 8\n"
+    assert "ss-unknown-option" not in found(read_text(fork, "run.sh", framework="sd-scripts"))

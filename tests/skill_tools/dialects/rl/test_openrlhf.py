@@ -76,3 +76,11 @@ def test_each_release_pins_its_own_deepspeed() -> None:
 def test_a_name_without_its_dot_is_answered_with_the_one_that_has_it() -> None:
     (unknown,) = ppo("--adam_offload").unknown
     assert "--ds.adam_offload" in unknown.nearest
+
+
+def test_an_option_of_another_program_ends_the_run() -> None:
+    config = read_text(
+        "deepspeed --module openrlhf.cli.train_sft --ds.zero_stage 3 --ref.offload\n", "run.sh"
+    )
+    assert [each.written for each in config.unknown] == ["--ref.offload"]
+    assert found(config) == {"orlhf-unknown-option"}
