@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +39,13 @@ _COPY_BYTES = 2**28
 _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 
 
+class MatrixBytes(NamedTuple):
+    """Bytes of states of what is updated in matrices: all on the device, and as they cross the link each way."""
+
+    resident: int
+    streamed: int
+
+
 def fastest_split_here(
     elements: int,
     each: StateBytes,
@@ -48,8 +55,11 @@ def fastest_split_here(
     ring_bytes: int,
     hidden_bytes: int,
     ranks: RankGroup | None = None,
+    matrices: MatrixBytes | None = None,
 ) -> Split:
     """Return the split with which one update of `elements` takes least time on this machine, and log it.
+
+    `matrices` stream beside them or stay, by the same resident share, and are never on the CPU.
 
     `ring_bytes` of the device are needed to stream at all. `hidden_bytes` come in during backward, and as many go out
     during the next forward: no part of the update. Raises ValueError for a device budget below the ring or a profile
@@ -61,6 +71,18 @@ def fastest_split_here(
     host_bytes = budgets.host_bytes
     if host_bytes is None:
         host_bytes = int(0.95 * available_bytes()) // local_ranks()
+    device_bytes = ring_bytes if budgets.device_bytes is None else budgets.device_bytes
+    if matrices is not None:
+        if not elements:
+            resident = min(max(device_bytes - ring_bytes, 0) / max(matrices.resident, 1), 1.0)
+            return Split(resident, 1 - resident, 0.0)
+        own = each.resident * elements
+        if device_bytes >= own + matrices.resident:
+            return Split(1.0, 0.0, 0.0)
+        beyond = max(device_bytes - ring_bytes, 0)
+        device_bytes -= beyond - int(beyond * own / (own + matrices.resident))
+        host_bytes = max(host_bytes - matrices.streamed, 0)
+        hidden_bytes -= matrices.streamed
     if ranks is not None:
         free, most = ranks.least([host_bytes, -elements])
         host_bytes, elements = int(free), int(-most)
@@ -70,7 +92,7 @@ def fastest_split_here(
         each,
         rates,
         ring_bytes=ring_bytes,
-        device_bytes=ring_bytes if budgets.device_bytes is None else budgets.device_bytes,
+        device_bytes=device_bytes,
         host_bytes=host_bytes,
         hidden_bytes=hidden_bytes,
         least_gain=LEAST_GAIN,

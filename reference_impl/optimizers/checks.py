@@ -99,12 +99,7 @@ def _check_matrices(split: Any) -> None:
     They never go to the CPU, where Newton and Schulz's iteration takes minutes: 6e13 operations a step for 1.4e9
     parameters.
     """
-    if split == "auto":
-        raise ValueError(
-            "split is 'auto' and a group is updated in matrices; expected shares, because the choice reckons with "
-            "formulas of elements alone; try offload_fraction, or three shares"
-        )
-    if split is not None and split[2] > 0 and split[1] == 0:
+    if split not in (None, "auto") and split[2] > 0 and split[1] == 0:
         raise ValueError(
             f"split is {tuple(split)} and a group is updated in matrices, which the CPU share does not hold: products "
             "of matrices would take it minutes; expected a streamed share for them; try offload_fraction=1.0, with "

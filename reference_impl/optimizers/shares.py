@@ -34,6 +34,7 @@ from reference_impl.optimizers.options import Options, Streaming
 from reference_impl.optimizers.resident import ResidentShare, ResidentUpdate
 
 if TYPE_CHECKING:
+    from reference_impl.optimizers.auto_split import MatrixBytes
     from reference_impl.optimizers.streamed.chunks import Part
     from reference_impl.optimizers.streamed.share import StreamedShare
 
@@ -93,7 +94,7 @@ class Shares:
         streamed_bytes = 0.0
         if split == "auto" or split[1] > 0 or options.streaming != Streaming() or matrices:
             self._streamed = _streamed_share(device, algorithm, options.streaming)
-            params = [param for param in params if param not in matrices]
+            everything, params = params, [param for param in params if param not in matrices]
             sizes = [(local_numel(param), param.element_size()) for param in params]
             each = _state_bytes(sizes, device, algorithm, options.streaming)
             streamed_bytes = each.streamed
@@ -109,9 +110,14 @@ class Shares:
                     options.budgets,
                     ring_bytes=self._streamed.ring_bytes(
                         members_of(
-                            [(param, 0) for param in params], first_order=0, fraction=1.0, offload=None
+                            [(param, number) for number, param in enumerate(everything)],
+                            first_order=0,
+                            fraction=1.0,
+                            offload=None,
+                            matrices=[matrices.get(param) for param in everything],
                         )
                     ),
+                    matrices=_matrix_bytes(matrices, device, algorithm, options.streaming),
                     # How much does come in, the length of a backward says, which nobody knows yet. Of sharded
                     # parameters as much stays on the device.
                     hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(params) else 2),
@@ -409,6 +415,28 @@ def _state_bytes(
 
     state_format = StateFormat.of(streaming.states, algorithm, device)
     return state_bytes(sizes, moments=len(algorithm.moments), streams_as=state_format.form)
+
+
+def _matrix_bytes(
+    matrices: Mapping[torch.Tensor, MatrixAlgorithm],
+    device: Device,
+    algorithm: Algorithm,
+    streaming: Streaming,
+) -> MatrixBytes | None:
+    """Return the bytes of what is updated in matrices, None where nothing is."""
+    from reference_impl.optimizers.auto_split import MatrixBytes
+    from reference_impl.optimizers.streamed.storage import StateFormat
+
+    if not matrices:
+        return None
+    form = StateFormat.of(streaming.states, algorithm, device).of_matrices().form
+    resident = streamed = 0.0
+    for param, formula in matrices.items():
+        is_own_master, moments = param.element_size() == 4, len(formula.moments)
+        numel = local_numel(param)
+        resident += numel * (4 * moments + (0 if is_own_master else 4))
+        streamed += numel * form.signed_bytes(moments, is_own_master=is_own_master)
+    return MatrixBytes(round(resident), round(streamed))
 
 
 def _streams_in_part(bucket: Bucket) -> bool:

@@ -212,7 +212,7 @@ def _formula(execute: Mapping[str, Any]) -> str | None:
 
 def optimizers_in(given: Given) -> list[torch.optim.Optimizer]:
     """Return what is given as a list."""
-    return [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    return list(given) if isinstance(given, Sequence) else [given]
 
 
 def _optimizers_for(

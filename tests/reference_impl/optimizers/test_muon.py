@@ -1,6 +1,7 @@
 """Muon for matrices and AdamW for the rest, in one optimizer: bitwise torch's over fp32 masters."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from reference_impl import (
 )
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
-from reference_impl.optimizers import Muon
+from reference_impl.optimizers import Budgets, Muon
 from reference_impl.optimizers.streamed.matrices import MatrixUpdate
 
 
@@ -109,6 +110,30 @@ def test_the_cpu_share_is_for_the_rest(device, hybrid):
         ValueError, match=r"split is \(0, 0, 1\).*matrices, which the CPU share does not hold"
     ):
         hybrid(Experts().to(device.torch_device), split=(0, 0, 1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 2.0])
+def test_the_fastest_split_leaves_matrices_a_part_of_the_budget(device, hybrid, share):
+    """Of a budget for a share of all states; what the ring takes comes on top."""
+    elements, streaming = 48 * 1024, Streaming(chunk_bytes=2048)
+    model = torch.nn.Module()
+    model.matrices = torch.nn.ParameterList([torch.randn(48, 64).bfloat16() for _ in range(16)])
+    model.table = torch.nn.Parameter(torch.randn(elements // 64, 64).bfloat16())
+    model.to(device.torch_device)
+
+    def made(budget_bytes):
+        groups = [{"params": [*model.matrices], "use_muon": True}, {"params": [model.table]}]
+        return HybridDeviceOptimizer(
+            groups, split="auto", streaming=streaming, budgets=Budgets(device_bytes=budget_bytes)
+        )
+
+    with pytest.raises(ValueError, match=r"device_bytes is 1; expected (\d+)") as refused:
+        made(1)
+    ring_bytes = int(re.search(r"expected (\d+)", str(refused.value))[1])
+    with made(ring_bytes + round(share * (12 + 8) * elements)) as optimizer:
+        assert optimizer.split.resident == pytest.approx(min(share, 1.0), abs=0.01)
+        for member in optimizer.members.values():
+            assert member.matrices is None or member.on_cpu == 0
 
 
 def test_accumulation_schedules_and_frozen_parameters(device, hybrid):
@@ -418,7 +443,6 @@ REFUSED = [
         "adjust_lr_fn is 'no'",
     ),
     (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_coefficients": (1,)}], {}, "three numbers"),
-    (lambda m: [{"params": [m.up.weight], "use_muon": True}], {"split": "auto"}, "split is 'auto'"),
     (
         lambda m: [{"params": [m.up.weight], "use_muon": True, "betas": (0.9, 0.99)}],
         {},
