@@ -72,7 +72,8 @@ def measure(
                 SequenceTiles(model, [each for each in tiles if each in present], tile_tokens=tile_tokens)
             )
         training = attached(row, model, setting, last)
-        ids = setting.ids() % model.config.vocab_size
+        config: Any = model.config
+        ids = setting.ids() % config.vocab_size
         losses: list[torch.Tensor] = []
 
         def step() -> None:
