@@ -50,6 +50,8 @@ _OTHERS = frozenset(
 )
 _OTHER_COMMANDS = r"\b(?:llamafactory-cli|swift|megatron) |axolotl|no_trainer"
 _DECISIVE = 1000
+# An argument that most programs of the Trainer are given, a recipe among them.
+_TAKEN = rf"--(?:config|output_dir|{'|'.join(sorted(_TRAINS | _ABOUT))})\b"
 
 
 class Transformers(Dialect):
@@ -65,13 +67,21 @@ class Transformers(Dialect):
     adapter = 'cpu_offloading.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence(self, source: Source) -> Evidence:
-        """Take no script whose program is here and parses its arguments itself: they are not the Trainer's."""
-        found = super().evidence(source)
-        if found.votes and source.kind is Kind.SHELL:
-            from skill_tools.dialects.transformers.launch import parses_itself
+        """Ask the program of a script, where it is here: one that parses its arguments itself is not the Trainer's.
 
+        One that has the Trainer's parser for it is, however few of its arguments the script gives.
+        """
+        found = super().evidence(source)
+        if source.kind is not Kind.SHELL:
+            return found
+        from skill_tools.dialects.transformers.launch import parses_itself, trainers_parser
+
+        if found.votes:
             return NONE if parses_itself(source) else found
-        return found
+        if re.search(_OTHER_COMMANDS, source.text) or not re.search(_TAKEN, source.text):
+            return NONE
+        parser = trainers_parser(source)
+        return Evidence(_DECISIVE, proof=parser) if parser else NONE
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a call of an argument class in a text that imports transformers or TRL, or a trainer that it imports."""

@@ -39,10 +39,9 @@ _OWN_PARSER = (
     r"\bArgumentParser\(|\bclick\.(?:command|option)\b|\b(?:tyro|typer)\.|\bfire\.Fire\b|"
     r"\b(?:simple_parsing|jsonargparse)\b"
 )
-_TRAINERS_PARSER = (
-    r"\b(?:HfArgumentParser|TrlParser|H4ArgumentParser|\w*TrainingArguments|"
-    r"(?:SFT|DPO|GRPO|KTO|RLOO|Reward)Config)\b"
-)
+_ARGUMENTS = r"\b(?:\w*TrainingArguments|(?:SFT|DPO|GRPO|KTO|RLOO|Reward)Config)\b"
+_TRAINERS_PARSER = rf"\b(?:HfArgumentParser|TrlParser|H4ArgumentParser)\b|{_ARGUMENTS}"
+_FILLS_TRAINERS = r"\b(HfArgumentParser|TrlParser|H4ArgumentParser)\("
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 RECIPE = "config"  # the option of TrlParser that names a recipe
@@ -88,23 +87,40 @@ def launches(source: Source) -> list[Launch]:
     """Return the launches in a shell script whose options, with those of their recipe, are mostly a Trainer's."""
     found = filter(None, map(_launch, commands_of(source)))
     folders = [source.folder] if source.folder else []
-    return [each for each in found if each.trainer or _is_trainers(each, folders)]
+    fills = trainers_parser(source) is not None
+    return [
+        each
+        for each in found
+        if each.trainer or _is_trainers(each, folders, least=1 if fills else _LEAST_KNOWN)
+    ]
 
 
 def parses_itself(source: Source) -> bool:
     """Return whether the program that a script starts is here and has a parser of its own, not the Trainer's."""
+    texts = _programs(source)
+    return bool(texts) and all(
+        re.search(_OWN_PARSER, text) is not None and re.search(_TRAINERS_PARSER, text) is None
+        for text in texts
+    )
+
+
+def trainers_parser(source: Source) -> str | None:
+    """Return the parser by which all programs of a script fill the Trainer's arguments; None where one does not."""
+    texts = _programs(source)
+    found = [re.search(_FILLS_TRAINERS, text) for text in texts if re.search(_ARGUMENTS, text)]
+    return found[0][1] if found and found[0] is not None and all(found) and len(found) == len(texts) else None
+
+
+def _programs(source: Source) -> list[str]:
+    """Return the texts of the programs that a script starts and that are here; none where the script is no launch."""
     if ".py" not in source.text:
-        return False
+        return []
     folders = [source.folder] if source.folder else []
     with suppress(UnusableInput):
         found = [_launch(command) for command in commands_of(source)]
         programs = [find(each.program.text, folders) for each in found if each and each.program.resolved]
-        texts = [program.text for program in programs if program is not None]
-        return bool(texts) and all(
-            re.search(_OWN_PARSER, text) is not None and re.search(_TRAINERS_PARSER, text) is None
-            for text in texts
-        )
-    return False
+        return [program.text for program in programs if program is not None]
+    return []
 
 
 def names_recipe(launch: Launch) -> bool:
@@ -215,10 +231,10 @@ def _launcher(before: Sequence[Argument]) -> str:
     return "python" if plain and any(name.startswith("python") for name in names) else ""
 
 
-def _is_trainers(launch: Launch, folders: Sequence[Path]) -> bool:
+def _is_trainers(launch: Launch, folders: Sequence[Path], *, least: int) -> bool:
     names = load_vocabulary(TRANSFORMERS).names
     known = sum(option.name in names for option in options(launch.words, ""))
     with suppress(UnusableInput):  # another program's file, in a form of its own
-        for recipe in recipes(launch, folders) if known < _LEAST_KNOWN else ():
+        for recipe in recipes(launch, folders) if known < least else ():
             known += sum(name in names for name in entries_of(single_document(recipe)))
-    return known >= _LEAST_KNOWN
+    return known >= least

@@ -51,6 +51,34 @@ def test_the_trainers_parser_or_a_program_that_is_not_here_is(program: str | Non
     assert read(COMMAND, "run.sh", tmp_path).framework == "transformers"
 
 
+TRL = "from trl import GRPOConfig, TrlParser\nparser = TrlParser((GRPOConfig,))\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "framework"),
+    [
+        (TRL, "--config recipe.yaml", "transformers"),
+        (TRL, "--output_dir out --vllm_mode colocate", "transformers"),
+        (TRL, "--steps 3", "accelerate"),
+        (
+            "from transformers import HfArgumentParser\nHfArgumentParser((Mine,))\n",
+            "--output_dir out",
+            "accelerate",
+        ),
+        ("print('no parser')\n", "--config recipe.yaml", "accelerate"),
+    ],
+)
+def test_a_program_that_fills_the_trainers_arguments_is_proof_enough(
+    program: str, given: str, framework: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(program, encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text("vllm_enable_sleep_mode: true\n", encoding="utf-8")
+    found = read(f"accelerate launch train.py {given}\n", "run.sh", tmp_path)
+    assert found.framework == framework
+    if "recipe" in given and framework == "transformers":
+        assert found.settings["vllm_enable_sleep_mode"].value is True
+
+
 @pytest.mark.parametrize("engine", ["--fsdp 'full_shard offload'", "--deepspeed zero3.json"])
 def test_an_engine_and_a_batch_a_device_are_the_trainers(engine: str) -> None:
     text = f"torchrun --nproc_per_node 8 tune.py --per_device_train_batch_size=1 {engine} --bf16=True\n"
