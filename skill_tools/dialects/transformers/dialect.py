@@ -74,12 +74,14 @@ class Transformers(Dialect):
         found = super().evidence(source)
         if source.kind is not Kind.SHELL:
             return found
+        if not found.votes and (
+            re.search(_OTHER_COMMANDS, source.text) or not re.search(_TAKEN, source.text)
+        ):
+            return NONE
         from skill_tools.dialects.transformers.launch import parses_itself, trainers_parser
 
         if found.votes:
             return NONE if parses_itself(source) else found
-        if re.search(_OTHER_COMMANDS, source.text) or not re.search(_TAKEN, source.text):
-            return NONE
         parser = trainers_parser(source)
         return Evidence(_DECISIVE, proof=parser) if parser else NONE
 

@@ -85,14 +85,12 @@ class Option(NamedTuple):
 
 def launches(source: Source) -> list[Launch]:
     """Return the launches in a shell script whose options, with those of their recipe, are mostly a Trainer's."""
-    found = filter(None, map(_launch, commands_of(source)))
+    found = list(filter(None, map(_launch, commands_of(source))))
     folders = [source.folder] if source.folder else []
-    fills = trainers_parser(source) is not None
-    return [
-        each
-        for each in found
-        if each.trainer or _is_trainers(each, folders, least=1 if fills else _LEAST_KNOWN)
-    ]
+    theirs = [each for each in found if each.trainer or _is_trainers(each, folders, least=_LEAST_KNOWN)]
+    if theirs or trainers_parser(source) is None:
+        return theirs
+    return [each for each in found if _is_trainers(each, folders, least=1)]
 
 
 def parses_itself(source: Source) -> bool:
