@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
-from skill_tools.diagnosis import code, phases, symptoms
+from skill_tools.diagnosis import code, numbers, phases, symptoms
+from skill_tools.diagnosis.anomalies import Anomaly
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.failures import Failure
@@ -20,6 +21,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
+from skill_tools.diagnosis.numbers import Found
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.rules.finding import Finding, Severity
@@ -33,6 +35,7 @@ _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose line
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
 _SHOWN = 2
+_MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -40,6 +43,7 @@ class Evidence(NamedTuple):
     """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
 
     `said` is the text of the failure from its first line on, `offloads` has what shows each kind of offload of the run.
+    `anomalies` are what is wrong with its numbers, `faults` those that are known to give such.
     """
 
     failure: Failure | None
@@ -47,7 +51,6 @@ class Evidence(NamedTuple):
     errors: Sequence[KnownError]
     seen: Sequence[Seen]
     patterns: Sequence[StepPattern]
-    leap: StepPattern | None
     out_of_memory: OutOfMemory | None
     build: BuildError | None
     owners: Owners
@@ -57,13 +60,16 @@ class Evidence(NamedTuple):
     mechanisms: frozenset[str]
     said: str = ""
     offloads: Mapping[str, str] = MappingProxyType({})
+    anomalies: Sequence[Anomaly] = ()
+    faults: Sequence[Found] = ()
 
 
 class Conclusion(NamedTuple):
     """The cause in words, the rule that tells more if there is one, and the lines to change.
 
     `plans_away` says that a plan's lines, where there are any, take the place of these. Where `is_known` is false, the
-    cause says that nothing is known of it, and `change` is what would decide.
+    cause says that nothing is known of it, and `change` is what would decide. `others` are causes that fit too, each
+    with what tells it apart.
     """
 
     cause: str
@@ -71,6 +77,7 @@ class Conclusion(NamedTuple):
     change: tuple[str, ...]
     plans_away: bool = False
     is_known: bool = True
+    others: tuple[str, ...] = ()
 
 
 def conclude(evidence: Evidence) -> Conclusion | None:
@@ -112,6 +119,8 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
         return known
     if evidence.build is not None and evidence.failure is not None:
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
+    if (wrong := _of_numbers(evidence)) is not None:
+        return wrong
     return _of_fitting(evidence, needs_code=False) or _of_notice(evidence) or _of_pattern(evidence)
 
 
@@ -144,6 +153,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     for finding in evidence.findings:
         if finding.rule in message.explained_by:
             return _of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
+    if message.kind == "numerics" and (wrong := _of_numbers(evidence)) is not None and wrong.is_known:
+        return wrong
     if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
         return fitting
     if message.kind == "hang" and evidence.phase is Phase.STARTUP and evidence.mechanisms:
@@ -226,10 +237,7 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
     where = code.of(evidence.failure) if evidence.failure is not None else None
     stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
     mechanisms = {rule.id: rule.mechanism for rule in load_rules()} if evidence.findings else {}
-    ordered = phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped)
-    if evidence.leap is not None:
-        ordered = tuple(sorted(ordered, key=lambda finding: not phases.loses_what_was_loaded(finding)))
-    for finding in ordered:
+    for finding in phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped):
         if finding.severity is Severity.INFO:
             continue
         if stopped and finding.effect == "out-of-memory" and not _is_of_memory(evidence):
@@ -257,9 +265,80 @@ def _of_notice(evidence: Evidence) -> Conclusion | None:
 
 
 def _of_pattern(evidence: Evidence) -> Conclusion | None:
-    for pattern in (*((evidence.leap,) if evidence.leap else ()), *evidence.patterns):
+    for pattern in evidence.patterns:
         return Conclusion(f"{pattern.seen}: {pattern.points_to}", pattern.rule, ())
     return None
+
+
+def _of_numbers(evidence: Evidence) -> Conclusion | None:
+    """Return what numbers that are wrong say, where nothing failed: a finding or a fault that gives such, or neither.
+
+    What a healthy run may show too counts only beside one that is known to give it.
+    """
+    if not evidence.anomalies:
+        return None
+    seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
+    proven = [each for each in evidence.faults if each.fault.has_evidence]
+    finding = _that_gives(evidence)
+    if finding is not None:
+        conclusion = _of_finding(finding)
+        return conclusion._replace(cause=f"{seen}; most likely: {conclusion.cause}", others=_others(proven))
+    if proven:
+        return _of_fault(proven[0], proven[1:], seen, evidence)
+    if not any(each.is_strong for each in evidence.anomalies):
+        return None
+    return _unexplained(seen, evidence)
+
+
+def _that_gives(evidence: Evidence) -> Finding | None:
+    """Return the configuration's own finding that gives the numbers; first one that loses what was loaded."""
+    fitting = [each for each in evidence.findings if numbers.gives(each.rule, evidence.anomalies)]
+    return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
+
+
+def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Evidence) -> Conclusion:
+    fault = found.fault
+    sure = f"if this is {' and '.join(found.depends_on)}, most likely" if found.depends_on else "most likely"
+    change = [told(each, evidence.dialects, evidence.config) for each in fault.change]
+    offload = symptoms.load_offloads().get(fault.offload)
+    if offload is not None:
+        change.append(f"or {symptoms.switched_off(offload, evidence.config)}")
+    return Conclusion(
+        f"{seen}; {sure} {fault.cause}; shown by {', '.join(found.shown_by)}",
+        "",
+        tuple(change[:_SHOWN]),
+        others=(f"to be sure: {fault.tell}", *_others(others)),
+    )
+
+
+def _others(found: Sequence[Found]) -> tuple[str, ...]:
+    """Say what else fits the numbers, each with the experiment that tells it apart."""
+    return tuple(
+        f"or, if this is {' and '.join(each.depends_on)}, {each.fault.cause}; told apart by {each.fault.tell}"
+        if each.depends_on
+        else f"or {each.fault.cause}; told apart by {each.fault.tell}"
+        for each in found[:_MOST_OTHERS]
+    )
+
+
+def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
+    """Say what is seen in the numbers, that no fault is known to be behind them, and what would decide it."""
+    known = symptoms.load_offloads()
+    running = [(known[name], by) for name, by in evidence.offloads.items()]
+    if not running:
+        cause = f"not known. {seen}; nothing that is known here offloads, so an offload is hardly the cause"
+        return Conclusion(
+            cause, "", _DECIDE_NUMBERS_ELSEWHERE, is_known=False, others=_others(evidence.faults)
+        )
+    by = ", ".join(f"{offload.name} ({shown})" for offload, shown in running[:_MOST_SEEN])
+    off = symptoms.switched_off(running[0][0], evidence.config)
+    change = (
+        f"{off}, for 20 steps from the same weights with one seed and unshuffled data: if the numbers stay wrong, the "
+        "offload is not the cause",
+        "CUDA_LAUNCH_BLOCKING=1 for 20 steps: if the numbers are right then, copies race with the computation",
+    )
+    cause = f"not known. {seen}; this run has {by}"
+    return Conclusion(cause, "", change, is_known=False, others=_others(evidence.faults))
 
 
 def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
@@ -302,6 +381,10 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
 _DECIDE = (
     "the same run for 3 steps without any offload: if it fails too, no offload is the cause",
     "the whole traceback of the first rank that failed, and the configuration, given to diagnose",
+)
+_DECIDE_NUMBERS_ELSEWHERE = (
+    "the run's configuration or script, given to diagnose after the log",
+    "a tenth of the learning rate, and the batch of the first wrong step looked at: the two usual causes",
 )
 _DECIDE_ELSEWHERE = (
     "the exception's own text: nothing here offloads, so no offload is the cause",

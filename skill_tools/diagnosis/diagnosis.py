@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from skill_tools.configs.config import Config
 from skill_tools.diagnosis import (
+    anomalies,
     builds,
     code,
     failures,
@@ -20,6 +21,7 @@ from skill_tools.diagnosis import (
     memory_owners,
     messages,
     model_in_log,
+    numbers,
     phases,
     steps,
     symptoms,
@@ -136,6 +138,9 @@ def diagnose(
     went_on_until = failures.went_on_until(log)
     past = _lines_of_what_was_caught(log, raised, failure, went_on_until)
     times = steps.times_s(log)
+    wrong = anomalies.find(log)
+    texts = symptoms.read(log, (config.sources if config else unread).items())
+    offloads = symptoms.running(texts, failure, config) if failure or wrong else {}
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -148,7 +153,6 @@ def diagnose(
         ),
         seen=tuple(each for each in messages.find(log, failure) if not _is_past(each, went_on_until)),
         patterns=steps.patterns(log, times),
-        leap=steps.loss_leap(log),
         out_of_memory=memory.out_of_memory(log),
         build=builds.first_error(log),
         owners=memory_owners.owners(log, config.sources if config else unread, saving=phase is Phase.SAVE),
@@ -157,9 +161,9 @@ def diagnose(
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
         mechanisms=code.runs(config),
         said=log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else "",
-        offloads=symptoms.running(log, failure, (config.sources if config else unread).items(), config)
-        if failure
-        else MappingProxyType({}),
+        offloads=offloads,
+        anomalies=wrong,
+        faults=numbers.explain(wrong, offloads, texts, releases) if wrong else (),
     )
     evidence = evidence._replace(
         mechanisms=evidence.mechanisms | {each.message.shows for each in evidence.seen if each.message.shows}
@@ -175,7 +179,14 @@ def diagnose(
         out_of_memory=evidence.out_of_memory,
         reported=memory.reported_bytes(log),
         steps=times,
-        patterns=(*((evidence.leap,) if evidence.leap else ()), *evidence.patterns),
+        patterns=(
+            *(
+                StepPattern(each.line, each.seen, anomalies.KINDS[each.kind])
+                for each in wrong
+                if each.is_strong
+            ),
+            *evidence.patterns,
+        ),
         conclusion=conclusion,
         gpu=machine_in_log.gpu_name(log, known_gpu),
         host_bytes=machine_in_log.host_bytes(log),

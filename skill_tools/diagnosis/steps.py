@@ -18,8 +18,6 @@ _OTHER_BARS = re.compile(
 )
 _BAR = 400  # characters that a bar takes, in front of its step time
 _SLOW_FIRST, _RISING, _LEAST_STEPS = 4.0, 1.2, 6
-_LOSS = re.compile(r"(?:\blm loss: |'loss': '?)([0-9]{1,6}(?:\.[0-9]{1,12})?(?:[Ee][+-]?[0-9]{1,2})?)")
-_FIRST_LOSSES, _LEAP, _LEAST_LEAP = 12, 3.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +64,6 @@ def patterns(log: Log, steps: Sequence[float]) -> tuple[StepPattern, ...]:
             StepPattern(first_line, seen, "host memory filling up or swapping; watch it with free -g")
         )
     return tuple(found)
-
-
-def loss_leap(log: Log) -> StepPattern | None:
-    """Return where the loss leaps within the first steps and stays: what was learnt before, or loaded, is lost."""
-    found = [match for _, match in zip(range(_FIRST_LOSSES), _LOSS.finditer(log.text), strict=False)]
-    losses = [float(match.group(1)) for match in found]
-    for place in range(1, len(losses)):
-        before, after = max(losses[:place]), min(losses[place:])
-        if after > _LEAP * before and after > before + _LEAST_LEAP:
-            seen = f"the loss leaps from {losses[place - 1]:.2f} to {losses[place]:.2f} and stays there"
-            return StepPattern(
-                log.line_at(found[place].start()),
-                seen,
-                "weights that were loaded are lost, or a rate too high",
-            )
-    return None
 
 
 def _line_of_first_step(log: Log) -> int:

@@ -119,15 +119,19 @@ def explain(failure: Failure, said: str, phase: Phase, running: Mapping[str, str
     return None
 
 
-def running(
-    log: Log, failure: Failure | None, texts: Iterable[tuple[str, str]], config: Config | None
-) -> dict[str, str]:
-    """Return what shows each offload of the run: a setting, a place in one of its `texts` (name, text), or the log."""
-    shown: dict[str, str] = {}
+def read(log: Log, files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return the names and texts in which signs are looked for: a run's files, and the edges of its log."""
     edges = (
         log.text if len(log.text) <= 2 * _MOST_TEXT else f"{log.text[:_MOST_TEXT]}\n{log.text[-_MOST_TEXT:]}"
     )
-    read = [*texts, (log.name, edges)]
+    return (*files, (log.name, edges))
+
+
+def running(
+    texts: Sequence[tuple[str, str]], failure: Failure | None, config: Config | None
+) -> dict[str, str]:
+    """Return what shows each offload of the run: a setting, a place in one of its `texts` (`read`), or a frame."""
+    shown: dict[str, str] = {}
     for offload in load_offloads().values():
         inside = failure and next(
             (frame for frame in failure.frames if any(part in _path(frame.path) for part in offload.code)),
@@ -135,7 +139,7 @@ def running(
         )
         if (setting := _setting(offload, config)) is not None:
             shown[offload.id] = f"{setting.written} ({setting.place.file}:{setting.place.line})"
-        elif (sign := _sign(offload.signs, read)) is not None:
+        elif (sign := sign_in(offload.signs, texts)) is not None:
             shown[offload.id] = sign
         elif inside:
             shown[offload.id] = f"{_path(inside.path).rpartition('/')[2]}:{inside.line} {inside.function}"
@@ -177,7 +181,7 @@ def _of_mechanisms(offload: Offload, config: Config) -> Sequence[Setting]:
     return code.set_for(config, offload.mechanisms) if offload.mechanisms else ()
 
 
-def _sign(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None:
+def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None:
     """Return the first sign that stands in a text and is not switched off there, with its place."""
     for name, text in read:
         for sign in signs:

@@ -39,6 +39,7 @@ SECTIONS = (
     "builds",
     "offloads",
     "symptoms",
+    "numbers",
 )  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 

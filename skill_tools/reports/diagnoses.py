@@ -47,6 +47,7 @@ def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, ot
     if conclusion.change and not (mended and conclusion.plans_away):
         heading = "change:" if conclusion.is_known else "to decide it:"
         lines += [heading, *(f"  {line}" for line in conclusion.change)]
+    lines += conclusion.others
     if found.host_ran_out and found.owners.of_the_host:
         lines.append(f"ask: {memory_owners.ASK}")
     lines += _findings(found)
@@ -164,6 +165,7 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             "rule": found.conclusion.rule,
             "change": list(found.conclusion.change),
             "known": found.conclusion.is_known,
+            "others": list(found.conclusion.others),
         },
         "failure": found.failure
         and {

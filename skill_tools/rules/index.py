@@ -38,6 +38,7 @@ def build() -> dict[str, Any]:
         "builds": knowledge.load_yaml("builds.yaml"),
         "offloads": knowledge.load_yaml("offloads.yaml"),
         "symptoms": knowledge.load_yaml("symptoms.yaml"),
+        "numbers": knowledge.load_yaml("numbers.yaml"),
     }
 
 

@@ -1,0 +1,89 @@
+"""The metrics that a log prints, each as a series of values: losses, norms of gradients, rewards, and how far
+policies are apart.
+
+Trainers print them in many forms (a Python dictionary, JSON, `name: value`, `name=value` in a progress bar, `name
+value`), but call them by few names. So a value is read wherever it follows such a name, whoever prints it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from skill_tools.diagnosis.log import Log
+
+# By kind, the names that trainers give to a metric, without the section before it (`actor/`, `train/`).
+_NAMES = {
+    "loss": r"(?:lm|train(?:ing)?)[_ ]loss(?:_step)?|loss(?:_step)?",
+    "policy": r"(?:pg|policy|actor|vf|value)_loss",
+    "norm": r"(?:global_|total_)?grad(?:ient)?s?[._]?[_ ]?norm",
+    "reward": r"rewards?|raw_reward|(?:avg|mean)[_ ]reward|score",
+    "kl": r"(?:ppo_|approx_?)?kl(?:_loss|_div(?:ergence)?)?",
+    "mismatch": r"mismatch[_ ]kl|gen(?:eration)?[_ ]kl[_ ]error|[a-z_]{0,40}(?:log)?probs?(?:_abs)?_diff(?:_mean)?",
+    "evaluation": r"(?:eval|val(?:id(?:ation)?)?)[_/ ]loss",
+}
+_NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:[0-9]{1,12}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})(?:e[-+]?[0-9]{1,3})?)(?![\w%])"
+_VALUE = re.compile(
+    r"(?<![\w/.-])(?P<section>(?:[a-z_]{1,24}/){0,3})(?:"
+    + "|".join(f"(?P<{kind}>{names})" for kind, names in reversed(_NAMES.items()))
+    + r")(?:/(?:mean|avg))?[\"']?(?:\s{0,3}[:=]\s{0,3}|\s{1,3})[\"']?(?P<value>"
+    + _NUMBER
+    + ")",
+    re.IGNORECASE,
+)
+_EVALUATES = re.compile(r"(?:eval|val|valid|validation|test)/", re.IGNORECASE)
+_STEP = re.compile(
+    r"(?:\b(?:global_)?step|\biteration|\brollout)[\"']?(?:\s{0,3}[:=#]\s{0,3}|\s{1,8})(?P<step>[0-9]{1,9})\b",
+    re.IGNORECASE,
+)
+_MOST = 20_000  # values that are read; those of a longer run are at its beginning
+_BEFORE = 400  # characters of a line that are looked at for its step
+
+
+class Point(NamedTuple):
+    """A value, and its position in the log's text."""
+
+    value: float
+    at: int
+
+
+class Series(NamedTuple):
+    """The values of one metric in the order of the log: its kind (a key of `_NAMES`) and its name there."""
+
+    kind: str
+    name: str
+    points: tuple[Point, ...]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The values alone."""
+        return tuple(point.value for point in self.points)
+
+
+def series(log: Log) -> tuple[Series, ...]:
+    """Return the series that `log` prints, in the order of their first values."""
+    found: dict[tuple[str, str], list[Point]] = {}
+    for _, match in zip(range(_MOST), _VALUE.finditer(log.text), strict=False):
+        kind = _kind(match)
+        name = _name(match)
+        point = Point(float(match["value"]), match.start("value"))
+        found.setdefault((kind, name), []).append(point)
+    return tuple(Series(kind, name, tuple(points)) for (kind, name), points in found.items())
+
+
+def step_at(log: Log, position: int) -> int | None:
+    """Return the step that the line of `position` names, or None."""
+    start = max(log.text.rfind("\n", 0, position) + 1, position - _BEFORE)
+    end = log.text.find("\n", position, position + _BEFORE)
+    match = _STEP.search(log.text, start, end if end >= 0 else position + _BEFORE)
+    return int(match["step"]) if match else None
+
+
+def _kind(match: re.Match[str]) -> str:
+    kind = next(kind for kind in _NAMES if match[kind])
+    return "evaluation" if kind == "loss" and _EVALUATES.search(match["section"]) else kind
+
+
+def _name(match: re.Match[str]) -> str:
+    groups: Mapping[str, str | None] = match.groupdict()
+    name = next(groups[kind] for kind in _NAMES if groups[kind]) or ""
+    return f"{match['section']}{name}"

@@ -1,0 +1,110 @@
+"""Which known faults of an offload give the numbers that a log shows, and what tells them from one another.
+
+A fault counts where the run shows what it needs: the offload, words of its configuration, script or log, and releases
+that have it. Faults that need nothing but the offload are told as what it may be, never as what it is. Facts are in
+`knowledge/numbers.yaml`, which also says what numbers the rules give that are about wrong ones.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis.anomalies import Anomaly
+from skill_tools.diagnosis.symptoms import sign_in
+from skill_tools.rules.versions import Standing, standing
+
+ANYWHERE = "none"  # the offload of a fault that has nothing to do with one
+_AND = "+"
+
+
+class Fault(NamedTuple):
+    """One known fault. `shows` are kinds of anomalies, any of which it gives; `a+b` are two that come together.
+
+    Of each group in `needs` one word must stand in the run's files or log. `tell` is one cheap experiment that tells
+    this fault from others.
+    """
+
+    id: str
+    offload: str
+    shows: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...]
+    releases: Mapping[str, str]
+    cause: str
+    tell: str
+    change: tuple[str, ...]
+    source: str
+
+    @property
+    def has_evidence(self) -> bool:
+        """Whether more than the offload has to be seen for it: words, or two kinds of anomalies together."""
+        return bool(self.needs) or all(_AND in each for each in self.shows)
+
+
+class Found(NamedTuple):
+    """A fault that the run may have, what shows it, and the releases that it depends on and nobody stated."""
+
+    fault: Fault
+    shown_by: tuple[str, ...]
+    depends_on: tuple[str, ...]
+
+
+@knowledge.derived
+def load_faults() -> tuple[Fault, ...]:
+    """Return every known fault, in the file's order."""
+    return tuple(
+        Fault(
+            entry["fault"],
+            entry["offload"],
+            tuple(entry["shows"]),
+            tuple(tuple(group) for group in entry.get("needs", ())),
+            entry.get("releases", {}),
+            entry["cause"],
+            entry["tell"],
+            tuple(entry["change"]),
+            entry["source"],
+        )
+        for entry in knowledge.index()["numbers"]["faults"]
+    )
+
+
+@knowledge.derived
+def load_rules_that_show() -> Mapping[str, frozenset[str]]:
+    """Return, for each rule about wrong numbers, the kinds of anomalies that it gives; none where they are subtle."""
+    return {entry["rule"]: frozenset(entry["shows"]) for entry in knowledge.index()["numbers"]["rules"]}
+
+
+def explain(
+    anomalies: Sequence[Anomaly],
+    running: Mapping[str, str],
+    texts: Iterable[tuple[str, str]],
+    releases: Mapping[str, str],
+) -> tuple[Found, ...]:
+    """Return the faults that give `anomalies` and that the run may have, the likeliest first.
+
+    `running` shows each offload of the run, `texts` are its files and its log by name, `releases` those that ran.
+    """
+    read = tuple(texts)
+    found = []
+    for order, fault in enumerate(load_faults()):
+        if fault.offload not in (ANYWHERE, *running) or not _gives(fault, anomalies):
+            continue
+        signs = [sign_in(group, read) for group in fault.needs]
+        if not all(signs):
+            continue
+        stands, depends_on = standing(fault.releases, releases)
+        if stands is Standing.ABSENT:
+            continue
+        shown = tuple(dict.fromkeys((*(each for each in signs if each), running.get(fault.offload, ""))))
+        rank = (not fault.has_evidence, bool(depends_on), -len(fault.needs), order)
+        found.append((rank, Found(fault, tuple(filter(None, shown)), depends_on)))
+    return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
+
+
+def gives(rule: str, anomalies: Sequence[Anomaly]) -> bool:
+    """Return whether what `rule` is about gives one of `anomalies`."""
+    return bool(load_rules_that_show().get(rule, frozenset()) & {each.kind for each in anomalies})
+
+
+def _gives(fault: Fault, anomalies: Sequence[Anomaly]) -> bool:
+    kinds = {each.kind for each in anomalies}
+    return any(kinds >= set(each.split(_AND)) for each in fault.shows)
