@@ -104,6 +104,11 @@ def _warn_of_later(name: str, version: str) -> None:
 
 
 def _known() -> Mapping[str, tuple[str, ...]]:
-    """Return the releases that the rules know of each distribution, oldest first; a development branch has none."""
+    """Return the releases that the rules know of each distribution, oldest first.
+
+    A development branch has none, nor has one that only `diagnose` knows faults of.
+    """
     facts = knowledge.index()["releases"]
-    return {**facts["known"], **dict.fromkeys(facts["replaces"], ())}
+    of_faults = (name for fault in knowledge.index()["numbers"]["faults"] for name in fault.get("releases", ()))
+    known = {name: tuple(releases) for name, releases in facts["known"].items()}
+    return known | {name: () for name in (*facts["replaces"], *of_faults) if name not in known}

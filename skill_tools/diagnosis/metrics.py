@@ -6,7 +6,7 @@ value`), but call them by few names. So a value is read wherever it follows such
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
@@ -35,7 +35,7 @@ _STEP = re.compile(
     r"(?:\b(?:global_)?step|\biteration|\brollout)[\"']?(?:\s{0,3}[:=#]\s{0,3}|\s{1,8})(?P<step>[0-9]{1,9})\b",
     re.IGNORECASE,
 )
-_MOST = 20_000  # values that are read; those of a longer run are at its beginning
+_EDGE = 1 << 20  # characters of a long log that are read, at its beginning and at its end
 _BEFORE = 400  # characters of a line that are looked at for its step
 
 
@@ -62,12 +62,20 @@ class Series(NamedTuple):
 def series(log: Log) -> tuple[Series, ...]:
     """Return the series that `log` prints, in the order of their first values."""
     found: dict[tuple[str, str], list[Point]] = {}
-    for _, match in zip(range(_MOST), _VALUE.finditer(log.text), strict=False):
+    for match in _matches(log.text):
         kind = _kind(match)
         name = _name(match)
         point = Point(float(match["value"]), match.start("value"))
         found.setdefault((kind, name), []).append(point)
     return tuple(Series(kind, name, tuple(points)) for (kind, name), points in found.items())
+
+
+def _matches(text: str) -> Iterator[re.Match[str]]:
+    if len(text) <= 2 * _EDGE:
+        yield from _VALUE.finditer(text)
+    else:
+        yield from _VALUE.finditer(text, 0, _EDGE)
+        yield from _VALUE.finditer(text, len(text) - _EDGE)
 
 
 def step_at(log: Log, position: int) -> int | None:

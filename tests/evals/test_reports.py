@@ -25,25 +25,18 @@ MEASURE = REPORTS.held_out(ENTRIES)
 LACKING = {
     "accelerate-dispatch-trains-nothing": "silent",
     "ao-8bit-fsdp2-offload": "partly",
-    "cosmos-dual-streams-nan": "silent",
     "hf-efficient-loading-host": "partly",
-    "hf-offload-high-loss": "silent",
     "hf-zero3-not-prepared": "partly",
     "miles-offload-ignores-dtypes": "partly",
-    "miles-rollout-without-backup": "wrong",
-    "nemorl-gemma-sleep-level": "silent",
+    "miles-rollout-without-backup": "partly",
     "nemorl-optimizer-left-on-cpu": "partly",
     "prime-resume-loses-counters": "silent",
     "recipes-fsdp-offload-accumulation": "silent",
     "skypilot-slime-oom": "partly",
-    "skyrl-manual-offload-state": "silent",
     "swift-grpo-no-grad-forward": "partly",
     "swift-offload-context-loads-all": "wrong",
-    "tune-stream-race": "silent",
-    "verl-lora-sleep-level": "silent",
     "verl-warmup-leaves-asleep": "silent",
     "vllm-lora-sleep-keyerror": "silent",
-    "vllm-wake-without-weights": "silent",
 }
 
 

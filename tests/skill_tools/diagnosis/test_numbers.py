@@ -153,6 +153,11 @@ def test_each_kind_of_anomaly_is_found() -> None:
     assert {kind for kind, log in WRONG.items() if kind not in kinds(log)} == set()
 
 
+def test_of_a_long_log_the_beginning_and_the_end_are_read() -> None:
+    late = "".join(f"step {step} reward: {0.4 if step < 90_000 else 0.0}\n" for step in range(150_000))
+    assert "collapse" in kinds(late)
+
+
 def test_an_anomaly_says_where_it_begins() -> None:
     first = anomalies.find(Log("train.log", NAN))[0]
     assert (first.line, first.seen) == (2, "loss is nan from step 2 on")
