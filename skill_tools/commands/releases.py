@@ -109,6 +109,8 @@ def _known() -> Mapping[str, tuple[str, ...]]:
     A development branch has none, nor has one that only `diagnose` knows faults of.
     """
     facts = knowledge.index()["releases"]
-    of_faults = (name for fault in knowledge.index()["numbers"]["faults"] for name in fault.get("releases", ()))
+    of_faults = (
+        name for fault in knowledge.index()["numbers"]["faults"] for name in fault.get("releases", ())
+    )
     known = {name: tuple(releases) for name, releases in facts["known"].items()}
     return known | {name: () for name in (*facts["replaces"], *of_faults) if name not in known}

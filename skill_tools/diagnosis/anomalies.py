@@ -92,8 +92,11 @@ def _of_series(log: Log, of: Series) -> Iterator[Anomaly]:
 def _where(log: Log, of: Series, index: int) -> str:
     if index == 0:
         return "from its first value on"
-    step = metrics.step_at(log, of.points[index].at)
-    return f"from step {step} on" if step is not None else f"from its value {index + 1} on"
+    before, at = of.points[index - 1].at, of.points[index].at
+    step = metrics.step_at(log, at)
+    where = f"step {step}" if step is not None else f"its value {index + 1}"
+    left_out = at - before > metrics.EDGE or any(before < cut <= at for cut, _ in log.cuts)
+    return f"from {where} on, or from one before it that was not read" if left_out else f"from {where} on"
 
 
 def _not_finite(_: Log, of: Series) -> tuple[int, str] | None:

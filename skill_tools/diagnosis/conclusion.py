@@ -326,7 +326,7 @@ def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
     known = symptoms.load_offloads()
     running = [(known[name], by) for name, by in evidence.offloads.items()]
     if not running:
-        cause = f"not known. {seen}; nothing that is known here offloads, so an offload is hardly the cause"
+        cause = f"not known. {seen}; nothing that was given shows an offload"
         return Conclusion(
             cause, "", _DECIDE_NUMBERS_ELSEWHERE, is_known=False, others=_others(evidence.faults)
         )

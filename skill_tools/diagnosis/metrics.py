@@ -35,7 +35,7 @@ _STEP = re.compile(
     r"(?:\b(?:global_)?step|\biteration|\brollout)[\"']?(?:\s{0,3}[:=#]\s{0,3}|\s{1,8})(?P<step>[0-9]{1,9})\b",
     re.IGNORECASE,
 )
-_EDGE = 1 << 20  # characters of a long log that are read, at its beginning and at its end
+EDGE = 1 << 20  # characters of a long log that are read, at its beginning and at its end
 _BEFORE = 400  # characters of a line that are looked at for its step
 
 
@@ -71,11 +71,11 @@ def series(log: Log) -> tuple[Series, ...]:
 
 
 def _matches(text: str) -> Iterator[re.Match[str]]:
-    if len(text) <= 2 * _EDGE:
+    if len(text) <= 2 * EDGE:
         yield from _VALUE.finditer(text)
     else:
-        yield from _VALUE.finditer(text, 0, _EDGE)
-        yield from _VALUE.finditer(text, len(text) - _EDGE)
+        yield from _VALUE.finditer(text, 0, EDGE)
+        yield from _VALUE.finditer(text, len(text) - EDGE)
 
 
 def step_at(log: Log, position: int) -> int | None:
