@@ -41,7 +41,7 @@ page.
 
 An answer is right where it names the cause and what to change, partly right where it names one of them, silent where it
 says that it does not know, wrong otherwise, and misleading where it advises what does harm. "Before" is the tool of
-2026-11-28, before it was mended on the others; of the fourth collection it is the tool of the day on which it was frozen.
+2026-11-28, before it was mended on the others; of the fourth collection it is the tool of the day on which it froze.
 
 The ten that measure are the fourth collection. Searches for wrong numbers and for failures under an offload gave 22
 threads that neither this page nor the tool's knowledge had, twelve of wrong numbers and ten of failures; of each, in a
@@ -57,8 +57,8 @@ ten is in the tables.
 The third collection's ten, of which 1 was right and 3 were partly right when they were asked, stand among the others
 now: the tool learnt to read series of metrics with their silent ones in view, five of which were wrong numbers. So do
 the second collection's ten, of which 2 were right, and the first collection's ten, of which 7 were right. Of the
-others, the patterns of six and the configurations of two were corrected once an answer showed that they did not say what
-the thread says. At most four reports count of one repository: four more of DeepSpeed's and two more of verl's are
+others, the patterns of six and the configurations of two were corrected once an answer showed that they did not say
+what the thread says. At most four reports count of one repository: four more of DeepSpeed's and two more of verl's are
 graded with the rest (`counted: false`) and left out here.
 """
 SILENT = re.compile(r"no problem that this tool knows|^cause: not known", re.MULTILINE)
