@@ -67,7 +67,6 @@ KNOWN = (
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
     ),
     Known("miles", (), "", OWN_OPTIONS, attempt=_ON_MEGATRON, inside="miles"),
-    Known("SkyRL", ("skyrl",), r"(?m)^[^#\n]*\bskyrl(?:_train|\.train)\.(?:entrypoints\.main_\w+|main_sft)"),
     Known(
         "ROLL",
         ("roll_pipeline", "start_"),

@@ -22,6 +22,7 @@ _MODULES = {
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
     "slime": "skill_tools.dialects.slime.dialect",
+    "skyrl": "skill_tools.dialects.skyrl.dialect",
     "openrlhf": "skill_tools.dialects.openrlhf.dialect",
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
@@ -33,7 +34,7 @@ _MODULES = {
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
 _SCRIPTS_ALONE = frozenset(
-    ("lightning", "fsdp1", "fsdp2", "openrlhf", "slime")
+    ("lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "skyrl")
 )  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

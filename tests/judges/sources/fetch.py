@@ -18,13 +18,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from judge import FRAMEWORKS
+from judge import FRAMEWORKS, PARSERS
 
 ROOT = Path(__file__).parents[3]
+LIBRARIES = ("omegaconf==2.3.1",)
 
 
 def main() -> None:
     """Fetch what is not there yet."""
+    install_parsers()
     for module in map(importlib.import_module, sys.argv[1:] or FRAMEWORKS):
         for release in module.RELEASES:
             folder = ROOT / "build" / module.NAME / release
@@ -34,6 +36,13 @@ def main() -> None:
                 unpack_wheel(f"{module.WHEEL}=={release}", folder)
             else:
                 unpack(module.REPOSITORY, getattr(module, "TAGS", {}).get(release, f"v{release}"), folder)
+
+
+def install_parsers() -> None:
+    """Install the parsers that trainers read their settings with, apart from what this project needs."""
+    if not PARSERS.is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(PARSERS), *LIBRARIES]
+        subprocess.run(command, check=True)
 
 
 def unpack(repository: str, tag: str, target: Path) -> None:

@@ -29,7 +29,9 @@ from skill_tools.rules.knowledge import Rule, load_rules_yaml
 from skill_tools.rules.lint import lint
 
 ROOT = Path(__file__).parents[3]
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime")
+PARSERS = ROOT / "build" / "parsers_of_trainers"
+sys.path.append(str(PARSERS))
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "sky_rl")
 
 
 def main() -> int:

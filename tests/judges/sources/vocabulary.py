@@ -1,6 +1,6 @@
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime
+    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime|sky_rl
     python tests/judges/sources/vocabulary.py sd_scripts|openrlhf programs    which programs have an option
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
@@ -74,6 +74,11 @@ def onetrainer(folder: Path) -> Iterator[str]:
                 yield f"{path}{name}.*"
 
 
+def sky_rl(folder: Path) -> Iterator[str]:
+    """Yield the fields of its dataclasses."""
+    yield from importlib.import_module("sky_rl").Witness(folder).names()
+
+
 def ai_toolkit(folder: Path) -> Iterator[str]:
     """Yield the names that the configuration classes of three sections ask for."""
     yield "network"
@@ -88,13 +93,18 @@ def ai_toolkit(folder: Path) -> Iterator[str]:
                 yield f"{section}.{name}.*"
 
 
+sys.path.append(str(ROOT / "build" / "parsers_of_trainers"))
+FIELDS = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit, "sky_rl": sky_rl}  # of files, or of `a.b=c`
+
+
 def main() -> None:
     """Print the file."""
     name = sys.argv[1]
     module = importlib.import_module(name)
     folders = [ROOT / "build" / module.NAME / release for release in module.RELEASES]
-    if name in ("onetrainer", "ai_toolkit"):
-        fields = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit}[name]
+    if name in FIELDS:
+        folders += [main] if (main := ROOT / "build" / module.NAME / "main").is_dir() else []
+        fields = FIELDS[name]
         print(f"# Names of {module.NAME}'s configuration.\n#")
         print(f"# Source: its own classes, at {' and '.join(module.RELEASES)}.")
         print("# Written by tests/judges/sources/vocabulary.py.\n")

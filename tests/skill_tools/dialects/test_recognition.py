@@ -361,7 +361,6 @@ NOT_READ = {
         "--rollout-batch-size 32 --tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
         "miles's",
     ),
-    "skyrl.sh": ("uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base a.b=c\n", "SkyRL's"),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
     "areal.yaml": (
         "experiment_name: a\ntrial_name: b\ntotal_train_epochs: 1\nsaver: {}\nactor: {}\n",
