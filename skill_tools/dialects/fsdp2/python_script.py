@@ -1,4 +1,4 @@
-"""Reads a Python script that shards by FSDP2: what offloads, which backends the process group has, what clips.
+"""Reads a Python script that shards by FSDP2: its policy, the backends of its process group, clipping, and threads.
 
 Several models may be sharded in one script, each with a policy of its own; the policy counts where every one of them
 that is given a policy has it. A process group that is made elsewhere, or of a computed backend, may have any.
@@ -18,6 +18,7 @@ from skill_tools.errors import UnusableInput
 _GROUP, _CLIP = "init_process_group", "clip_grad_norm_"
 _OURS = ("HybridDeviceOptimizer", "OptimizerStateOffloader", "ShardStreamer")
 _BACKEND = "fsdp2.backend"
+_THREADS = ("OMP_NUM_THREADS", "set_num_threads")
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -37,6 +38,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     _write_backend(draft, [each for each in made if each.kind == _GROUP])
     for each in [each for each in made if each.kind == _CLIP][:1]:
         draft.set_key("fsdp2.clips", True, _CLIP, each.place)
+    draft.set_key("fsdp2.threads", any(name in source.text for name in _THREADS), _THREADS[0], made[0].place)
     if any(name in source.text for name in ("cpu_offloading", "reference_impl")):
         for each in [each for each in made if each.kind in _OURS][:1]:
             draft.set_key("fsdp2.beside", each.kind, each.kind, each.place)

@@ -64,7 +64,21 @@ def test_a_policy_that_is_computed_decides_nothing(policy: str) -> None:
 
 def test_a_policy_in_a_name_is_followed() -> None:
     text = SCRIPT.format(group='"nccl"', layer="offload_policy=policy", model="offload_policy=policy")
-    assert found(read_text(text.replace("for layer", "policy = CPUOffloadPolicy()\nfor layer"), "train.py"))
+    named = read_text(text.replace("for layer", "policy = CPUOffloadPolicy()\nfor layer"), "train.py")
+    assert "fs2-offload-clip" in found(named)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'os.environ["OMP_NUM_THREADS"] = "8"\n',
+        "torch.set_num_threads(8)\n",
+    ],
+)
+def test_a_script_that_sets_threads_is_not_told_of_one(said: str) -> None:
+    text = SCRIPT.format(group='"cpu:gloo,cuda:nccl"', layer=OFFLOADED, model=OFFLOADED)
+    assert found(read_text(text, "train.py")) == {"fs2-offload-threads"}
+    assert not found(read_text(text.replace("for layer", f"{said}for layer"), "train.py"))
 
 
 def test_our_optimizer_is_refused_beside_the_policy() -> None:
@@ -73,7 +87,9 @@ def test_our_optimizer_is_refused_beside_the_policy() -> None:
     assert found(read_text(f"from reference_impl import HybridDeviceOptimizer\n{ours}", "train.py")) == {
         "fs2-offload-ours"
     }
-    assert not found(read_text(f"from mine import HybridDeviceOptimizer\n{ours}", "train.py"))
+    assert "fs2-offload-ours" not in found(
+        read_text(f"from mine import HybridDeviceOptimizer\n{ours}", "train.py")
+    )
 
 
 def test_a_script_without_the_policy_is_a_loop_of_its_own() -> None:
