@@ -31,6 +31,11 @@ from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 _MOST_GPUS = 1_000_000
 _LONGEST_STEP_S = 86_400.0
 AUTO = "auto"
+# torch's sdp_utils.cpp: neither flash nor memory-efficient attention takes bf16 before compute capability 8.0.
+_NO_BF16 = (
+    "fp16 with a loss scale, since the {} has no bf16: given bf16, torch emulates it and its attention stores all "
+    "scores, which no line of this plan counts"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -412,6 +417,8 @@ def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Ass
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
         notes.append(Assumption(_unnamed(args, where), About.MACHINE))
+    if not where.has_bf16:
+        notes.append(Assumption(_NO_BF16.format(where.name), About.MACHINE))
     if args.gpu_memory is not None and args.tensor_memory is not None:
         raise UnusableInput(
             "--gpu-memory and --tensor-memory are both given",

@@ -58,7 +58,8 @@ class Machine(NamedTuple):
     eager step,
     and `budget_extra` the extra time of an activation budget on real models, as a share of forward and backward: None
     where nobody measured it, then `hardware.yaml` says it. `measured` says that the rates come from this machine.
-    `stands_for` are the known GPUs that may be meant where nobody has named one (`unnamed_gpu`).
+    `stands_for` are the known GPUs that may be meant where nobody has named one (`unnamed_gpu`). `has_bf16` is false
+    for GPUs whose `gemm` is that of fp16, because they have no bf16.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Machine(NamedTuple):
     staged_copy: float = 0.0
     launch_s: float | None = None
     budget_extra: float | None = None
+    has_bf16: bool = True
 
 
 def model_constants() -> Mapping[str, float]:
@@ -156,6 +158,7 @@ def _machine(
         network=host["network_gbs"] * 1e9 / host["gpus"],
         hybrid=None if rate is None else rate * 1e9,
         hybrid_overlap=None if overlap is None else overlap * 1e9,
+        has_bf16=gpu.get("has_bf16", True),
     )
 
 
@@ -223,6 +226,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
         cpu_adam_per_tensor=data["cpu_adam_perparam_fused_Gparam_s"] * 1e9,
         measured=True,
         network=data.get("network_GBs", model_constants()["network_gbs"]) * 1e9,
+        has_bf16=_known_gpu(data).get("has_bf16", True),
         **_peer_rates(_peer_gbs(data), data["h2d_pinned_GBs"] * 1e9, model_constants()),
         **_update_rates(data),
     )
@@ -232,8 +236,14 @@ def _peer_gbs(data: Mapping[str, Any]) -> float | None:
     """Return a profile's rate of collectives, which a probe of one GPU does not find: else that of the known GPU."""
     if "peer_GBs" in data:
         return float(data["peer_GBs"])
-    gpu = _entry(plain_name(data.get("gpu", "")))
-    return gpu[1].get("peer_gbs") if gpu else None
+    rate: float | None = _known_gpu(data).get("peer_gbs")
+    return rate
+
+
+def _known_gpu(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of the GPU that a profile names, empty where nobody wrote it down."""
+    found = _entry(plain_name(data.get("gpu", "")))
+    return found[1] if found else {}
 
 
 def _entry(wanted: str) -> tuple[str, dict[str, Any]] | None:

@@ -260,3 +260,14 @@ def test_it_rests_on_what_changes_it_most_whatever_the_sentences_say() -> None:
     host = (Assumption("host", About.HOST_MEMORY),)
     assert best.memory.host_bytes_per_node == 0
     assert "host" not in decisive.assumption(plan._replace(assumptions=host, recommendation=best))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "has_bf16"), [("t4", False), ("V100", False), ("2080ti", False), ("a10g", True)]
+)
+def test_a_gpu_without_bf16_is_said_to_train_in_fp16(
+    gpu: str, has_bf16: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--framework", "pytorch", "--model", "qwen3-0.6b", "--gpu", gpu, "--host-memory", "64GB"]
+    main(["plan", *words, "--overrides", "seq_length=2048", "micro_batch_size=1"])
+    assert ("has no bf16" in capsys.readouterr().out) is not has_bf16
