@@ -26,7 +26,10 @@ _MOST = 3
 
 
 class Code(NamedTuple):
-    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and what would decide."""
+    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and what would decide.
+
+    One without mechanisms is all code of a framework, which does much more than offload.
+    """
 
     path: str
     name: str
@@ -47,24 +50,26 @@ def load_code() -> tuple[Code, ...]:
     """Return every known code, the most exact first."""
     return tuple(
         Code(
-            entry["path"], entry["code"], tuple(entry["mechanisms"]), entry["package"], tuple(entry["decide"])
+            entry["path"],
+            entry["code"],
+            tuple(entry.get("mechanisms", ())),
+            entry["package"],
+            tuple(entry["decide"]),
         )
         for entry in knowledge.index()["code"]
     )
 
 
 def of(failure: Failure) -> Where | None:
-    """Return whose code `failure` is in; None where no frame is in any that offloads."""
-    known = [
+    """Return the most exact code that `failure` went through; None where no frame is in any that is known."""
+    known = (
         (order, Where(frame, code))
-        for frame in failure.frames
+        for frame in reversed(failure.frames)
         for order, code in enumerate(load_code())
         if code.path in frame.path.replace("\\", "/")
-    ]
-    by_frame: dict[Frame, tuple[int, Where]] = {}
-    for order, where in known:
-        by_frame.setdefault(where.frame, (order, where))
-    return min(by_frame.values(), key=lambda each: each[0])[1] if by_frame else None
+    )
+    first = min(known, key=lambda each: each[0], default=None)
+    return first[1] if first else None
 
 
 def offloads(config: Config | None, mechanisms: tuple[str, ...] = ()) -> tuple[Setting, ...]:

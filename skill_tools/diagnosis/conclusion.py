@@ -372,10 +372,10 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
         cause += "; this run offloads by " + ", ".join(f"{each.written}={each.value}" for each in offloads)
     elif evidence.config is not None:
         cause += "; the configuration offloads nothing that is known"
-    decide = (
-        where.code.decide if where else _DECIDE if offloads or evidence.config is None else _DECIDE_ELSEWHERE
-    )
-    return Conclusion(cause, "", decide, is_known=False)
+    may_be_an_offload = offloads or evidence.config is None
+    if where is not None and (where.code.mechanisms or may_be_an_offload):
+        return Conclusion(cause, "", where.code.decide, is_known=False)
+    return Conclusion(cause, "", _DECIDE if may_be_an_offload else _DECIDE_ELSEWHERE, is_known=False)
 
 
 _DECIDE = (

@@ -35,8 +35,13 @@ _STEP = re.compile(
     r"(?:\b(?:global_)?step|\biteration|\brollout)[\"']?(?:\s{0,3}[:=#]\s{0,3}|\s{1,8})(?P<step>[0-9]{1,9})\b",
     re.IGNORECASE,
 )
+# A step's headline, where its values stand in lines below it, as NeMo-RL prints them.
+_HEADLINE = re.compile(
+    r"^\W*step\s{1,8}(?P<step>[0-9]{1,9})(?:\s?/\s?[0-9]{1,9})?\W*$", re.IGNORECASE | re.MULTILINE
+)
 EDGE = 1 << 20  # characters of a long log that are read, at its beginning and at its end
 _BEFORE = 400  # characters of a line that are looked at for its step
+_ABOVE = 8000  # characters before a value in which its step's headline may stand
 
 
 class Point(NamedTuple):
@@ -79,10 +84,13 @@ def _matches(text: str) -> Iterator[re.Match[str]]:
 
 
 def step_at(log: Log, position: int) -> int | None:
-    """Return the step that the line of `position` names, or None."""
+    """Return the step that the line of `position` names, else that of the headline above it, or None."""
     start = max(log.text.rfind("\n", 0, position) + 1, position - _BEFORE)
     end = log.text.find("\n", position, position + _BEFORE)
     match = _STEP.search(log.text, start, end if end >= 0 else position + _BEFORE)
+    if match is None:
+        headlines = _HEADLINE.finditer(log.text, max(0, position - _ABOVE), position)
+        match = max(headlines, key=lambda each: each.start(), default=None)
     return int(match["step"]) if match else None
 
 

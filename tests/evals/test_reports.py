@@ -36,7 +36,6 @@ LACKING = {
     "swift-grpo-no-grad-forward": "partly",
     "swift-offload-context-loads-all": "wrong",
     "verl-warmup-leaves-asleep": "silent",
-    "vllm-lora-sleep-keyerror": "silent",
 }
 
 

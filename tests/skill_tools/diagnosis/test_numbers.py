@@ -91,6 +91,17 @@ def test_metrics_of_reinforcement_learning_are_told_from_one_another() -> None:
     }
 
 
+def test_a_step_s_values_may_stand_below_its_headline() -> None:
+    log = "".join(
+        f"\n{'=' * 24} Step {step}/100 {'=' * 24}\n\nTraining Results:\n  * Loss: 0.0132\n"
+        f"  * Generation KL Error: {error}\n  * Avg Reward: {reward}\n  * Mean Generation Length: 512.1\n"
+        for step, (error, reward) in enumerate(((0.0021, 0.41), (9.7, 0.0), (10.1, 0.0)), 1)
+    )
+    seen = {each.kind: each.seen for each in anomalies.find(Log("train.log", log))}
+    assert seen.keys() == {"divergence", "collapse"}
+    assert seen["collapse"].endswith("from step 2 on")
+
+
 def test_settings_and_times_are_no_metrics() -> None:
     for line in (
         "max_grad_norm: 1.0",
