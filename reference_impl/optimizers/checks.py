@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import Device
 from reference_impl.memory.absent import is_absent
-from reference_impl.optimizers.algorithms import Adam, AnyAlgorithm, Muon, group_defaults
+from reference_impl.optimizers.algorithms import Adam, AnyAlgorithm, MatrixAlgorithm, Muon, group_defaults
 from reference_impl.optimizers.formulas import is_of_matrices, known_options
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate
@@ -102,19 +102,19 @@ def _check_matrices(split: Any) -> None:
     if split not in (None, "auto") and split[2] > 0 and split[1] == 0:
         raise ValueError(
             f"split is {tuple(split)} and a group is updated in matrices, which the CPU share does not hold: products "
-            "of matrices would take it minutes; expected a streamed share for them; try offload_fraction=1.0, with "
-            "which matrices stream and the CPU updates the rest"
+            "of matrices would take it minutes; expected a streamed share for them; try split=(0, 0.2, 0.8): matrices "
+            "stream, and the CPU updates most of the rest"
         )
 
 
-def check_no_embeddings(model: nn.Module, members: Mapping[torch.Tensor, Member]) -> None:
+def check_no_embeddings(model: nn.Module, matrices: Mapping[torch.Tensor, MatrixAlgorithm]) -> None:
     """Raise ValueError where a formula of matrices updates the table of an embedding, whose rows are vectors."""
     for name, module in model.named_modules():
         weight = module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
-        member = None if weight is None else members.get(weight)
-        if member is not None and member.matrices is not None:
+        formula = None if weight is None else matrices.get(weight)
+        if formula is not None:
             raise ValueError(
-                f"{name}.weight is the table of an embedding, and {type(member.matrices).__name__} updates matrices; "
+                f"{name}.weight is the table of an embedding, and {type(formula).__name__} updates matrices; "
                 "expected it in a group of AdamW, as are heads that share it and vectors; try a group without use_muon"
             )
 

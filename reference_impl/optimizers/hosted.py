@@ -298,7 +298,10 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
         checks.check_model(model, serves_data_parallel=True)
-        checks.check_no_embeddings(model, self._members)
+        checks.check_no_embeddings(
+            model,
+            {param: each.matrices for param, each in self._members.items() if each.matrices is not None},
+        )
         missing = missing_name(model)
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)

@@ -24,7 +24,7 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.options import States, form_of
-from reference_impl.optimizers.state_offload_wrapped import divided, joined, wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
 from reference_impl.optimizers.step import in_turn
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.gradients import StandingGradients
@@ -69,7 +69,7 @@ class FractionOnHost:
         """Do nothing: weights are where their parameters are."""
 
 
-class OptimizerStateOffloader(StreamedOptimizer):
+class OptimizerStateOffloader(SavesEach, StreamedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -135,7 +135,7 @@ class OptimizerStateOffloader(StreamedOptimizer):
             device_budget_bytes=device_budget_bytes,
             state_format=StateFormat.of(form, wrapped.algorithm, device, offload_masters=offload_masters),
         )
-        self._group_counts = [len(each.param_groups) for each in wrapped.optimizers]
+        self._group_counts = wrapped.group_counts
         super().__init__(
             wrapped,
             StateUpdates(share),
@@ -162,17 +162,3 @@ class OptimizerStateOffloader(StreamedOptimizer):
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self._closed and self._failures.first is None:
             self.streamed.on_gradient(self._members[param])
-
-    @in_turn
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """Return the `state_dict` of each wrapped optimizer, as its own class loads it.
-
-        A group that was added later is the last one's.
-        """
-        left = len(self.param_groups) - sum(self._group_counts)
-        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + left])
-
-    @in_turn
-    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
-        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
-        self.load_state_dict(joined(state_dicts))

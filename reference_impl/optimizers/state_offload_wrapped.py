@@ -14,6 +14,8 @@ import torch
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
 from reference_impl.optimizers.saved_checks import check_document
+from reference_impl.optimizers.state_dict import SavedOptimizer
+from reference_impl.optimizers.step import in_turn
 
 
 class Wrapped(NamedTuple):
@@ -27,6 +29,44 @@ class Wrapped(NamedTuple):
     matrices: list[MatrixAlgorithm | None]
     groups: list[dict[str, Any]]
     defaults: dict[str, Any]
+
+    @property
+    def group_counts(self) -> list[int]:
+        """How many groups each optimizer has."""
+        return [len(each.param_groups) for each in self.optimizers]
+
+    @property
+    def matrices_by_param(self) -> dict[torch.Tensor, MatrixAlgorithm]:
+        """The formulas of parameters that are updated in matrices."""
+        return {
+            param: formula
+            for formula, group in zip(self.matrices, self.groups, strict=True)
+            for param in group["params"]
+            if formula is not None
+        }
+
+
+class SavesEach(SavedOptimizer):
+    """An optimizer that has taken the place of one or several of torch, and saves as each of them does.
+
+    `_group_counts` has how many groups each of them had.
+    """
+
+    _group_counts: Sequence[int]
+
+    @in_turn
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the `state_dict` of each wrapped optimizer, as its own class loads it.
+
+        A group that was added later is the last one's.
+        """
+        left = len(self.param_groups) - sum(self._group_counts)
+        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + left])
+
+    @in_turn
+    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
+        self.load_state_dict(joined(state_dicts))
 
 
 def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:
@@ -63,12 +103,6 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves, and as `check_group`.
     """
     algorithm: Algorithm
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    if any(type(each) is torch.optim.Muon for each in given):
-        raise TypeError(
-            "torch.optim.Muon updates whole matrices, which stream where weights stay on the device; expected "
-            "torch.optim.AdamW, Adam or SGD; try OptimizerStateOffloader"
-        )
     if type(optimizer) is torch.optim.AdamW:
         algorithm = Adam()
     elif type(optimizer) is torch.optim.Adam:

@@ -21,7 +21,7 @@ from reference_impl.optimizers.gradients import Gradients, standing_on
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.stand_in import GradientStandIn
-from reference_impl.optimizers.state_offload_wrapped import wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
 from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
 from reference_impl.optimizers.streamed.gradients import StandingGradients
 from reference_impl.optimizers.streamed.updates import StateUpdates
@@ -35,7 +35,7 @@ from reference_impl.trained_layers.shares import StateShares
 _NO_BACKWARD = -1
 
 
-class InBackwardOptimizer(StreamedOptimizer):
+class InBackwardOptimizer(SavesEach, StreamedOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
@@ -54,7 +54,7 @@ class InBackwardOptimizer(StreamedOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         weights: VisitingWeights,
         *,
         streaming: Streaming,
@@ -72,10 +72,11 @@ class InBackwardOptimizer(StreamedOptimizer):
         self._backward = _NO_BACKWARD
         self._has_failed = False
         wrapped = wrapped_in(optimizer)
+        self._group_counts = wrapped.group_counts
         device = checks.one_device(param for group in wrapped.groups for param in group["params"])
         super().__init__(
             wrapped,
-            StateUpdates(streamed_share(optimizer, device, streaming, host_gradients=False)),
+            StateUpdates(streamed_share(wrapped, device, streaming, host_gradients=False)),
             placement=VisitingPlacement(weights, shares),
             gradients=StandingGradients(),
             max_grad_norm=None,

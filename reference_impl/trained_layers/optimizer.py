@@ -18,7 +18,7 @@ from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.updates import CpuUpdates
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate, Streaming
-from reference_impl.optimizers.state_offload_wrapped import algorithm_of, wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import SavesEach, Wrapped, wrapped_in
 from reference_impl.optimizers.step import in_turn
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
@@ -30,15 +30,14 @@ from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 
 
 def streamed_share(
-    optimizer: torch.optim.Optimizer, device: Device, streaming: Streaming, *, host_gradients: bool
+    wrapped: Wrapped, device: Device, streaming: Streaming, *, host_gradients: bool
 ) -> StreamedShare:
-    """Return an empty share for the states of `optimizer`; raises TypeError and ValueError as `algorithm_of`."""
-    algorithm = algorithm_of(optimizer)
+    """Return an empty share for the states of what is `wrapped`."""
     return StreamedShare(
         device,
-        algorithm,
+        wrapped.algorithm,
         chunk_bytes=streaming.chunk_bytes,
-        state_format=StateFormat.of(streaming.states, algorithm, device),
+        state_format=StateFormat.of(streaming.states, wrapped.algorithm, device),
         host_gradients=host_gradients,
     )
 
@@ -49,7 +48,7 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
     return [member for member in found if member is not None and member.pending]
 
 
-class TrainedLayersOptimizer(StreamedOptimizer):
+class TrainedLayersOptimizer(SavesEach, StreamedOptimizer):
     """What `TrainableLayerStreamer` has made of a torch optimizer: use it in its place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
@@ -71,7 +70,7 @@ class TrainedLayersOptimizer(StreamedOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         weights: VisitingWeights,
         device: Device,
         *,
@@ -82,14 +81,15 @@ class TrainedLayersOptimizer(StreamedOptimizer):
         shares: StateShares = NOTHING_STAYS,
         cpu: CpuUpdate | None = None,
     ) -> None:
-        mover = GradientMover(device, in_flight_bytes=in_flight_bytes)
+        wrapped, mover = wrapped_in(optimizer), GradientMover(device, in_flight_bytes=in_flight_bytes)
+        self._group_counts = wrapped.group_counts
         self._weights = weights
         self._leaving = LeavingGradients(device, mover)
         super().__init__(
-            wrapped_in(optimizer),
+            wrapped,
             StateUpdates(
-                streamed_share(optimizer, device, streaming, host_gradients=True),
-                CpuUpdates(device, algorithm_of(optimizer), cpu or CpuUpdate(), mover),
+                streamed_share(wrapped, device, streaming, host_gradients=True),
+                CpuUpdates(device, wrapped.algorithm, cpu or CpuUpdate(), mover),
             ),
             placement=VisitingPlacement(weights, shares),
             gradients=self._leaving,

@@ -14,8 +14,8 @@ from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.shown import Report, size
-from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.options import STATES, Streaming
+from reference_impl.optimizers.state_offload_wrapped import Wrapped
 from reference_impl.optimizers.streamed.storage import StateFormat
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 from reference_impl.weights.storages import BlockStorage, layout
@@ -41,25 +41,26 @@ class HostBytes(Report):
 def host_bytes(
     storages: Sequence[Sequence[BlockStorage]],
     params: Iterable[torch.Tensor],
-    algorithm: Algorithm,
+    wrapped: Wrapped,
     state_format: StateFormat,
     *,
     gradients_leave: bool = True,
     shares: StateShares = NOTHING_STAYS,
 ) -> HostBytes:
     """Return what `storages` of blocks and trained `params` with states of this format take."""
-    listed = list(params)
+    listed, matrices = list(params), wrapped.matrices_by_param
     states = 0.0
     for param in listed:
-        each = state_bytes(
-            [(1, param.element_size())],
-            moments=len(algorithm.moments),
-            streams_as=state_format.form,
-        )
+        formula = matrices.get(param)
+        moments = len((formula or wrapped.algorithm).moments)
+        each = state_bytes([(1, param.element_size())], moments=moments, streams_as=state_format.form)
         if param in shares.on_cpu:
             states += (each.cpu_host - each.staging) * param.numel()
-        else:
-            states += each.streamed * (param.numel() - shares.held.get(param, 0))
+            continue
+        streamed = each.streamed
+        if formula is not None:
+            streamed = state_format.form.signed_bytes(moments, is_own_master=param.element_size() == 4)
+        states += streamed * (param.numel() - shares.held.get(param, 0))
     return HostBytes(
         weights=sum(layout(block)[1] for block in storages),
         gradients=sum(param.nbytes for param in listed) if gradients_leave else 0,

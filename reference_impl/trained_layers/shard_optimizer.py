@@ -8,7 +8,7 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,7 @@ class ShardOptimizer(TrainedLayersOptimizer):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         shards: StreamedShards,
         device: Device,
         *,

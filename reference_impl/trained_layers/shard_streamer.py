@@ -29,7 +29,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, register_u
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.state_offload_wrapped import algorithm_of
+from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.one_thread import OneThread
 from reference_impl.trained_layers.room import check_room, host_bytes
@@ -88,17 +88,17 @@ class ShardStreamer(Shown, ClosedAtExit):
         self._one_thread = OneThread()
         try:
             with alike(ranks):
-                algorithm = algorithm_of(optimizer)
+                wrapped = wrapped_in(optimizer)
                 checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=False)
-                check_params(model, optimizer)
-                trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+                check_params(model, wrapped)
+                trained = [p for group in wrapped.groups for p in group["params"] if p.requires_grad]
                 checks.check_in_model(model, trained)
                 device = checks.one_device(trained)
-                state_format = check_streaming(streaming, algorithm, device)
+                state_format = check_streaming(streaming, wrapped, device)
                 _check_shards(model)
                 shards = shards_by_gather(model)
                 storages = [storages_of(each) for each in shards]
-                needed = host_bytes(storages, [local_of(param) for param in trained], algorithm, state_format)
+                needed = host_bytes(storages, [local_of(param) for param in trained], wrapped, state_format)
             check_room(needed, storages, streaming, ranks)
             with alike(ranks):
                 self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from offload_arithmetic.update_time import Split
-from reference_impl.optimizers.layout import members_of
+from reference_impl.optimizers.algorithms import MatrixAlgorithm
+from reference_impl.optimizers.layout import Member, members_of
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT
 
 
@@ -29,38 +30,58 @@ class StateShares:
 
 
 NOTHING_STAYS = StateShares()
+NO_MATRICES: Mapping[torch.Tensor, MatrixAlgorithm] = {}
 
 
 def state_shares(
-    params: Sequence[torch.Tensor], split: Split, *, exposed: Sequence[torch.Tensor] = ()
+    params: Sequence[torch.Tensor],
+    split: Split,
+    *,
+    exposed: Sequence[torch.Tensor] = (),
+    matrices: Mapping[torch.Tensor, MatrixAlgorithm] = NO_MATRICES,
 ) -> StateShares:
     """Divide `params`, in the order of the forward, by `split`.
 
     The states of `exposed` ones, whose update has nothing to hide behind, stay first. What stays beyond them, and what
     the CPU updates, is spread evenly, so that link and CPU are busy all along. A parameter is updated on the CPU as a
-    whole, or not at all: its weight goes to one home, once.
+    whole, or not at all: its weight goes to one home, once. Those that formulas of `matrices` update are divided by
+    themselves, in whole matrices, and the CPU has none of them.
     """
     if split.streamed == 1:
         return NOTHING_STAYS
-    total = _numel(params)
-    left = round(split.resident * total)
-    stay: dict[torch.Tensor, int] = {}
-    for param in exposed:
-        stay[param] = min(left, param.numel())
-        left -= stay[param]
-    stay |= _spread([param for param in params if param not in stay], left)
-    # A cut leaves both parts aligned in any format.
+    cut = [param for param in params if param not in matrices]
+    whole = [param for param in params if param in matrices]
     held = {
-        param: numel if numel == param.numel() else numel - numel % COMPACT_ALIGNMENT
-        for param, numel in stay.items()
+        param: numel if numel == param.numel() else numel - numel % _unit(param, matrices.get(param))
+        for alike in (cut, whole)
+        for param, numel in _staying(alike, split.resident, exposed).items()
     }
-    leave = [param for param in params if not held[param]]
+    leave = [param for param in cut if not held[param]]
     on_cpu = {
         param
-        for param, numel in _spread(leave, round(split.cpu * total)).items()
+        for param, numel in _spread(leave, round(split.cpu * _numel(cut))).items()
         if 2 * numel > param.numel()
     }
     return StateShares({param: numel for param, numel in held.items() if numel}, on_cpu)
+
+
+def _staying(
+    params: Sequence[torch.Tensor], share: float, exposed: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, int]:
+    """Return how many elements of each of `params` stay, a `share` of all: of `exposed` ones first."""
+    left = round(share * _numel(params))
+    stay: dict[torch.Tensor, int] = {}
+    ours = set(params)
+    for param in exposed:
+        if param in ours:
+            stay[param] = min(left, param.numel())
+            left -= stay[param]
+    return stay | _spread([param for param in params if param not in stay], left)
+
+
+def _unit(param: torch.Tensor, formula: MatrixAlgorithm | None) -> int:
+    """Return of how many elements a part of `param` that stays is a multiple: of a matrix's, or aligned in any form."""
+    return COMPACT_ALIGNMENT if formula is None else max(Member(param, 0, 0, 0, matrices=formula).unit, 1)
 
 
 def _spread(params: Sequence[torch.Tensor], wanted: int) -> dict[torch.Tensor, int]:

@@ -12,7 +12,7 @@ Explained in docs/larger-than-gpu.md.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoabl
 from reference_impl.memory.shown import Report, Shown, size
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Streaming
-from reference_impl.optimizers.state_offload_wrapped import algorithm_of
+from reference_impl.optimizers.state_offload_wrapped import Wrapped, wrapped_in
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.in_backward import InBackwardOptimizer
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
@@ -77,7 +77,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     Args:
         model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). What stands
             outside the blocks, such as embeddings and the head, stays on the device; its states and gradients do not.
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
+            of the others, with or without states. Matrices that Muon updates are never updated on the CPU.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         backward_overlap: `gradients` leave in backward, and the next forward updates. With `update` the update runs in
             backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
@@ -105,14 +106,14 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
 
     Raises, before anything is moved: ValueError for a model without blocks, a block whose trained weights are used
     outside it too, a trained parameter without a group, sharded parameters, gradient checkpointing that is on already
-    or an option out of range; TypeError for an optimizer that is none of the three; HostMemoryError, item by item, for
+    or an option out of range; TypeError for an optimizer that is none of these; HostMemoryError, item by item, for
     a host that has not the room.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         max_grad_norm: float | None = None,
         backward_overlap: Literal["gradients", "update"] = "gradients",
@@ -131,27 +132,27 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         _check_kept(keep_attention, inputs)
         _check_counts(prefetch=(prefetch, 0), slices=(slices, 1), resident_layers=(resident_layers, 0))
         streaming = streaming or Streaming()
-        _check_split(split, cpu, backward_overlap)
+        wrapped = wrapped_in(optimizer)
+        _check_split(split, cpu, backward_overlap, wrapped)
         checks.check_model(model, serves_data_parallel=False)
         updates = backward_overlap == "update"
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         refuse_checkpointing(model, "TrainableLayerStreamer")
-        algorithm = algorithm_of(optimizer)
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else _checked(layers)))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
-        state_format = check_streaming(streaming, algorithm, on)
-        check_params(model, optimizer)
+        state_format = check_streaming(streaming, wrapped, on)
+        check_params(model, wrapped)
         _check_blocks(model, modules, storages)
         sizes = [[storage.size_bytes for storage in block] for block in storages]
         kept_bytes = allowances(sizes, fraction_of_layers(resident_layers, len(modules)))
         streamed = [beyond(block, allowance) for block, allowance in zip(storages, kept_bytes, strict=True)]
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in wrapped.groups for p in group["params"] if p.requires_grad]
         of_blocks = {param for module in modules for param in module.parameters()}
         outside = [param for param in trained if param not in of_blocks]
-        shares = state_shares(trained, Split(*split), exposed=outside)
+        shares = state_shares(trained, Split(*split), exposed=outside, matrices=wrapped.matrices_by_param)
         self._host = host_bytes(
-            streamed, trained, algorithm, state_format, gradients_leave=not updates, shares=shares
+            streamed, trained, wrapped, state_format, gradients_leave=not updates, shares=shares
         )
         check_room(self._host, streamed, streaming)
         self._undo: list[Callable[[], None]] = []
@@ -318,13 +319,16 @@ def _check_counts(**counts: tuple[object, int]) -> None:
             raise ValueError(f"{name}={count!r}; expected a whole number of at least {least}; try {least}")
 
 
-def _check_split(split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str) -> None:
+def _check_split(
+    split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str, wrapped: Wrapped
+) -> None:
     """Raise ValueError for shares that are none, or that another option excludes."""
     if not isinstance(split, tuple | list) or len(split) != 3:
         raise ValueError(
             f"split is {split!r}; expected three shares (resident, streamed, CPU); try (0, 1, 0)"
         )
-    checks.check_split(split, 1.0, (), filtered=False, budgets=Budgets())
+    formulas = [formula or wrapped.algorithm for formula in wrapped.matrices]
+    checks.check_split(split, 1.0, formulas, filtered=False, budgets=Budgets())
     if split[2] and backward_overlap == "update":
         raise ValueError(
             f"split is {split} with backward_overlap='update'; expected nothing on the CPU, because gradients stay on "

@@ -166,6 +166,8 @@ def layers_settings() -> list[Setting]:
         ({"states": "compact-8"}, (half, single)),
         ({"split": (0.2, 0.4, 0.4)}, (half, single)),
         ({"split": (0.0, 0.0, 1.0), "resident_layers": 2}, (half,)),
+        ({"muon": True}, (half, single)),
+        ({"muon": True, "split": (0.2, 0.4, 0.4)}, (half,)),
     ]
     return [
         _make(

@@ -218,7 +218,7 @@ class Trainee:
             streaming = Streaming(chunk_bytes=6200, **{name: options.pop(name) for name in names})
             if "split" in options:
                 options["cpu"] = CpuUpdate(threads=2, bucket_elements=512)
-            wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+            wrapped = self._wrapped(muon=options.pop("muon", False))
             streamer = TrainableLayerStreamer if self.setting.kind == "layers" else ShardStreamer
             return LayersOptimizer(streamer(self.model, wrapped, streaming=streaming, **options))
         if options.get("max_grad_norm") is not None:
@@ -233,14 +233,16 @@ class Trainee:
             return HybridDeviceOptimizer(
                 groups if muon else params, streaming=streaming, cpu=cpu, **OPTIONS, **options
             )
-        if muon:
-            wrapped: Any = [
-                torch.optim.Muon(self._of(muon=True), lr=OPTIONS["lr"]),
-                torch.optim.AdamW(self._of(muon=False), fused=True, **OPTIONS),
-            ]
-        else:
-            wrapped = torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
-        return OptimizerStateOffloader(wrapped, **{"chunk_bytes": 6000, **options})
+        return OptimizerStateOffloader(self._wrapped(muon=muon), **{"chunk_bytes": 6000, **options})
+
+    def _wrapped(self, *, muon: bool) -> Any:
+        """Return the optimizers of torch whose place one of ours takes."""
+        if not muon:
+            return torch.optim.AdamW(self.model.parameters(), fused=True, **OPTIONS)
+        return [
+            torch.optim.Muon(self._of(muon=True), lr=OPTIONS["lr"]),
+            torch.optim.AdamW(self._of(muon=False), fused=True, **OPTIONS),
+        ]
 
     def _of(self, *, muon: bool) -> list[nn.Parameter]:
         """Return the parameters that Muon updates, or all others."""

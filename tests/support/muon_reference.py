@@ -37,6 +37,43 @@ class Experts(nn.Module):
         )
 
 
+class ExpertBlock(nn.Module):
+    """A block with matrices of all kinds: wide, tall, transposed, stacked, and a vector."""
+
+    def __init__(self, dtype, size=48):
+        super().__init__()
+        self.norm = nn.RMSNorm(size, dtype=dtype)
+        self.up = nn.Linear(size, 131, dtype=dtype)
+        self.down = nn.Linear(131, size, bias=False, dtype=dtype)
+        self.experts = nn.Parameter(torch.randn(3, size, 64, dtype=dtype) / 7)
+        self.odd_experts = nn.Parameter(torch.randn(2, 64, 5, dtype=dtype) / 7)
+        self.back = nn.Linear(5, size, bias=False, dtype=dtype)
+        self.turned = nn.Parameter((torch.randn(70, size, dtype=dtype) / 7).t())
+        self.turned_back = nn.Linear(70, size, bias=False, dtype=dtype)
+
+    def forward(self, hidden):
+        hidden = hidden + self.down(torch.tanh(self.up(self.norm(hidden))))
+        hidden = hidden + self.back((hidden @ self.experts.sum(0)) @ self.odd_experts.mean(0))
+        return hidden + self.turned_back(hidden @ self.turned)
+
+
+class ExpertLayers(nn.Module):
+    """Blocks of such matrices between an embedding and the head that shares it."""
+
+    def __init__(self, dtype=torch.bfloat16, layers=3):
+        super().__init__()
+        self.embed = nn.Embedding(37, 48, dtype=dtype)
+        self.layers = nn.ModuleList(ExpertBlock(dtype) for _ in range(layers))
+        self.last = nn.Linear(48, 48, bias=False, dtype=dtype)
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.last(hidden) @ self.embed.weight.t()
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+
+
 def matrices_of(model):
     """Return the parameters that Muon updates, and all others."""
     listed = list(model.parameters())
@@ -44,9 +81,9 @@ def matrices_of(model):
     return whole, [param for param in listed if all(param is not each for each in whole)]
 
 
-def twins(device, dtype=torch.bfloat16):
+def twins(device, dtype=torch.bfloat16, make=Experts):
     torch.manual_seed(3)
-    model = Experts(dtype).to(device.torch_device)
+    model = make(dtype).to(device.torch_device)
     return model, copy.deepcopy(model)
 
 

@@ -15,7 +15,6 @@ from reference_impl import (
     HybridDeviceOptimizer,
     OptimizerStateOffloader,
     Streaming,
-    TrainableLayerStreamer,
     park,
 )
 from reference_impl.device import Device
@@ -494,12 +493,3 @@ def test_optimizers_that_are_not_stepped_together_are_refused(device):
             OptimizerStateOffloader(given)
     with pytest.raises(ValueError, match="more than one parameter group"):
         OptimizerStateOffloader([muon, muon])
-
-
-def test_layers_that_stream_refuse_it_by_name(device):
-    model = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(3)).to(device.torch_device)
-    first, *others = model.parameters()
-    muon, adamw = torch.optim.Muon([first], lr=0.1), torch.optim.AdamW(others, lr=0.1, fused=True)
-    for given in (muon, [muon, adamw]):
-        with pytest.raises(TypeError, match=r"Muon updates whole matrices.*try OptimizerStateOffloader"):
-            TrainableLayerStreamer(model, given)
