@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by 
     from skill_tools.dialects.shapes import ModelShape
 
 
+# What a plan leaves out where the states of an optimizer have to stay with it.
+STATES_OF_OPTIMIZERS = ("optimizer-offload", "state-offload")
+
+
 class Evidence(NamedTuple):
     """How many names of an input are this framework's; `certain` where nothing else can be true beside it.
 
@@ -107,11 +111,17 @@ class Dialect(ABC):
         """Return what to do about a Python file that is nobody's configuration, if it is a loop of this dialect."""
         return ""
 
-    def carry_out_ours(self, model: str = "NAME", gpus: int | str = "N") -> str:
-        """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter."""
+    def carry_out_ours(
+        self, model: str = "NAME", gpus: int | str = "N", *, keeps_optimizer: bool = False
+    ) -> str:
+        """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter.
+
+        With `keeps_optimizer` the trainer's optimizer is none whose states it can take.
+        """
         if not self.adapter:
             return ""
-        without = "".join(f" --without {mechanism}" for mechanism in self.adapter_without)
+        left_out = dict.fromkeys((*self.adapter_without, *(STATES_OF_OPTIMIZERS if keeps_optimizer else ())))
+        without = "".join(f" --without {mechanism}" for mechanism in left_out)
         return (
             f"with this project's offloaders instead, carry it out: offload plan --framework pytorch --model {model} "
             f"--gpus {gpus}{without} --format json > plan.json, then {self.adapter}"

@@ -112,6 +112,7 @@ class TrainingRun(NamedTuple):
     for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
     GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the parameters of a vision
     tower that no text reaches: it has neither gradients nor states. `matrices` is there if Muon updates some.
+    `keeps_optimizer` says that `reference_impl` cannot take the place of the trainer's optimizer, by its class.
     """
 
     dialect: str
@@ -146,6 +147,7 @@ class TrainingRun(NamedTuple):
     spread: Spread | None = None
     exchange: Exchange | None = None
     matrices: Matrices | None = None
+    keeps_optimizer: bool = False
     assumptions: tuple[Assumption, ...] = ()
 
     @property

@@ -16,6 +16,8 @@ from skill_tools.dialects.run import Exchange, Mode, Precision, TrainingRun
 # Of both moments: by what an optimizer's name says, first of all its precision, whatever the weights' is.
 _STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("32bit", 8.0), ("adafactor", 0.1))
 _ONE_MOMENT = ("lion", "sgd", "muon")
+# What Transformers calls torch's own AdamW, the one optimizer by name whose place `reference_impl` takes in a trainer.
+_TORCHS_ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 class Sharding(NamedTuple):
@@ -35,6 +37,11 @@ def world_of(gpus: int | None, stage: int, assumptions: list[Assumption]) -> int
         Assumption(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours", About.GPUS)
     )
     return world
+
+
+def is_torchs_adamw(optimizer: str) -> bool:
+    """Return whether an optimizer of Transformers, by its name, is `torch.optim.AdamW`."""
+    return optimizer.lower() in _TORCHS_ADAMW
 
 
 def precision_of(

@@ -248,7 +248,9 @@ def carried_out_by_ours(plan: Plan) -> str:
     if run.shards_optimizer or run.weight_shards > 1:
         return ""
     model = run.shape.name if run.shape.name in known_models.entries() else "NAME"
-    return registry.named(run.dialect).carry_out_ours(model, run.layout.gpus)
+    return registry.named(run.dialect).carry_out_ours(
+        model, run.layout.gpus, keeps_optimizer=run.keeps_optimizer
+    )
 
 
 def why_nothing_fits(plan: Plan) -> str:

@@ -13,6 +13,11 @@ from skill_tools.dialects.run import TrainingRun
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _PRESET = "deepspeed_configs/zero3_bf16.json"
+# What Axolotl shards matrices of Muon with, which it refuses under DeepSpeed.
+_FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+}
 
 
 def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
@@ -23,7 +28,8 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
         settings = {"plugins": list(dict.fromkeys(plugins)), "liger_fused_linear_cross_entropy": True}
         yield Lever(Kind.FUSED_LOSS, "Liger's fused linear cross entropy", settings)
     sharded = shard_stage(config)
-    if run.adapter is None and not sharded:
+    optimizer = fields.text(config, "optimizer") or "adamw_torch_fused"
+    if run.adapter is None and not sharded and "adamw" in optimizer:
         yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
     if run.adapter is None:
         adapters: dict[str, object] = {"lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
@@ -39,4 +45,4 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     if sharded >= 3:
         yield from levers.more_gpus(run)
     elif not sharded and not fields.flag(config, "load_in_8bit"):
-        yield from levers.more_gpus(run, {"deepspeed": _PRESET})
+        yield from levers.more_gpus(run, _FSDP2 if optimizer.startswith("muon") else {"deepspeed": _PRESET})

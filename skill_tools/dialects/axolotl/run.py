@@ -24,7 +24,7 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
+from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
 
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
 
@@ -47,6 +47,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         )
     adapter = _adapter(config, shape, assumptions)
     part = trained(config, shape, assumptions)
+    optimizer = fields.text(config, "optimizer") or "adamw_torch_fused"
     run = TrainingRun(
         dialect=config.framework,
         shape=shape,
@@ -56,7 +57,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=precision_of(
             sharding,
-            fields.text(config, "optimizer") or "adamw_torch_fused",
+            optimizer,
             assumptions,
             adapted=bool(config.value("adapter")),
         ),
@@ -72,6 +73,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         fused_activation=bool(fields.flag(config, "liger_glu_activation")),
         tiled_mlp=bool(fields.flag(config, "tiled_mlp")),
         is_eager=True,
+        keeps_optimizer=not is_torchs_adamw(optimizer),
         norm_bytes=0.0 if fields.flag(config, "liger_rms_norm") else 4.0,
         assumptions=tuple(assumptions),
     )

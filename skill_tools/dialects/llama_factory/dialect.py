@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Kind, Source
-from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.base import NONE, STATES_OF_OPTIMIZERS, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 
@@ -33,7 +33,7 @@ class LlamaFactory(Dialect):
         "cpu_offloading.integrations.transformers"
     )
     # A callback comes after the trainer's optimizer, and no argument names another one.
-    adapter_without = ("trained-layer-streaming", "optimizer-offload", "state-offload")
+    adapter_without = (*Dialect.adapter_without, *STATES_OF_OPTIMIZERS)
     embeds = EMBEDDED
     looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
     marks = ("finetuning_type", "dist_config")

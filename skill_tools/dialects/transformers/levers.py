@@ -20,7 +20,11 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     if not fields.flag(config, "use_liger_kernel"):
         yield Lever(Kind.FUSED_LOSS, "Liger's kernels with its fused loss", {"use_liger_kernel": True})
     sharded = sharding_of(config).stage
-    if run.adapter is None and not sharded:
+    if (
+        run.adapter is None
+        and not sharded
+        and "adamw" in (fields.text(config, "optimizer") or "adamw_torch_fused")
+    ):
         yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
     if run.adapter is None:
         settings = {"use_peft": True, "load_in_4bit": True, "lora_target_modules": "all-linear"}

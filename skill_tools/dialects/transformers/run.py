@@ -15,7 +15,7 @@ from skill_tools.dialects.layout import Layout, checked
 from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
+from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
 
 _OPTIMIZER = "adamw_torch_fused"
@@ -40,6 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
             )
         )
     recomputes = checkpoints(config)
+    optimizer = fields.text(config, "optimizer") or _OPTIMIZER
     run = TrainingRun(
         dialect=config.framework,
         shape=shape,
@@ -49,7 +50,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         micro_batches=fields.count(config, "gradient_accumulation_steps") or 1,
         precision=precision_of(
             sharding,
-            fields.text(config, "optimizer") or _OPTIMIZER,
+            optimizer,
             assumptions,
             adapted=adapter is not None,
         ),
@@ -61,6 +62,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         loss_bytes=0.5 if fields.flag(config, "use_liger_kernel") else 12.0,
         fused_activation=bool(fields.flag(config, "use_liger_kernel")),
         is_eager=True,
+        keeps_optimizer=not is_torchs_adamw(optimizer),
         norm_bytes=0.0 if fields.flag(config, "use_liger_kernel") else 4.0,
         assumptions=tuple(assumptions),
     )

@@ -30,6 +30,40 @@ def test_only_a_plan_that_offloads_names_it(
     assert (LINE in capsys.readouterr().out) == named
 
 
+FULL = """\
+base_model: meta-llama/Meta-Llama-3-8B
+datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
+sequence_len: 2048
+optimizer: OPTIMIZER
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "kept", "ways"),
+    [
+        ("adamw_torch_fused", False, {"deepspeed: deepspeed_configs/zero3_bf16.json"}),
+        ("muon", True, {"fsdp_version: 2"}),
+        ("paged_adamw_8bit", True, {"deepspeed: deepspeed_configs/zero3_bf16.json"}),
+        ("lion_8bit", True, {"deepspeed: deepspeed_configs/zero3_bf16.json"}),
+    ],
+)
+def test_an_optimizer_that_is_not_torchs_adamw_stays_the_trainers(
+    optimizer: str, kept: bool, ways: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Axolotl makes Muon by a factory of its own, and refuses it under DeepSpeed; ours takes torch's AdamW alone."""
+    (tmp_path / "run.yaml").write_text(FULL.replace("OPTIMIZER", optimizer), encoding="utf-8")
+    main(["plan", str(tmp_path / "run.yaml"), "--gpu", "a100-40gb"])
+    answer = capsys.readouterr().out
+    line = next(each for each in answer.splitlines() if "this project's offloaders" in each)
+    assert ("--without optimizer-offload --without state-offload" in line) == kept
+    found = {each.strip() for each in answer.splitlines()} & {
+        "deepspeed: deepspeed_configs/zero3_bf16.json",
+        "fsdp_version: 2",
+    }
+    assert found == ways
+    assert ("adamw_bnb_8bit" not in answer) or "adamw" in optimizer
+
+
 SCRIPT = """\
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
