@@ -151,6 +151,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
             options=options,
             whole_members=self._whole_members,
             matrices=self._matrices_by_param,
+            follows_writes=self._follows_writes,
         )
         self.split = self._shares.split
         self._gradients = Gradients(
@@ -187,8 +188,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         """Lay out the trainable parameters that are new here, and hook those that are offloaded."""
         listed = [(param, i) for i, group in enumerate(self.param_groups) for param in group["params"]]
         checks.one_device(param for param, _ in listed)
-        trained = [each for each in listed if each[0].requires_grad or self._trains_frozen]
-        params = [each for each in trained if each[0] not in self._members]
+        new = [each for each in listed if each[0] not in self._members]
+        params = [each for each in new if each[0].requires_grad or self._trains_frozen]
         self._check_new(param for param, _ in params)
         members = self._open.lay_out(params, len(self._members), self._filter, self._matrices)
         self._open.add(members)
@@ -237,9 +238,10 @@ class HybridDeviceOptimizer(SavedOptimizer):
                 if self._in_backward is None:
                     self._follow_writes()
                     plan = StepPlan(snapshot(self.param_groups), None)
+                written = self._open.compare(bucket)
                 with as_one():
                     self._in_backward = self._in_backward or CpuStep(plan)
-                    self._open.submit(bucket, self._in_backward)
+                    self._open.submit(bucket, self._in_backward, written)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -332,8 +334,7 @@ class HybridDeviceOptimizer(SavedOptimizer):
 
     def _take(self) -> None:
         """Take a step with the gradients that there are."""
-        late = self._gradients.used_by_nobody(self._members.values())
-        if late:
+        if late := self._gradients.used_by_nobody(self._members.values()):
             self._open.wait_for(late)
             self._order_gathers(all_are_new=False)
         prepared, stand_ins = self._prepare()
@@ -417,9 +418,8 @@ class HybridDeviceOptimizer(SavedOptimizer):
         if self._failures.first is not None:
             return "broken"
         begun = self._in_backward is not None or bool(self._unwritten)
-        if begun or self._step_is_last(is_unqueued=self._shares.is_unqueued):
-            return "begun"
-        return "untouched"
+        begun = begun or self._step_is_last(is_unqueued=self._shares.is_unqueued)
+        return "begun" if begun else "untouched"
 
     @in_turn
     def _wait_for(self, members: Iterable[Member]) -> None:

@@ -38,7 +38,8 @@ class Member:
     the next step the event of its copy (`arrival`) and its stand-in on the parameter (`placeholder`); of a new
     weight the event of its copy back (`published`, `pending` until someone has waited for it). `is_compiled` says that
     compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
-    where a master was loaded that rounds to it: until it changes, they belong together. `watched` is the weight as
+    where a master was loaded that rounds to it: until it changes, they belong together. `is_apart` says that one was
+    loaded that does not: the weight follows it, and not the other way round. `watched` is the weight as
     autograd counts its writes, at `version` and `address` when its master was the same; None where nobody can write it
     but the optimizer. `home` is where the weight lives that only visits the device. `matrices` is the formula that
     updates it as whole matrices, on the device alone; None where the optimizer's formula of elements does.
@@ -59,6 +60,7 @@ class Member:
     pending: bool = False
     is_compiled: bool = False
     loaded_version: int | None = None
+    is_apart: bool = False
     watched: torch.Tensor | None = None
     version: int = 0
     address: int = 0
@@ -73,6 +75,7 @@ class Member:
 
     def note_weight(self) -> None:
         """Take note that the master equals the weight now."""
+        self.is_apart = False
         local = self.param_local
         if self.home is not None or is_absent(local) or local.is_inference():
             self.watched = None

@@ -101,6 +101,7 @@ def note_loaded(member: Member, master: Any) -> None:
     """Note that `master` was loaded, or None; it belongs to the weight if it rounds to it."""
     member.note_weight()
     belongs = member.dtype != torch.float32 and _rounds_to_weight(master, member)
+    member.is_apart = isinstance(master, torch.Tensor) and member.dtype != torch.float32 and not belongs
     member.loaded_version = _version(member) if belongs else None
 
 

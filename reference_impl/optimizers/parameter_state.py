@@ -41,6 +41,15 @@ class StateParts(Protocol):
     def follow_weight(self, member: Member) -> None:
         """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
 
+    def note_weight(self, member: Member) -> None:
+        """Note that the master is what the weight says now: what is written later is seen."""
+
+    def written(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter; waits for the device.
+
+        Masters that stay on the device follow at once.
+        """
+
 
 # Waits until no update of the given members runs, and returns where their states are; RuntimeError when closed.
 FinishedParts = Callable[[Iterable[Member]], StateParts]
@@ -283,6 +292,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             weight = member.weight.to(master.device)
             target[MASTER] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
         member.note_weight()
+        self._finished([member]).note_weight(member)
 
     def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's states."""

@@ -21,6 +21,7 @@ from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights
+from reference_impl.optimizers.writes.masters import DeviceMasters
 
 
 @dataclass(eq=False, slots=True)
@@ -43,10 +44,11 @@ class ResidentState:
 
 
 class ResidentShare:
-    """The states of all members with resident elements."""
+    """The states of all members with resident elements; masters follow weights that others write, or not."""
 
-    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+    def __init__(self, device: Device, algorithm: Algorithm, *, follows_writes: bool = True) -> None:
         self._device = device
+        self._written = DeviceMasters(device) if follows_writes else None
         self._algorithm = algorithm
         self._states: dict[Member, ResidentState] = {}
 
@@ -59,6 +61,8 @@ class ResidentShare:
         moments = tuple(torch.zeros_like(master) for _ in self._algorithm.moments)
         step = torch.zeros((), dtype=torch.float32, device=weight.device)
         self._states[member] = ResidentState(member, weight, master, moments, step)
+        if self._written is not None:
+            self._written.expect(weight.dtype)
 
     def forget(self, members: Iterable[Member]) -> None:
         """Drop the states of `members`, if there are any."""
@@ -88,10 +92,28 @@ class ResidentShare:
             states = [self._states[member] for member in gradients if member in self._states]
             for state in states:
                 state.follow()
+            self._take_over(states)
             given = {s: s.member.flat(gradients[s.member])[: s.member.resident] for s in states}
             updates.append(ResidentUpdate(self._device, self._algorithm, given, groups, decision))
         self._share_scratch(updates)
         return updates
+
+    @torch.no_grad()
+    def take_over(self, members: Iterable[Member]) -> None:
+        """Let masters of `members`, which no update changes now, take over what others have written."""
+        self._take_over([self._states[member] for member in members if member in self._states])
+
+    def _take_over(self, states: Iterable[ResidentState]) -> None:
+        """Let masters take over what others have written to their weights, which nothing may have counted."""
+        apart = [s for s in states if s.master is not s.weight and not s.member.is_apart]
+        if self._written is None or not apart:
+            return
+        whole = [state for state in apart if state.weight.dtype == torch.float32]
+        if whole:
+            # Equal where nobody has written.
+            torch._foreach_copy_([state.master for state in whole], [state.weight for state in whole])
+        rounded = [state for state in apart if state.weight.dtype != torch.float32]
+        self._written.take_over_all([s.weight for s in rounded], [s.master for s in rounded])
 
     def _share_scratch(self, updates: Sequence[ResidentUpdate]) -> None:
         # Of empty shards, too: their views are of a tensor on the device.

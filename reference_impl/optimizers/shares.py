@@ -32,6 +32,7 @@ from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.layout import Member, NewWeights, local_numel, members_of
 from reference_impl.optimizers.options import Options, Streaming
 from reference_impl.optimizers.resident import ResidentShare, ResidentUpdate
+from reference_impl.optimizers.writes.sums import WrittenWeights
 
 if TYPE_CHECKING:
     from reference_impl.optimizers.auto_split import MatrixBytes
@@ -45,7 +46,8 @@ class PreparedStep:
 
     `arrivals` are those of the gradients that the CPU's part takes at the begin, `gradients` those of members with a
     part on the device. The CPU updates the buckets `first`, by deadline, then `last`, which hold members that stream in
-    part. `split` updates the resident part of members that the CPU updates in part, `whole` that of all others.
+    part. `split` updates the resident part of members that the CPU updates in part, `whole` that of all others. Others
+    have `written` weights of the CPU's part.
     """
 
     step: CpuStep
@@ -55,6 +57,7 @@ class PreparedStep:
     last: Sequence[Bucket]
     split: ResidentUpdate
     whole: ResidentUpdate
+    written: WrittenWeights[Member] | None
 
 
 class Shares:
@@ -72,6 +75,7 @@ class Shares:
         whole_members: never split a member between buckets of the CPU share.
         matrices: the formulas of those of `params` that are updated in matrices: these stay or stream, and the split
             between streaming and the CPU is that of all others.
+        follows_writes: see `CpuShare`.
     """
 
     def __init__(
@@ -84,16 +88,17 @@ class Shares:
         options: Options,
         whole_members: bool,
         matrices: Mapping[torch.Tensor, MatrixAlgorithm],
+        follows_writes: bool,
     ) -> None:
         self._device = device
         self._ranks = options.budgets.ranks
         self._members: list[Member] = []
-        self._resident = ResidentShare(device, algorithm)
+        self._resident = ResidentShare(device, algorithm, follows_writes=follows_writes)
         self._streamed: StreamedShare | None = None
         self._ahead = 0
         streamed_bytes = 0.0
         if split == "auto" or split[1] > 0 or options.streaming != Streaming() or matrices:
-            self._streamed = _streamed_share(device, algorithm, options.streaming)
+            self._streamed = _streamed_share(device, algorithm, options.streaming, follows_writes)
             everything, params = params, [param for param in params if param not in matrices]
             sizes = [(local_numel(param), param.element_size()) for param in params]
             each = _state_bytes(sizes, device, algorithm, options.streaming)
@@ -130,6 +135,7 @@ class Shares:
             options.cpu,
             whole_members=whole_members,
             streamed_bytes=streamed_bytes * self.split.streamed / (self.split.cpu or 1.0),
+            follows_writes=follows_writes,
         )
         # Copies in flight use buffers that die with this object.
         self._dropped = weakref.finalize(self, device.synchronize)
@@ -249,7 +255,8 @@ class Shares:
             self._cpu.send(decision, factors)
         last = [bucket for bucket in buckets if _streams_in_part(bucket)]
         first = [bucket for bucket in buckets if not _streams_in_part(bucket)]
-        return PreparedStep(step, arrivals, gradients, first, last, of_split, of_whole)
+        written = self._cpu.compare(arrivals)
+        return PreparedStep(step, arrivals, gradients, first, last, of_split, of_whole, written)
 
     def begin(self, prepared: PreparedStep) -> None:
         """Begin a prepared step: let it own its gradients, and queue its updates, the CPU's by deadline.
@@ -275,6 +282,7 @@ class Shares:
                 new_weights=self._new_weights,
                 arrived=arrived,
                 last_use=last_use,
+                written=prepared.written,
             )
         if prepared.first:
             submit(prepared.first)
@@ -292,12 +300,16 @@ class Shares:
             if bucket.is_complete and not any(piece.member.on_device for piece in bucket.pieces)
         ]
 
-    def submit(self, bucket: Bucket, step: CpuStep) -> None:
+    def compare(self, bucket: Bucket) -> WrittenWeights[Member] | None:
+        """Find the weights of a complete bucket that others have written, for `submit`; allocates."""
+        return self._cpu.compare(dict.fromkeys(piece.member for piece in bucket.pieces))
+
+    def submit(self, bucket: Bucket, step: CpuStep, written: WrittenWeights[Member] | None) -> None:
         """Queue the CPU update of a complete bucket during backward."""
         arrived = self._cpu.arrived()
         members = dict.fromkeys(piece.member for piece in bucket.pieces)
         self._cpu.take(step, {m: m.arrival for m in members if m.arrival is not None})
-        self._cpu.submit([bucket], step, self._new_weights, arrived=arrived, last_use=None)
+        self._cpu.submit([bucket], step, self._new_weights, arrived=arrived, last_use=None, written=written)
 
     def _new_weights(self, member: Member) -> Iterator[NewWeights]:
         """Yield the new weights of a member that the device has and its parameter has not."""
@@ -369,6 +381,19 @@ class Shares:
         if self._streamed is not None and member in self._streamed:
             self._streamed.refresh_masters([member])
 
+    def note_weight(self, member: Member) -> None:
+        """Note that the master is what the weight says now."""
+        self._cpu.note_weight(member)
+
+    def written(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter, see `StateParts`."""
+        self._resident.take_over(members)
+        compared = self._cpu.compare(members)
+        found = set() if compared is None else set(compared.read())
+        if self._streamed is not None:
+            found.update(self._streamed.written([m for m in members if m in self._streamed]))
+        return [member for member in members if member in found]
+
     def close(self) -> None:
         """Stop the workers and give the memory of both tiers back."""
         streamed = [] if self._streamed is None else [self._streamed.close]
@@ -379,7 +404,9 @@ class Shares:
             self._dropped.detach()
 
 
-def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) -> StreamedShare:
+def _streamed_share(
+    device: Device, algorithm: Algorithm, streaming: Streaming, follows_writes: bool
+) -> StreamedShare:
     from reference_impl.optimizers.streamed.share import StreamedShare
     from reference_impl.optimizers.streamed.storage import StateFormat
 
@@ -389,6 +416,7 @@ def _streamed_share(device: Device, algorithm: Algorithm, streaming: Streaming) 
         chunk_bytes=streaming.chunk_bytes,
         prefetch_bytes=streaming.prefetch_bytes,
         state_format=StateFormat.of(streaming.states, algorithm, device),
+        follows_writes=follows_writes,
     )
 
 

@@ -175,6 +175,10 @@ class SavedOptimizer(HostedOptimizer):
             before(self)
         self._finish_for_saving()
         self._follow_writes()
+        if self._follows_writes:
+            members = list(self._members.values())
+            for member in self._finished(members).written(members):
+                self._follow(member)
         keys: dict[torch.Tensor, int] = {}
         groups = []
         for group, algorithm in zip(self.param_groups, self._algorithms, strict=True):

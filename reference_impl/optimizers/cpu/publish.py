@@ -10,7 +10,7 @@ Explained in docs/optimizer-offloading.md.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -24,10 +24,14 @@ class Publisher:
 
     A member's flag is down from `expect` to `release`: until then its copy may not have been started, and there is no
     event that a reader could wait for.
+
+    Args:
+        device: where the weights are.
+        note: called for each whose new weight is on the device, on the stream of the copy.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, note: Callable[[Member], None] = lambda _: None) -> None:
+        self._device, self._note = device, note
         self._sources: dict[Piece, torch.Tensor] = {}
         self._flags: dict[Member, threading.Event] = {}
         # Members whose weights are new at home, and may be old on the device.
@@ -71,6 +75,7 @@ class Publisher:
             for part in new_weights:
                 self._device.wait(part.event)
                 part.target.copy_(part.weights)
+            self._note(member)
             member.published = self._device.record()
 
     def release(self, member: Member) -> None:

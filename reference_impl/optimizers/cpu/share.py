@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from reference_impl.device import Device, Event
+from reference_impl.memory.absent import is_absent
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.ledger import unseen
@@ -28,6 +29,7 @@ from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_beside
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
+from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, can_add_up
 
 
 class CpuShare:
@@ -42,6 +44,7 @@ class CpuShare:
         whole_members: never split a member between buckets.
         streamed_bytes: states that stream in beside, for each element of this share.
         gradients: what brings gradients, where those of another share leave with them.
+        follows_writes: masters follow weights that others write past every counter, see `compare`.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class CpuShare:
         whole_members: bool,
         streamed_bytes: float = 0.0,
         gradients: GradientMover | None = None,
+        follows_writes: bool = True,
     ) -> None:
         self._device = device
         self._kernel = CpuKernel(algorithm)
@@ -62,7 +66,9 @@ class CpuShare:
         self._moments = algorithm.moments
         self._numbers = HostArena(device, slab_bytes=2**21)
         self._gradients = gradients or GradientMover(device)
-        self._publisher = Publisher(device)
+        adds_up = follows_writes and can_add_up(device)
+        self._sums: WeightSums[Member] | None = WeightSums(device, self._numbers) if adds_up else None
+        self._publisher = Publisher(device, note=partial(_note, self._sums))
         threads = options.threads or threads_beside(streamed_bytes)
         # An fp32 block for each worker, which takes one with its first task: it stays in the cache of its core.
         with unseen():
@@ -94,9 +100,14 @@ class CpuShare:
             # A worker that waits for a gradient, or a forward for a weight, is idle meanwhile.
             self._device.latency_sensitive.add(self)
         self.refresh_masters(members)
+        if self._sums is not None:
+            self._sums.add(_own_weights(members))
 
     def forget(self, members: Iterable[Member]) -> None:
         """Drop the buckets of `members`, which no step has used; each bucket is theirs alone."""
+        members = list(members)
+        if self._sums is not None:
+            self._sums.forget(members)
         for member in members:
             for piece in member.pieces:
                 bucket = self._buckets.pop(piece, None)
@@ -112,6 +123,7 @@ class CpuShare:
         """Make the masters of `members` from the parameters as they are, through staging if they are on the device."""
         arrivals: list[tuple[torch.Tensor, torch.Tensor, Event]] = []
         computed = self._device.record()
+        members = list(members)
         for member in members:
             weight = member.flat(member.weight)
             for piece in member.pieces:
@@ -127,6 +139,19 @@ class CpuShare:
         for master, staging, event in arrivals:
             event.synchronize()
             master.copy_(staging)
+        for member in members:
+            self.note_weight(member)
+
+    def note_weight(self, member: Member) -> None:
+        """Note, on the live current stream, that the weight is what its master says: who writes it later is seen."""
+        _note(self._sums, member)
+
+    def compare(self, members: Iterable[Member]) -> WrittenWeights[Member] | None:
+        """Find, on the live current stream, the weights of `members` that somebody has written since they were noted.
+
+        It must not run beside their updates, and allocates.
+        """
+        return None if self._sums is None else self._sums.compare(_own_weights(members))
 
     def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
         """Start the copy of a gradient, see `GradientMover`; return it, laid out. Changes nothing when it raises."""
@@ -191,19 +216,21 @@ class CpuShare:
         *,
         arrived: Event,
         last_use: Event | None,
+        written: WrittenWeights[Member] | None,
     ) -> None:
         """Queue the updates of `buckets` behind `arrived`, all or none.
 
         Weights are overwritten behind `last_use`, or each one's gradient. Only members whose gradient the step has
         taken take part: of another that of the next step may stand in staging. `new_weights` yields the parts of a
-        member that the device has updated and that go out with the CPU's. The workers wake up once: a bucket at a
+        member that the device has updated and that go out with the CPU's. Masters take over weights that were `written`
+        by others. The workers wake up once: a bucket at a
         time, they took Python's lock from a caller who had not queued the next.
         """
         jobs = []
         for bucket in buckets:
             present = Counter(piece.member for piece in bucket.pieces if piece.member in step.arrivals)
             tasks = self._tasks[bucket]
-            update = BucketUpdate(step, present, len(tasks), new_weights, last_use)
+            update = BucketUpdate(step, present, len(tasks), new_weights, last_use, written)
             jobs += [Job(bucket.deadline, arrived, partial(self.run_task, task, update)) for task in tasks]
         self._workers.submit(jobs)
         step.queued.update(buckets)
@@ -217,6 +244,7 @@ class CpuShare:
         grad_scale, skip = step.scale_and_skip()
         part = None if skip else present_part(task, update.present)
         if part is not None:
+            self._take_over(part, update.written())
             step.count(part.members)
             # A thread has a mode of its own, that of the thread that has started it.
             torch.set_flush_denormal(step.plan.flushes_denormals)
@@ -228,6 +256,19 @@ class CpuShare:
                 after = update.last_use or step.arrivals[member]
                 self._publisher.publish(member, update.new_weights(member), after=after)
             self._publisher.release(member)
+
+    def _take_over(self, task: Task, written: Container[Member]) -> None:
+        """Set masters of the task to those elements of weights `written` by others that they do not round to."""
+        for piece, begin, end in (span for block in task.blocks for span in block):
+            if piece.member in written:
+                start = piece.start + begin - piece.offset
+                weight = piece.member.flat(piece.member.weight)[start : start + end - begin]
+                with unseen():
+                    on_host = torch.empty(weight.shape, dtype=weight.dtype)
+                    self._device.copy_out(on_host, weight, after=[], for_threads=True).synchronize()
+                    master = task.bucket.master[begin:end]
+                    is_rounded = master.to(weight.dtype) == on_host
+                    master.copy_(torch.where(is_rounded, master, on_host.to(master.dtype)))
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 view) of each part of a moment or `master_param` that is here."""
@@ -269,6 +310,20 @@ class CpuShare:
         # Pieces and members know each other, and a parameter should not have to wait for the garbage collector.
         for piece in self._buckets:
             piece.member.pieces.clear()
+
+
+def _note(sums: WeightSums[Member] | None, member: Member) -> None:
+    if sums is not None:
+        sums.note(_own_weights([member]))
+
+
+def _own_weights(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
+    """Return the elements of each weight that are updated on the CPU, but for weights that are not on the device."""
+    return {
+        member: member.flat(member.weight)[member.on_device :]
+        for member in members
+        if member.pieces and member.home is None and not is_absent(member.param_local)
+    }
 
 
 def _by_factors(task: Task, step: CpuStep) -> Iterator[tuple[Task, tuple[float, ...]]]:

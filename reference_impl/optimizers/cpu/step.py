@@ -15,6 +15,7 @@ from reference_impl.device import Event
 from reference_impl.optimizers.cpu.buckets import Bucket
 from reference_impl.optimizers.layout import Member, NewWeights
 from reference_impl.optimizers.step import StepPlan
+from reference_impl.optimizers.writes.sums import WrittenWeights
 
 
 class CpuStep:
@@ -82,9 +83,10 @@ class BucketUpdate:
         tasks: how many jobs update it.
         new_weights: yields the parts of a member that the device has updated and that go out with the CPU's.
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
+        written: the weights that others have written, once that is known.
     """
 
-    __slots__ = ("_left", "_lock", "last_use", "new_weights", "present", "step")
+    __slots__ = ("_left", "_lock", "_written", "last_use", "new_weights", "present", "step")
 
     def __init__(
         self,
@@ -93,12 +95,18 @@ class BucketUpdate:
         tasks: int,
         new_weights: Callable[[Member], Iterable[NewWeights]],
         last_use: Event | None,
+        written: WrittenWeights[Member] | None,
     ) -> None:
         self.step = step
         self.present = present
         self.new_weights = new_weights
         self.last_use = last_use
+        self._written = written
         self._lock, self._left = threading.Lock(), tasks
+
+    def written(self) -> frozenset[Member]:
+        """Return the weights that others have written; waits until the device has compared them."""
+        return frozenset() if self._written is None else self._written.read()
 
     def finish(self) -> list[Member]:
         """Note that a job is done; after the last one return the members of which every piece is updated."""

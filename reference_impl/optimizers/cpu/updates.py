@@ -25,6 +25,7 @@ from reference_impl.optimizers.gradients import factors_of
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.step import StepPlan, snapshot
+from reference_impl.optimizers.writes.sums import WrittenWeights
 
 
 class CpuUpdates:
@@ -44,7 +45,7 @@ class CpuUpdates:
         self._algorithm, self._options, self._gradients = algorithm, options, gradients
         self._open_share: CpuShare | None = None
         self._members: set[Member] = set()
-        self._prepared: tuple[CpuStep, Mapping[Member, Event]] | None = None
+        self._prepared: tuple[CpuStep, Mapping[Member, Event], WrittenWeights[Member] | None] | None = None
 
     def __contains__(self, member: Member) -> bool:
         """Return whether the CPU updates `member`."""
@@ -96,13 +97,14 @@ class CpuUpdates:
         if ours:
             factors, indices = factors_of(ours)
             self._share.send(decision, factors)
-            self._prepared = CpuStep(StepPlan(snapshot(groups), decision), indices), ours
+            step = CpuStep(StepPlan(snapshot(groups), decision), indices)
+            self._prepared = step, ours, self._share.compare(ours)
 
     def begin(self) -> None:
         """Begin the prepared step, which owns its gradients from here on, and hand it to the workers."""
         if self._prepared is None:
             return
-        (step, arrivals), self._prepared = self._prepared, None
+        (step, arrivals, written), self._prepared = self._prepared, None
         self._share.take(step, arrivals)
         self._share.submit(
             sorted(self._share.buckets_of(arrivals), key=lambda bucket: bucket.deadline),
@@ -110,6 +112,7 @@ class CpuUpdates:
             lambda _: (),
             arrived=self._share.arrived(),
             last_use=self._device.record(),
+            written=written,
         )
 
     def wait_for(self, members: Iterable[Member]) -> None:
@@ -129,6 +132,17 @@ class CpuUpdates:
         ours = [member for member in members if member in self._members]
         if ours:
             self._share.refresh_masters(ours)
+
+    def note_weight(self, member: Member) -> None:
+        """Note that the master is what the weight says now."""
+        if member in self._members:
+            self._share.note_weight(member)
+
+    def written(self, members: Iterable[Member]) -> Iterable[Member]:
+        """Return those of `members` that are here and that others have written; waits for the device."""
+        ours = [member for member in members if member in self._members]
+        compared = self._share.compare(ours) if ours else None
+        return () if compared is None else compared.read()
 
     def parts(self, member: Member, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, flat fp32 view) of each part of a moment or `master_param`."""

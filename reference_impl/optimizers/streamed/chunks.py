@@ -24,7 +24,7 @@ from offload_arithmetic.states import ALIGNMENT_ELEMENTS, COMPACT_BLOCK_ELEMENTS
 from reference_impl.device import REACHED, Event
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
-from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.layout import MASTER, Member, Piece
 
 # The fields that are no states: the low bits of masters, and the flags of lower halves where no sign is free for them.
 LOW = "master_low"
@@ -222,6 +222,11 @@ class Chunk:
         It is the last: their own, a bit an element, or a state that is never negative, in its sign.
         """
         return self.fields[-1].name if self.has(LOW) and not self.compact else None
+
+    @property
+    def has_whole_masters(self) -> bool:
+        """Whether fp32 masters stand beside weights that stay on the device, so that others may write these alone."""
+        return self.home is None and (self.has(MASTER) or self.masters is not None)
 
     def has(self, name: str) -> bool:
         """Return whether the state `name` is among the fields."""

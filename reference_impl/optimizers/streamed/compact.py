@@ -70,8 +70,13 @@ def random_parts(random: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the bits (int32) of masters from bf16 weights (int16) and low bits (int16, or int8 for masters of 24)."""
-    return (high.to(torch.int32) << 16) + (low.to(torch.int32) << (8 if low.dtype == torch.int8 else 0))
+    """Return the bits (int32) of masters from bf16 weights (int16) and low bits (int16, or int8 for masters of 24).
+
+    No master is rounded up to zero: somebody has written that weight, and its low bits are of the weight before.
+    """
+    is_written = (low < 0) & ((high & 0x7FFF) == 0)
+    wide = torch.where(is_written, 0, low.to(torch.int32))
+    return (high.to(torch.int32) << 16) + (wide << (8 if low.dtype == torch.int8 else 0))
 
 
 def split(bits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -157,6 +157,7 @@ def _master(weight_ptr, low_ptr, master_ptr, place, inside, in_block):
         low = tl.load(low_ptr + place, mask=in_block, other=0).to(tl.int32)
         if low_ptr.dtype.element_ty == tl.int8:
             low = low << 8
+        low = tl.where((low < 0) & ((high & _MAGNITUDE) == 0), 0, low)
         master = (high + low).to(tl.float32, bitcast=True)
     return master
 

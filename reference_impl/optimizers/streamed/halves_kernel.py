@@ -55,8 +55,12 @@ def _unpack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, bits: tl.constex
         flagged = tl.load(flagged_ptr + place, mask=inside, other=0)
         is_up = flagged >= 0
         tl.store(flagged_ptr + place, flagged & _MAGNITUDE, mask=inside)
-    upper = tl.where((low < 0) & is_up, high - 1, high)
-    tl.store(masters_ptr + place, (upper << 16) | (low & 0xFFFF), mask=inside)
+    is_rounded_up = (low < 0) & is_up
+    upper = tl.where(is_rounded_up, high - 1, high)
+    # No master is rounded up to zero: somebody has written that weight.
+    is_written = is_rounded_up & ((high & 0x7FFF) == 0)
+    master = tl.where(is_written, high << 16, (upper << 16) | (low & 0xFFFF))
+    tl.store(masters_ptr + place, master, mask=inside)
 
 
 @triton.jit

@@ -55,10 +55,14 @@ _BLOCK = 2**16
 
 
 def join(high: torch.Tensor, low: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
-    """Return the bits (int32) of masters from bf16 weights, lower halves (both int16) and flags (bool)."""
+    """Return the bits (int32) of masters from bf16 weights, lower halves (both int16) and flags (bool).
+
+    No master is rounded up to zero: somebody has written that weight, and its lower half is of the weight before.
+    """
     rounded_up = (low < 0) & ~flag
     upper = high.to(torch.int32) - rounded_up.to(torch.int32)
-    return (upper << 16) | (low.to(torch.int32) & 0xFFFF)
+    is_written = rounded_up & ((high & 0x7FFF) == 0)
+    return torch.where(is_written, high.to(torch.int32) << 16, (upper << 16) | (low.to(torch.int32) & 0xFFFF))
 
 
 def split(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

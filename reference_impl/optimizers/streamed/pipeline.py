@@ -68,13 +68,15 @@ class StreamedPipeline:
     valid once the member's last chunk has been queued.
     """
 
-    def __init__(self, device: Device, algorithm: Algorithm, *, ahead: int | None = None) -> None:
+    def __init__(
+        self, device: Device, algorithm: Algorithm, *, ahead: int | None = None, follows_writes: bool = True
+    ) -> None:
         """Queue chunks of at most `ahead` launches beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
         self._device = device
         self._launches_ahead = _QUEUED_AHEAD if ahead is None else ahead
         # The chunks that so many launches are.
         self._ahead = 0
-        self._update = ChunkUpdate(device, algorithm)
+        self._update = ChunkUpdate(device, algorithm, follows_writes=follows_writes)
         # For chunks whose states come in, and for those whose gradients alone do.
         self._slots, self._gradient_slots = Slots(device), Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.

@@ -53,6 +53,7 @@ class StreamedShare:
         remedy: ends the message when the host has too little memory.
         host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states. Then
             nothing is queued ahead of what somebody waits for but by `queue`, because weights may have homes.
+        follows_writes: masters take over weights that others write.
 
     Raises ValueError for a format or `chunk_bytes` that is not possible.
     """
@@ -68,6 +69,7 @@ class StreamedShare:
         state_format: StateFormat | None = None,
         remedy: str = "try a smaller fraction",
         host_gradients: bool = False,
+        follows_writes: bool = True,
     ) -> None:
         self._device = device
         self._budget_bytes = device_budget_bytes
@@ -84,7 +86,9 @@ class StreamedShare:
         )
         self._weights = StreamedWeights()
         self._states = StreamedStates(self._weights)
-        self._pipeline = StreamedPipeline(device, algorithm, ahead=0 if host_gradients else None)
+        self._pipeline = StreamedPipeline(
+            device, algorithm, ahead=0 if host_gradients else None, follows_writes=follows_writes
+        )
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
         self._prepared: ChunkQueue | None = None
@@ -417,6 +421,12 @@ class StreamedShare:
         self.finish(for_writing=True)
         for member in members:
             self._states.refresh_master(member)
+
+    @torch.no_grad()
+    def written(self, members: Iterable[Member]) -> list[Member]:
+        """Finish the step, and return those of `members` whose weights are not what their masters say."""
+        self.finish(for_writing=False)
+        return [member for member in members if not member.is_apart and self._states.is_behind(member)]
 
     def close(self) -> None:
         """Wait for all copies and free the memory on the device and on the host. What is not queued yet is dropped."""

@@ -61,6 +61,18 @@ class StreamedStates:
                 else:
                     self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
 
+    def is_behind(self, member: Member) -> bool:
+        """Return whether somebody has written the weight since its master was the same; waits for the device."""
+        weight, apart = flat_weight(member), self._weights.kept_apart(member)
+        if apart is not None and not torch.equal(apart[1], weight[apart[0] : apart[0] + apart[1].numel()]):
+            return True
+        return any(
+            not torch.equal(master.to(weight.dtype), weight[piece.start : piece.stop].to(master.device))
+            for piece, chunk in self._chunks[member]
+            if chunk.has_whole_masters
+            for master in [self._stored(piece, chunk, MASTER)]
+        )
+
     def _clear_low(self, piece: Piece, chunk: Chunk) -> None:
         """Let the master be the bf16 weight as it is: it has no low bits, and was not rounded."""
         self._stored(piece, chunk, LOW).zero_()

@@ -23,6 +23,7 @@ from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.streamed import packing
+from reference_impl.optimizers.streamed.chunk_masters import ChunkMasters
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
     Chunk,
@@ -53,9 +54,10 @@ NO_NUMBERS = StepNumbers({}, None)
 class ChunkUpdate:
     """Runs the kernels of one chunk after another on the live current stream."""
 
-    def __init__(self, device: Device, algorithm: Algorithm) -> None:
+    def __init__(self, device: Device, algorithm: Algorithm, *, follows_writes: bool = True) -> None:
         self._device = device
         self._algorithm = algorithm
+        self._masters = ChunkMasters(device, follows_writes=follows_writes)
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
         self._joined = JoinedUpdate(device, algorithm)
@@ -67,6 +69,7 @@ class ChunkUpdate:
         Kernels that are compiled, which takes seconds, are built here and not in the first step.
         """
         self._scratch.allocate(chunks)
+        self._masters.expect(chunks)
         self._matrices.allocate(chunks)
         if self._device.compiles:
             self._joined.allocate(chunks)
@@ -112,8 +115,10 @@ class ChunkUpdate:
     def numbers(self, step: StreamedStep, chunks: Sequence[Chunk]) -> StepNumbers:
         """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run.
 
-        They are kept until the next step has begun, which does so behind all updates of this one.
+        They are kept until the next step has begun, which does so behind all updates of this one. Masters that stay on
+        the device take over what others have written.
         """
+        self._masters.before_step(chunks, step.gradients, step.weights)
         one_by_one = (chunk for chunk in chunks if chunk.rounded and not self._joins(chunk))
         rounded = (piece.member for chunk in one_by_one for piece in chunk.pieces)
         members = [member for member in dict.fromkeys(rounded) if member in step.gradients]
@@ -137,6 +142,7 @@ class ChunkUpdate:
         come from the host, flat.
         """
         pieces = [piece for piece in chunk.pieces if piece.member in step.gradients]
+        self._masters.in_slot(chunk, buffer, pieces, step.weights)
         if came_in is None:
             gradients = {piece: step.gradient(piece) for piece in pieces}
         else:

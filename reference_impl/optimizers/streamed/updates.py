@@ -117,6 +117,18 @@ class StateUpdates:
     def follow_weight(self, member: Member) -> None:
         """Do nothing: what streams of an fp32 parameter is the parameter, of which the CPU updates no other part."""
 
+    def note_weight(self, member: Member) -> None:
+        """Note that the master is what the weight says now."""
+        if self._on_cpu is not None:
+            self._on_cpu.note_weight(member)
+
+    def written(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter, see `StateParts`."""
+        found = set(self.streamed.written([m for m in members if m in self.streamed]))
+        if self._on_cpu is not None:
+            found.update(self._on_cpu.written(members))
+        return [member for member in members if member in found]
+
     def closes(self) -> list[Callable[[], None]]:
         """Return what gives memory back and ends threads, the last one first."""
         return [*([] if self._on_cpu is None else [self._on_cpu.close]), self.streamed.close]
