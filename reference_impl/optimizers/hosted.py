@@ -382,7 +382,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     def refresh_masters(self) -> None:
         """Make masters from the parameters as they are, after something else has written these.
 
-        Needed for writes that autograd does not count, through `.data`; for others the next step does it.
+        The next step does it, too, element by element; this drops what masters hold more than their weights as well.
         """
         self.synchronize()
         self._refresh(list(self._members.values()))
