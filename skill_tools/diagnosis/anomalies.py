@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.diagnosis import metrics
@@ -141,8 +142,7 @@ def _collapse(_: Log, of: Series) -> tuple[int, str] | None:
 
 def _after_resume(log: Log, of: Series) -> tuple[int, str] | None:
     """Return where a loss is higher than before a checkpoint was loaded, or, where the log begins there, rises."""
-    marks = [match.start() for match in _RESUMES.finditer(log.text)]
-    mark = next((each for each in reversed(marks) if each < of.points[-1].at), None)
+    mark = next((each for each in reversed(_resumes(log.text)) if each < of.points[-1].at), None)
     if mark is None:
         return None
     first = next(place for place, point in enumerate(of.points) if point.at > mark)
@@ -160,6 +160,11 @@ def _after_resume(log: Log, of: Series) -> tuple[int, str] | None:
     ):
         return first + 1, f"rises from {after[0]:.4g} after the checkpoint was loaded to {after[1]:.4g}"
     return None
+
+
+@lru_cache(maxsize=4)
+def _resumes(text: str) -> tuple[int, ...]:
+    return tuple(match.start() for match in metrics.edges(text, _RESUMES))
 
 
 def _flat(log: Log, of: Series) -> tuple[int, str] | None:

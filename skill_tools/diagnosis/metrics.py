@@ -14,7 +14,7 @@ from skill_tools.diagnosis.log import Log
 # By kind, the names that trainers give to a metric, without the section before it (`actor/`, `train/`).
 _NAMES = {
     "loss": r"(?:lm|train(?:ing)?)[_ ]loss(?:_step)?|loss(?:_step)?",
-    "policy": r"(?:pg|policy|actor|vf|value)_loss",
+    "policy": r"(?:pg|policy|actor|act|vf|value|cri)_loss",
     "norm": r"(?:global_|total_)?grad(?:ient)?s?[._]?[_ ]?norm",
     "reward": r"rewards?|raw_reward|(?:avg|mean)[_ ]reward|score",
     "kl": r"(?:ppo_|approx_?)?kl(?:_loss|_div(?:ergence)?)?",
@@ -25,7 +25,7 @@ _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:[0-9]{1,12}(?:\.[0-9]{0,20})?|\.[0-9]{1
 _VALUE = re.compile(
     r"(?<![\w/.-])(?P<section>(?:[a-z_]{1,24}/){0,3})(?:"
     + "|".join(f"(?P<{kind}>{names})" for kind, names in reversed(_NAMES.items()))
-    + r")(?:/(?:mean|avg))?[\"']?(?:\s{0,3}[:=]\s{0,3}|\s{1,3})[\"']?(?P<value>"
+    + r")(?:/(?:mean|avg))?[\"']?(?:\s{0,3}[:=]\s{0,3}|\s{1,3})[\"']?(?:(?:np\.float(?:16|32|64)|tensor)\()?(?P<value>"
     + _NUMBER
     + ")",
     re.IGNORECASE,
@@ -67,7 +67,7 @@ class Series(NamedTuple):
 def series(log: Log) -> tuple[Series, ...]:
     """Return the series that `log` prints, in the order of their first values."""
     found: dict[tuple[str, str], list[Point]] = {}
-    for match in _matches(log.text):
+    for match in edges(log.text, _VALUE):
         kind = _kind(match)
         name = _name(match)
         point = Point(float(match["value"]), match.start("value"))
@@ -75,12 +75,13 @@ def series(log: Log) -> tuple[Series, ...]:
     return tuple(Series(kind, name, tuple(points)) for (kind, name), points in found.items())
 
 
-def _matches(text: str) -> Iterator[re.Match[str]]:
+def edges(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
+    """Yield the matches of `pattern` in `text`; of a long one, in its beginning and its end."""
     if len(text) <= 2 * EDGE:
-        yield from _VALUE.finditer(text)
+        yield from pattern.finditer(text)
     else:
-        yield from _VALUE.finditer(text, 0, EDGE)
-        yield from _VALUE.finditer(text, len(text) - EDGE)
+        yield from pattern.finditer(text, 0, EDGE)
+        yield from pattern.finditer(text, len(text) - EDGE)
 
 
 def step_at(log: Log, position: int) -> int | None:

@@ -63,6 +63,8 @@ LINES = {
     "deepspeed's examples": "Epoch: 0, Step: 7, Rank: 0, loss = 1.25",
     "tqdm": "train: 7%|7         | 7/100 [00:01<00:10, loss=1.25]",
     "an own loop": "step 7 loss 1.25",
+    "slime": "model.py:679 - step 7: {'train/loss': np.float64(1.25), 'train/grad_norm': np.float64(0.5)}",
+    "a tensor": "step 7 loss: tensor(1.25, device='cuda:0', grad_fn=<NllLossBackward0>)",
 }
 
 
@@ -127,6 +129,12 @@ HEALTHY = {
     "a resume": "Resuming from checkpoint-10\n"
     + steps(loss=FALLING, grad_norm=(1.0, 2.0, 1.5, 2.5, 1.0, 1.1, 0.9, 1.2)),
     "one bad batch": steps(loss=(1.2, 9.9, 1.2, 1.1), grad_norm=(1.0, 40.0, 1.0, 1.0)),
+    "a search for the scale of the loss in Megatron": "".join(
+        f" iteration {step}/ 100 | lm loss: {10.9 - step / 99:.6E} | loss scale: {scale} | grad norm: {norm} |\n"
+        for step, (scale, norm) in enumerate(
+            ((4294967296.0, 0.0), (65536.0, 0.0), (32768.0, 2.1), (32768.0, 1.9))
+        )
+    ),
     "a banner": "!!!!!!! Segfault is what this is not !!!!!!!\n" + "#" * 80 + "\n" + steps(loss=FALLING),
 }
 
