@@ -47,18 +47,42 @@ _FLAT, _LEAST_VALUES, _LEAST_STEPS = 0.02, 6, 50
 _SPIKE = 50.0
 
 
+# What a report says of its numbers without showing them; a warning may say the same, so it counts like a weak one.
+_VERB = r"(?:is|are|was|were|be|becom\w{1,4}|became|goes to|went to|turn\w{0,3} (?:in)?to|stay\w{0,3})"
+_IS = rf"\W{{1,3}}{_VERB}\W(?:\w{{1,12}} ){{0,3}}"
+_GRADIENT = r"\bgrad(?:ient)?s?(?:[ _]norm)?"
+_NO = r"\b[^.\n]{0,30}(?:\bnot|n't|\bnever|\bno longer) "
+_NONSENSE = r"(?:gibberish|garbage|garbled|nonsense)"
+_TEXT = r"(?:completion|generation|rollout|output|response|text)"
+_SAID = {
+    kind: re.compile(pattern, re.IGNORECASE)
+    for kind, pattern in {
+        "nan": rf"(?:\bloss(?:es)?|{_GRADIENT}){_IS}(?:nan|inf)\b",
+        "zero-gradient": rf"{_GRADIENT}{_IS}(?:0(?:\.0{{1,6}})?|zero)(?!\.?\w)",
+        "garbage": rf"\b{_TEXT}s?\b[^.\n]{{0,40}}\b{_NONSENSE}\b|\b{_NONSENSE} {_TEXT}",
+        "flat": rf"\bloss{_NO}(?:go(?:es|ing)? down|decreas|converg|fall|improv)",
+        "flat-reward": rf"\breward{_NO}(?:go(?:es|ing)? up|increas|improv|chang)",
+        "jump-at-resume": r"\bloss\b[^.\n]{0,30}\b(?:jump|spike|explode|higher)[^.\n]{0,40}\b(?:resum|load|restor)",
+    }.items()
+}
+
+
 class Anomaly(NamedTuple):
-    """One thing that is wrong: its kind, its position and line in the log, and what was seen in a few words."""
+    """One thing that is wrong: its kind, its position and line in the log, and what was seen in a few words.
+
+    `is_said` is true where no number shows it and a sentence of the text says it.
+    """
 
     kind: str
     at: int
     line: int
     seen: str
+    is_said: bool = False
 
     @property
     def is_strong(self) -> bool:
         """Whether a healthy run does not show it."""
-        return self.kind not in _WEAK
+        return self.kind not in _WEAK and not self.is_said
 
 
 def find(log: Log) -> tuple[Anomaly, ...]:
@@ -67,17 +91,11 @@ def find(log: Log) -> tuple[Anomaly, ...]:
     found = [anomaly for each in read for anomaly in _of_series(log, each)]
     found += _zero_losses(log, read)
     if match := _GARBAGE.search(log.text):
-        found.append(
-            Anomaly(
-                "garbage",
-                match.start(),
-                log.line_at(match.start()),
-                "generated text is !!!! and nothing else",
-            )
-        )
-    if any(
-        each.kind == "reward" for each in read
-    ):  # where all answers of a group are as good, there is no gradient
+        line = log.line_at(match.start())
+        found.append(Anomaly("garbage", match.start(), line, "generated text is !!!! and nothing else"))
+    found += _said(log, {each.kind for each in found})
+    rewarded = any(each.kind == "reward" for each in read)
+    if rewarded:  # where all answers of a group are as good, there is no gradient
         found = [each for each in found if each.kind != "zero-gradient"]
     return tuple(sorted(found, key=lambda each: (not each.is_strong, each.at)))
 
@@ -211,6 +229,14 @@ def _zero_losses(log: Log, read: Sequence[Series]) -> Iterator[Anomaly]:
         if each.kind == "loss" and len(each.values) - tail >= 3 and (lost or broken):
             at = each.points[tail].at
             yield Anomaly("zero-loss", at, log.line_at(at), f"{each.name} is 0 {_where(log, each, tail)}")
+
+
+def _said(log: Log, shown: set[str]) -> Iterator[Anomaly]:
+    """Yield what sentences of the text say of its numbers, where no number shows it."""
+    for kind, pattern in _SAID.items():
+        if kind not in shown and (match := next(metrics.edges(log.text, pattern), None)) is not None:
+            line = log.line_at(match.start())
+            yield Anomaly(kind, match.start(), line, f'it says "{match.group()}" (line {line})', is_said=True)
 
 
 def _tail(values: Sequence[float], holds: Callable[[float], bool]) -> int:

@@ -298,7 +298,9 @@ def _that_gives(evidence: Evidence) -> Finding | None:
 
 def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Evidence) -> Conclusion:
     fault = found.fault
-    sure = f"if this is {' and '.join(found.depends_on)}, most likely" if found.depends_on else "most likely"
+    sure = "most likely" if found.is_likely else "known to give that here:"
+    if found.depends_on:
+        sure = f"if this is {' and '.join(found.depends_on)}, {sure}"
     change = [told(each, evidence.dialects, evidence.config) for each in fault.change]
     offload = symptoms.load_offloads().get(fault.offload)
     if offload is not None:

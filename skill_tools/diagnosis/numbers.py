@@ -47,6 +47,12 @@ class Found(NamedTuple):
     shown_by: tuple[str, ...]
     depends_on: tuple[str, ...]
 
+    @property
+    def is_likely(self) -> bool:
+        """Whether more of the fault is asked for than one word: several, a release that has it, or two anomalies."""
+        fault = self.fault
+        return len(fault.needs) > 1 or bool(fault.releases) or any(_AND in each for each in fault.shows)
+
 
 @knowledge.derived
 def load_faults() -> tuple[Fault, ...]:

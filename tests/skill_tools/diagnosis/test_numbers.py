@@ -172,6 +172,38 @@ def test_each_kind_of_anomaly_is_found() -> None:
     assert {kind for kind, log in WRONG.items() if kind not in kinds(log)} == set()
 
 
+SAID = {
+    "nan": ("The loss becomes nan after ten steps", "grad_norm is always NaN", "My gradients are all inf"),
+    "zero-gradient": ("grad norm is 0 from the beginning", "The gradient norm stays zero."),
+    "garbage": ("After wake_up the completions are pure gibberish", "it prints garbage output"),
+    "flat": ("the loss does not decrease with offload", "Loss doesn't converge"),
+    "flat-reward": ("reward never increases", "the reward does not change"),
+    "jump-at-resume": (
+        "the loss jumps to 10 when I resume",
+        "Loss is much higher after loading the checkpoint",
+    ),
+}
+
+
+@for_each(SAID.items(), name=lambda case: case[0])
+def test_a_report_may_say_what_is_wrong_with_its_numbers(case: tuple[str, tuple[str, ...]]) -> None:
+    for sentence in case[1]:
+        found = anomalies.find(Log("report.txt", f"Hello\n{sentence}\n"))
+        assert [(each.kind, each.line, each.is_strong) for each in found] == [(case[0], 2, False)], sentence
+
+
+def test_what_a_report_says_is_an_answer_beside_a_fault_that_gives_it_alone() -> None:
+    report = "After wake_up the completions are pure gibberish.\n"
+    found = concluded(report, {"loop.py": "llm = LLM(m, enable_sleep_mode=True)\nllm.sleep(level=2)\n"})
+    assert 'it says "completions are pure gibberish" (line 1)' in found.cause
+    assert "level 2 of vLLM's sleep discards the weights" in found.cause
+    assert answer(report).conclusion is None
+    assert (
+        answer(report, {"loop.py": "llm = LLM(m, enable_sleep_mode=True)\nllm.sleep(level=1)\n"}).conclusion
+        is None
+    )
+
+
 def test_of_a_long_log_the_beginning_and_the_end_are_read() -> None:
     late = "".join(f"step {step} reward: {0.4 if step < 90_000 else 0.0}\n" for step in range(150_000))
     assert "collapse" in kinds(late)
@@ -232,6 +264,13 @@ def test_a_fault_with_evidence_of_its_own_is_the_cause() -> None:
     assert "loss is nan from step 2 on" in found.cause
     assert "two streams" in found.cause
     assert found.others[0].startswith("to be sure: ")
+
+
+def test_one_word_more_than_the_offload_is_known_and_several_are_likely() -> None:
+    one = concluded(NAN, {"run.sh": "swift sft --activation_cpu_offload true\n"})
+    assert "; known to give that here: ms-swift's activation offload" in one.cause
+    several = concluded(NAN, {"run.toml": "[policy.parallelism]\n[train]\nact_offload = true\n"})
+    assert "; most likely cosmos-rl's activation offload" in several.cause
 
 
 def test_a_fault_of_the_offload_alone_is_what_it_may_be() -> None:
