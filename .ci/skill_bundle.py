@@ -21,6 +21,8 @@ TAKEN = (
 LEFT_OUT = (
     *(f"skill_tools/knowledge/{name}" for name in ("rules", "keys", "vocabulary", "messages", "coverage")),
     *(f"skill_tools/knowledge/{name}.yaml" for name in ("keys", "models", "hardware")),
+    # Pictures are for people; the text beside them says the same.
+    "docs/figures",
 )
 
 
