@@ -1,7 +1,7 @@
 """`ActivationOffloader`: saved activations are kept on the host between forward and backward.
 
-Layer-level, it moves what whole layers save; module-level, the inputs of named modules. Either way the step is
-bitwise the same in less device memory. `CheckpointOffloader` recomputes layers; this one does not.
+Layer-level, it moves the tensors that whole layers save; module-level, the inputs of named modules. Either way the
+step is bitwise the same in less device memory. `CheckpointOffloader` recomputes layers; this one does not.
 
 Explained in docs/activation-offloading.md.
 """
@@ -37,7 +37,7 @@ from reference_impl.memory.rates import measure_link
 
 
 class ActivationOffloader(Offloader):
-    """Offloads what layers, or the inputs that modules, save for backward.
+    """Offloads the tensors that layers save for backward, or the inputs that modules save.
 
     >>> with ActivationOffloader(model, num_layers=24):
     ...     train(model)
@@ -64,20 +64,22 @@ class ActivationOffloader(Offloader):
 
         Args:
             model: any module; its blocks are found in its outermost `nn.ModuleList`, or named in `layers`.
-            num_layers: offload what the first so many blocks save; 1 to all.
-            layers: offload what these modules save, given as names or modules. With a budget or a plan only what
-                they save is decided on.
+            num_layers: offload the saved tensors of the first so many blocks; 1 to all.
+            layers: offload the saved tensors of these modules, given as names or modules. A budget or a plan then
+                decides about these tensors alone.
             modules: offload the inputs of all modules whose dotted names end in one of these.
-            activations: whether what layers save moves; False leaves the weights alone to move.
-            weights: whether the layers' weights are held on the host too, while their layer is inactive.
+            activations: whether saved tensors move; with False, which needs `weights=True`, only weights do.
+            weights: whether the layers' weights are on the host too, from the end of a layer's forward until its
+                backward.
             fraction: the share of the bytes to offload, spread evenly over each forward.
             keep_last_bytes: bytes at the end of each forward that stay, since backward needs them at once. Across
                 pipeline ranks, `rank * delta_bytes` keeps more where fewer micro-batches are in flight.
             budget_bytes: instead, the most device bytes that a step may take. The first two steps offload
-                everything, and the second is profiled; from the third on each saved tensor is kept, offloaded or
-                computed again, whichever takes least time. A budget below what must stay raises BudgetError before
-                the second; "least" stands for what must stay, with a little for the allocator's rounding.
-            plan: instead, the plan of an earlier offloader's `plan`, carried out from the first step.
+                everything, and the second is profiled. From the third on each saved tensor is kept, offloaded or
+                computed again, whichever makes the step fastest. "least" is the peak with everything offloaded and
+                1/128 more, for the allocator's rounding. A smaller budget raises BudgetError in the forward of the
+                second or third step.
+            plan: instead, the `plan` of an earlier offloader, carried out from the first step.
             options: see `EngineOptions`.
 
         Raises:
@@ -110,7 +112,7 @@ class ActivationOffloader(Offloader):
             chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
             around = self._around_layer
         if budget_bytes is not None:
-            # The plan leaves no allowance beyond what it measures.
+            # A plan counts every byte: an allowance would come on top of the budget.
             options = {"in_flight_bytes": 0, **options}
         try:
             super().__init__(model, **options)
@@ -152,7 +154,7 @@ class ActivationOffloader(Offloader):
 
     @property
     def plan(self) -> BudgetPlan | None:
-        """What a budget has decided, for printing or for the next job; None before the third step."""
+        """The plan, for printing or for the next job; a budget has none before the third step."""
         return None if self._budget is None else self._budget.plan
 
     def _largest_small_bytes(self) -> int:
@@ -211,7 +213,7 @@ def _check_choices(
     budget_bytes: Budget | None,
     plan: BudgetPlan | None,
 ) -> None:
-    """Raise ValueError for two ways of choosing where or what, or a budget that is none."""
+    """Raise ValueError for two ways of choosing at once, an empty list, or a budget that is another word."""
     check_one_choice(num_layers=num_layers, layers=layers, modules=modules)
     check_one_choice(modules=modules, budget_bytes=budget_bytes, plan=plan)
     if modules is not None and not modules:

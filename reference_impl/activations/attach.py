@@ -1,7 +1,7 @@
 """Finds a model's blocks, wraps code around their forward, and removes it again.
 
-Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. What that code does is
-up to the caller.
+Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. The caller decides
+what the code does.
 
 Explained in docs/activation-offloading.md.
 """
@@ -33,10 +33,10 @@ _NO_PART_OF_A_GRAPH = (
 
 
 class WrappedCall:
-    """What stands in one slot of a module, `forward` or its compiled call, while anything is to run around it.
+    """The callable in one slot of a module, `forward` or its compiled call, while wrappers run around that call.
 
-    All wrappers of a slot share one: each may go in any order, and what somebody else puts on top of it later stays,
-    with nothing more underneath than the module's own call.
+    All wrappers of a slot share one `WrappedCall`, so they may be removed in any order. A patch that somebody else puts
+    on top later stays; once all wrappers are removed it calls the module's own forward alone.
     """
 
     def __init__(self, module: nn.Module, slot: str) -> None:
@@ -51,7 +51,7 @@ class WrappedCall:
 
     @staticmethod
     def on(module: nn.Module) -> WrappedCall:
-        """Return the one on `module`'s outermost call, which is made where there is none."""
+        """Return the `WrappedCall` on `module`'s outermost call; make it where there is none."""
         slot = "forward" if module.__dict__.get(_COMPILED) is None else _COMPILED
         standing = getattr(module.__dict__.get(slot), _MARK, None)
         return (
@@ -62,11 +62,11 @@ class WrappedCall:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is still what the module calls."""
+        """Whether the module still calls it."""
         return self._method is not None and self._module.__dict__.get(self._slot) is self._method
 
     def add(self, around: Around) -> Callable[[], None]:
-        """Run `around` outside all others; return what undoes it."""
+        """Run `around` outside all other wrappers; return a function that removes it."""
         # An object of its own, since the same `around` may be there twice.
         added: Around = functools.partial(around)
         undo = functools.partial(self._remove, added)
@@ -87,17 +87,17 @@ class WrappedCall:
             return
         self._undo_state()
         if not self.is_in_place:
-            # Somebody's own patch is on top, and may call this: it does nothing any more.
+            # Somebody else's patch is on top, and may call this method, which only passes the call on from now on.
             return
         if self._beneath is None:
             del self._module.__dict__[self._slot]
         else:
             self._module.__dict__[self._slot] = self._beneath
-        # It knows this one, and the module with its weights would have to wait for the garbage collector.
+        # In a cycle with its method, the module and its weights would wait for the garbage collector.
         self._method = None
 
     def _take_out(self, state: dict[str, Any]) -> None:
-        """Make `state` of a copy what it is without wrappers."""
+        """Remove the wrappers from `state`, the attributes of a copy."""
         if state.get(self._slot) is not self._method:
             return
         del state[self._slot]
@@ -114,7 +114,7 @@ class WrappedCall:
                 # With fullgraph=True the compiler raises this instead of going on outside of its graph.
                 torch._dynamo.graph_break(msg=_NO_PART_OF_A_GRAPH)
             inner = self._own_call(module)
-            # A copy that came about in an unforeseen way is a plain module.
+            # A copy that was made in an unforeseen way runs without wrappers.
             for around in self._arounds if module is self._module else ():
                 inner = functools.partial(_call_around, around, inner, module)
             return inner(*args, **kwargs)
@@ -144,7 +144,7 @@ def _call_around(around: Around, forward: Forward, module: nn.Module, /, *args: 
 
 
 def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:
-    """Run `around(forward, module, args, kwargs)` in place of `module`'s forward; return what undoes it.
+    """Run `around(forward, module, args, kwargs)` in place of `module`'s forward; return a function that removes it.
 
     A compiled module is wrapped outside its compiled code. A copy of a wrapped module, deep or pickled, is plain.
     """
@@ -160,8 +160,8 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
-    """Have `change(state)` see the state of each copy of `module`, deep or pickled; return what undoes it."""
-    # Let go of once it is undone: whoever has `undo` is often whom `change` knows.
+    """Call `change(state)` with the attributes of each deep or pickled copy of `module`; return an undo function."""
+    # Released by `undo`: whoever holds `undo` is often the object that `change` is bound to, and that is a cycle.
     held = [change]
     changes = getattr(module.__dict__.get("__getstate__"), "changes", None)
     if changes is not None:
@@ -193,7 +193,7 @@ def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of `model` by name, in order: what its largest `nn.ModuleList` holds, and lists inside it.
+    """Return the blocks of `model` by name, in order: the modules in its largest `nn.ModuleList` and lists inside it.
 
     Raises ValueError when the model has no `nn.ModuleList`.
     """
@@ -256,7 +256,7 @@ def first_blocks(model: nn.Module, num_layers: int | None) -> list[nn.Module]:
 
 
 def refuse_checkpointing(model: nn.Module, instead: str) -> None:
-    """Raise ValueError where Hugging Face's checkpointing of `model` is on, beside which `instead` computes again."""
+    """Raise ValueError where Hugging Face's checkpointing of `model` is on: `instead` computes layers again too."""
     for name, module in model.named_modules():
         if _computes_again(module):
             raise ValueError(
@@ -277,7 +277,7 @@ def _computes_again(module: nn.Module) -> bool:
 def named_layers(model: nn.Module, layers: Iterable[str | nn.Module]) -> list[nn.Module]:
     """Return the modules that `layers` names or holds.
 
-    Raises ValueError for a name that the model does not have, with the nearest ones, and where there is none.
+    Raises ValueError for an empty list, and for a name that the model does not have; it gives the nearest ones.
     """
     _refuse_one_name(layers)
     names = dict(model.named_modules())

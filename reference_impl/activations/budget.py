@@ -1,4 +1,4 @@
-"""Chooses what to keep, offload and recompute: the least time under a budget of device memory.
+"""Chooses which saved tensors to keep, offload and recompute: the least time under a budget of device memory.
 
 A copy costs no time while the link keeps up with the computation, and its full time once it does not; recomputing
 costs what the operation costs. So the results that are cheapest to recompute are recomputed, the last ones saved stay
@@ -27,7 +27,7 @@ _MOST_CANDIDATES = 64
 
 
 class BudgetError(ValueError):
-    """The budget is smaller than what has to stay on the device."""
+    """The budget is smaller than the bytes that must stay on the device, `least_bytes`."""
 
     def __init__(self, *, budget_bytes: int, least_bytes: int) -> None:
         super().__init__(
@@ -40,10 +40,10 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledStorage:
-    """One saved storage: what it is, its bytes, when forward saves and backward needs it, what recomputing costs.
+    """One saved storage: the operator that made it, its bytes, when forward saves and backward needs it, and its cost.
 
-    Times count computation alone, each pass from 0. `recompute_s` is None where it cannot be recomputed; otherwise
-    it is computed from the storages `made_from`, given by their places in the order of saving, and weights.
+    Times count computation alone, each pass from 0. `recompute_s` is None where the storage cannot be recomputed.
+    Otherwise it is recomputed from weights and the storages `made_from`, given by their places in the order of saving.
     """
 
     name: str
@@ -58,8 +58,8 @@ class ProfiledStorage:
 class StepProfile:
     """A step with everything offloaded: its storages in the order of saving, compute times, peaks, and the link.
 
-    `forward_peak_bytes` includes the loss. `backward_peak_bytes[n]` is the peak after `n` storages were needed. Both
-    are without what came early.
+    `forward_peak_bytes` includes the loss. `backward_peak_bytes[n]` is the peak after `n` storages were needed.
+    Neither counts prefetched bytes.
     """
 
     storages: tuple[ProfiledStorage, ...]
@@ -73,13 +73,13 @@ class StepProfile:
 
     @property
     def peak_bytes(self) -> int:
-        """The least that any plan can reach without recomputing: the peak of this step."""
+        """The peak of this step: no plan that recomputes nothing has a lower one."""
         return max(self.forward_peak_bytes, *self.backward_peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetPlan:
-    """One decision for each saved storage of a step, with what it is predicted to cost."""
+    """One decision for each saved storage of a step, with the step's predicted time and peak."""
 
     names: tuple[str, ...]
     size_bytes: tuple[int, ...]
@@ -103,13 +103,13 @@ class BudgetPlan:
         )
 
     def bytes_of(self, decision: Decision) -> int:
-        """Return how many bytes are decided so."""
+        """Return the bytes of all storages with this `decision`."""
         return sum(
             size for size, each in zip(self.size_bytes, self.decisions, strict=True) if each is decision
         )
 
     def __str__(self) -> str:
-        """Return a table: what, how many, how many GiB, decision."""
+        """Return a table: operator, number of storages, GiB, decision."""
         groups: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         for name, size, decision in zip(self.names, self.size_bytes, self.decisions, strict=True):
@@ -184,7 +184,7 @@ def plan_budget(profile: StepProfile, budget_bytes: int, *, recomputing: bool = 
 
 
 def _decide(profile: StepProfile, recomputed: set[int], budget_bytes: int) -> tuple[list[Decision], int]:
-    """Keep the last saved that fit, since backward needs them first; offload the rest. Return the peak too."""
+    """Keep the last saved that fit, since backward needs them first; offload the rest. Return the peak bytes too."""
     storages = profile.storages
     rank = {index: position for position, index in enumerate(_by_need(profile))}
     decisions = [Decision.OFFLOAD] * len(storages)
@@ -214,7 +214,7 @@ def _by_need(profile: StepProfile) -> list[int]:
 
 
 def _first_users(profile: StepProfile, recomputed: set[int]) -> dict[int, int]:
-    """Return, for each storage that a recomputation needs before its own turn, whose recomputation that is first."""
+    """Return, for each storage that a recomputation needs early, the first storage whose recomputation needs it."""
     by_need = _by_need(profile)
     rank = {index: position for position, index in enumerate(by_need)}
     users: dict[int, int] = {}

@@ -42,7 +42,7 @@ class BudgetPolicy:
         budget_bytes: Budget | None,
         plan: BudgetPlan | None,
     ) -> None:
-        """Take a `plan`, or profile for one within `budget_bytes`, or within the least bytes possible."""
+        """Take `plan`, or make one within `budget_bytes` from a profiled step ("least": the smallest)."""
         self._headroom = headroom
         self._device = device
         self._measure_link = measure_link
@@ -67,9 +67,9 @@ class BudgetPolicy:
         return self.plan.decisions[run.length] if is_as_planned else Decision.OFFLOAD
 
     def start_run(self, run: ForwardPass) -> None:
-        """Look at what the last step has shown, and profile this one while there is no plan.
+        """Compare the last step's peak with the budget; without a plan, profile this step, or plan from the last one.
 
-        Raises BudgetError when the budget is below what must stay, ValueError where nobody counts device bytes.
+        Raises BudgetError if the budget is below the bytes that must stay, ValueError where nobody counts device bytes.
         """
         if self.plan is not None:
             if self._budget_bytes is not None:
@@ -90,7 +90,7 @@ class BudgetPolicy:
             self._begin_profile(run)
 
     def _check_least(self) -> None:
-        """Refuse what the first step, whose times say nothing, shows by its memory to be impossible."""
+        """Raise BudgetError if the first step took more: its times say nothing, but its memory does."""
         least_bytes = self._headroom.seen_peak_bytes() or 0
         if isinstance(self._budget_bytes, int) and self._budget_bytes < least_bytes:
             raise BudgetError(budget_bytes=self._budget_bytes, least_bytes=least_bytes)
@@ -108,7 +108,7 @@ class BudgetPolicy:
         self._make_plan(run)
 
     def _check_peak(self, run: ForwardPass) -> None:
-        """Do something about a step above the budget: allow less to come early first, then plan anew."""
+        """Answer a step above the budget: first with less prefetch, then with a new plan."""
         assert isinstance(self._budget_bytes, int)
         peaks = self._headroom.learnt_peaks()
         if peaks is None:

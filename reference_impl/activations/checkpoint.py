@@ -1,9 +1,9 @@
 """`CheckpointOffloader`: recomputes each layer in backward, and keeps the layer inputs on the host meanwhile.
 
 Layer inputs are few bytes for much computation, so their copies always hide; each is copied back while the layer
-above it is being recomputed. What the model saves outside its layers is offloaded too if it is no larger than a
-layer's input: the inputs of the last norm and of the head, but not the logits, which backward needs at once. Results
-that are expensive to recompute can be kept instead, also on the host. `recompute` computes a layer again.
+above it is being recomputed. Tensors that the model saves outside its layers are offloaded too if they are no larger
+than a layer's input: the inputs of the last norm and of the head, but not the logits, which backward needs at once.
+Results that are expensive to recompute can be kept instead, also on the host. `recompute` computes a layer again.
 
 Explained in docs/activation-offloading.md.
 """
@@ -122,8 +122,8 @@ class CheckpointOffloader(Offloader):
     def _outside_layers(self, model: nn.Module, run: ForwardPass) -> Iterator[None]:
         with self.engine.saving(model, self._outside):
             yield
-        # Backward would use what waits longer without its copy, and hold it until the host sees the copy's end: with
-        # the host far ahead, that is after the optimizer's step.
+        # Backward would use an original that still waits for its copy, and hold it until the host sees the copy's end:
+        # with the host far ahead, that is after the optimizer's step.
         self.engine.headroom.let_all_go(run)
 
     def _around_layer(
@@ -131,7 +131,7 @@ class CheckpointOffloader(Offloader):
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Only what checkpoint gets by position is saved through the engine.
+        # `recomputed` saves tensors that it gets by position, none inside containers or keyword arguments.
         call, leaves = repeatable(forward, args, kwargs)
         input_bytes = max(
             (leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()),
@@ -139,7 +139,7 @@ class CheckpointOffloader(Offloader):
         )
         self._outside.limit_bytes = input_bytes
         self._largest_input_bytes = max(self._largest_input_bytes, input_bytes)
-        # The outer one has the attention of all modules: of two that keep the same, the inner one would hide it.
+        # `attention` is active around all modules. An operation that both keep would be hidden from it by `results`.
         attention = KeptResults(self._save, _ATTENTION) if self._keeps_attention else None
         results = KeptResults(self._save, _EXPENSIVE - _ATTENTION if attention else _EXPENSIVE)
 
@@ -154,7 +154,7 @@ class CheckpointOffloader(Offloader):
             finally:
                 self._results.pop()
 
-        # The layer's caller holds the input while the layer runs: until then it takes no memory to wait for its copy.
+        # The caller holds the layer's input while the layer runs, so it takes no further memory to wait for its copy.
         with self.engine.saving(layer, self._share), self.engine.headroom.allowing(input_bytes):
             return recomputed(body, *leaves)
 
@@ -174,7 +174,7 @@ class CheckpointOffloader(Offloader):
 class LegacyCheckpointOffloader(Offloader):
     """Recomputation with blocking copies of the layer inputs on the compute stream: the slow baseline.
 
-    This is what Axolotl calls `legacy`. It does not keep the random state, so dropout differs on recomputation.
+    Axolotl calls it `legacy`. It does not keep the random state, so dropout differs on recomputation.
     """
 
     def __init__(self, model: nn.Module, **options: Unpack[EngineOptions]) -> None:
@@ -215,7 +215,7 @@ class _BlockingCheckpoint(torch.autograd.Function):
 class KeptResults(TorchDispatchMode):
     """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
 
-    Those of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
+    Results of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
     recomputed layer saves for backward exactly what it would have saved. Random numbers that an operation has taken,
     for dropout, are skipped where its result is handed back.
     """
@@ -226,7 +226,7 @@ class KeptResults(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._save = save
         self._operations = operations
-        # With the state of the generator afterwards, of an operation that drops.
+        # Each with the generator's state after it, if the operation has dropout.
         self._results: list[tuple[Any, torch.Tensor | None]] = []
         self._passes = 0
         self._next = 0

@@ -3,8 +3,8 @@
 While a module runs inside `saving()`, autograd hands each tensor that it saves to `pack` and gets a token back. If
 the policy offloads a storage, its D2H copy starts at once, behind an event on the current stream, and the storage
 stays on the device only until the copy has read it. `unpack` brings it back. Parameters, buffers, their views and
-casts of them never move; neither do small tensors, tensor subclasses and what a recomputation inside backward saves,
-since that is used next.
+casts of them never move; neither do small tensors, tensor subclasses, and tensors that a recomputation inside
+backward saves, since they are used next.
 
 The engine does not know modules or layers; `attach` and the offloaders do.
 
@@ -47,7 +47,7 @@ class SavedTensorEngine:
         self.kept_bytes = 0
         self.recomputed_bytes = 0
         self._min_bytes = min_bytes
-        # Of what has stayed because it is smaller.
+        # Of tensors that have stayed because they are below `min_bytes`.
         self.largest_small_bytes = 0
         self._orders = BackwardOrders()
         self.weights = Weights()
@@ -60,7 +60,7 @@ class SavedTensorEngine:
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[ForwardPass]:
-        """Make what is saved inside one run: a forward of `model`."""
+        """Count all that is saved inside as one run: a forward of `model`."""
         self.device.refuse_capture("activation offload")
         self.weights.refresh(model)
         self._kept.clear()
@@ -82,10 +82,10 @@ class SavedTensorEngine:
         only: set[int] | None = None,
         bring_weights: Callable[[], None] | None = None,
     ) -> AbstractContextManager[object]:
-        """Return a context in which `policy` decides about what autograd saves.
+        """Return a context in which `policy` decides about each storage that autograd saves.
 
-        With `only`, identities of storages, all others are left to whichever hooks are active outside. Before a
-        weight is used in backward, `bring_weights` is called.
+        With `only`, a set of the storages' `_cdata`, other storages are left to the hooks that are active outside.
+        `bring_weights` is called before backward uses a weight.
         """
         self.device.refuse_capture("activation offload")
         if not self._is_running and (self._run.is_over or not self._run.has_saved):
@@ -155,7 +155,7 @@ class SavedTensorEngine:
         return MovedTensor(saved, Geometry.of(tensor), VersionProbe(tensor))
 
     def _carry_out(self, decision: Decision, tensor: torch.Tensor, extent: Extent) -> SavedStorage | None:
-        """Do with `extent` what was decided; return what stands for it, or None when it stays."""
+        """Carry out `decision`; return the `SavedStorage` of `extent`, or None when it stays."""
         node = self.tape.node_of(extent.storage) if self.tape is not None else None
         saved = None
         if decision is Decision.KEEP:
@@ -207,7 +207,7 @@ class SavedTensorEngine:
         self.kept_bytes += extent.size_bytes
 
     def _find(self, tensor: torch.Tensor, extent: Extent) -> SavedStorage | None:
-        """Return what stands for the same bytes in the same version, if there is one."""
+        """Return the `SavedStorage` of the same bytes in the same version, if there is one."""
         known = self._moved.get(extent.key)
         # An address alone proves nothing: the allocator may have given it to another storage meanwhile.
         if known is None or known.origin() is not extent.storage or known.version != tensor._version:
@@ -241,6 +241,6 @@ def _restore(token: Token) -> torch.Tensor:
     return token.restore()
 
 
-# Compiled autograd would trace into the copies. This is what torch.compiler.disable sets, without importing the
-# compiler for everybody who never uses it.
+# Compiled autograd would trace into the copies. `torch.compiler.disable` sets the same, but imports the compiler for
+# everybody who never uses it.
 _restore._torchdynamo_disable = True  # type: ignore[attr-defined]

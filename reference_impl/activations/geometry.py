@@ -116,11 +116,11 @@ class Weights:
         self._storages: set[int] = set()
 
     def refresh(self, model: nn.Module) -> None:
-        """Forget what was known and look at `model`."""
+        """Know the storages of `model`, and no others."""
         self._storages = _storages_of(model)
 
     def add(self, module: nn.Module) -> None:
-        """Look at `module` too."""
+        """Know the storages of `module` too."""
         self._storages |= _storages_of(module)
 
     def __contains__(self, storage_id: int) -> bool:
@@ -128,7 +128,7 @@ class Weights:
         return storage_id in self._storages
 
     def own(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is a weight, a view of one, or what autocast has cast from one."""
+        """Whether `tensor` is a weight, a view of one, or one that autocast has cast."""
         if tensor.untyped_storage()._cdata in self._storages:
             return True
         node = tensor.grad_fn

@@ -6,8 +6,8 @@ segment leaves free below the step's peak costs nothing. From then on as many by
 usually the loss needs gigabytes for an instant, which are free during the rest.
 
 On an accelerator the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a
-ledger is open; without one, as few bytes as possible stay in flight. What a forward of another length leaves free is
-not known.
+ledger is open; without one, as few bytes as possible stay in flight. The headroom of a forward of another
+length is not known.
 
 Explained in docs/activation-offloading.md.
 """
@@ -32,7 +32,7 @@ SegmentPeaks = dict[Phase, list[int]]
 
 
 class MeasuredStep:
-    """What one run needs on the device, segment by segment, beyond what it found there."""
+    """Bytes that one run needs on the device, segment by segment, beyond those that were there when it began."""
 
     def __init__(self, device: Device, run: ForwardPass, start_bytes: int) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class MeasuredStep:
     def end(self, movable_bytes: int, live_bytes: int) -> None:
         """End the last segment; `live_bytes` are there as the next step begins.
 
-        What this step leaves behind, as a first one does with the states of its optimizer, later steps find there.
+        Later steps begin with the bytes that this one leaves behind, such as the optimizer's states after the first.
         """
         left_bytes = max(live_bytes - self.start_bytes, 0)
         self.end_span(movable_bytes, left_bytes=left_bytes)
@@ -69,7 +69,7 @@ class MeasuredStep:
     def end_span(self, movable_bytes: int, *, left_bytes: int = 0) -> None:
         """End the running part of a segment; `movable_bytes` are there by the engine's choice alone.
 
-        Between two calls nothing that is movable goes, so what was there at the start was there at the peak.
+        No movable bytes are freed between two calls: those that were there at the start were there at the peak.
         """
         seen_bytes = marked_peak_bytes(self._device) or 0
         self.seen_peak_bytes = max(self.seen_peak_bytes, seen_bytes)
@@ -78,7 +78,7 @@ class MeasuredStep:
         self.peak_bytes = max(self.peak_bytes, peak)
 
     def begin_span(self, movable_bytes: int) -> None:
-        """Go on in the running segment with `movable_bytes`: what has waited until now may be gone."""
+        """Go on in the running segment with `movable_bytes`; originals that waited for their copy may be gone."""
         self._movable_bytes = movable_bytes
         mark_peak(self._device)
 
@@ -173,7 +173,7 @@ class Headroom:
             self._trim(free[self._segment] if self._segment < len(free) else 0)
 
     def start_loss(self, run: ForwardPass) -> None:
-        """Let originals go before what comes after the model's last block."""
+        """Let originals go before the part of the step after the model's last block."""
         free = self._free["loss"]
         with self._letting_go(run, "loss"):
             self._trim(free[0] if free else 0)
@@ -197,7 +197,7 @@ class Headroom:
             self.in_flight.drain()
 
     def prefetched(self, run: ForwardPass) -> None:
-        """Note that what comes early in the running segment is there."""
+        """Note that all prefetches of the running segment have been started: their memory is taken."""
         if self._measuring is not None and self._measuring.is_about(run):
             self._measuring.assume(self._movable_bytes(run))
 
@@ -225,9 +225,9 @@ class Headroom:
 
     @contextmanager
     def _letting_go(self, run: ForwardPass, phase: Phase | None = None) -> Iterator[None]:
-        """Around what lets originals go whose copies are over; with a `phase` a segment of it begins.
+        """Surround code that lets originals go whose copies are over; with a `phase` a segment of it begins.
 
-        Until then they were there, and afterwards not: the peak of either side is judged by what it held.
+        One span ends before the code and another begins after it, since these originals are only in the first.
         """
         measuring = self._measuring
         if measuring is None or not measuring.is_about(run):

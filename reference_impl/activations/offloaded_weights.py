@@ -1,8 +1,8 @@
 """The weights of offloaded layers are held on the host too, from the end of a layer's forward until its backward.
 
-A layer's weights are copied out while it computes. Those that train are copied in every forward. A frozen one is
-sealed while its layer is idle: where the seal is whole at the next forward, and nobody else holds its memory, nobody
-can have written it, and the host's copy serves once more. The device storage is resized to nothing under the weights
+A layer's weights are copied out while it computes. Weights that train are copied in every forward. A frozen weight is
+sealed while its layer is idle. If the seal is whole at the next forward, and nobody else holds its memory, nobody can
+have written it, and the host's copy serves once more. The device storage is resized to nothing under the weights
 and filled again before backward asks for it; views that autograd saved stay valid. After backward every weight is on
 the device for the optimizer.
 
@@ -49,12 +49,12 @@ class OffloadedStorage:
         self.is_on_host = False
 
     def open(self) -> None:
-        """Take the seal off for the layer's forward, and see whether the host's copy is what the weight is."""
+        """Take the seal off for the layer's forward, and note whether the host's copy still has the weight's values."""
         self._is_fresh = self._is_fresh and self._is_untouched()
         mark_present(self._tensor)
 
     def seal(self) -> None:
-        """Hear of whatever may write the weight from here on, if it is frozen and the host's copy is what it is."""
+        """Seal a frozen weight whose values the host's copy has: any write from here on breaks the seal."""
         if self._is_fresh and not self.is_on_host and not self._tensor.requires_grad:
             seal(self._tensor)
 
@@ -77,7 +77,7 @@ class OffloadedStorage:
         return size_bytes
 
     def free_device(self) -> int:
-        """Free the device storage, behind the copy; where forward has written the weight, return what moves again."""
+        """Free the device storage, behind the copy; return the bytes copied again if forward has written the weight."""
         self._is_fresh = self._is_fresh and self._is_as_copied()
         moved_bytes = self.start_offload()
         self._device.wait(self._ready)
@@ -90,7 +90,7 @@ class OffloadedStorage:
         if not self.is_on_host:
             return
         assert self._block is not None
-        # Not the weight's of now: somebody may have given it other memory, and backward reads what it was.
+        # The storage of forward: backward reads it even where somebody has given the weight other memory since.
         resize_storage(self._storage, self._size_bytes)
         after = (self._device.record(), self._ready)
         self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)
@@ -110,7 +110,7 @@ class OffloadedStorage:
             self._block = None
 
     def give_up(self) -> None:
-        """Have the weight refuse to be computed with, unless it is on the device."""
+        """Make every use of the weight raise an error, unless it is on the device."""
         if self.is_on_host:
             mark_absent(self._tensor, self._name, _LOST)
 
@@ -125,7 +125,7 @@ class OffloadedStorage:
         return self.is_on_host or (is_sealed(self._tensor) and _is_held_by_one(self._storage))
 
     def _is_as_copied(self) -> bool:
-        """Whether the weight has the memory that was copied, and its version of then."""
+        """Whether the weight has the memory and the version that were copied."""
         is_same = storage_of(self._tensor)._cdata == self._storage._cdata
         return is_same and self._tensor._version == self._version
 
@@ -186,7 +186,7 @@ class OffloadedWeights:
             self.moved_bytes += storage.free_device()
 
     def bring(self, layer: nn.Module) -> Callable[[], None]:
-        """Return what brings `layer`'s weights before its backward, and starts to bring those of the one before."""
+        """Return a function that brings `layer`'s weights for its backward, and starts on the layer before it."""
 
         def bring() -> None:
             if any(storage.is_on_host for storage in self._storages[layer]):

@@ -1,6 +1,6 @@
-"""What all activation offloaders share: one engine on one model, attached until it is closed.
+"""The base of all activation offloaders: one engine on one model, attached until it is closed.
 
-A mechanism is a subclass that says around which modules the engine is active and with which policy.
+A subclass chooses the modules around which the engine is active, and the policy.
 
 Explained in docs/activation-offloading.md.
 """
@@ -44,13 +44,13 @@ class EngineOptions(TypedDict, total=False):
     """Options of every activation offloader.
 
     min_bytes: smaller storages stay on the device (1 MiB).
-    in_flight_bytes: how much may wait for its copy out in any case (512 MiB; with a budget or recomputed layers 0);
-        less lowers the peak.
-    double_buffering: bring the next storages back while the last ones are used; False: one at a time.
-    host_limit_bytes: the most pinned host memory to take; None: what the host has.
-    reserve_bytes: pinned host memory to take at once (0), so that the first step waits for none. What a step has taken
-        is `arena.reserved_bytes` after it.
-    disk: where to go on when `host_limit_bytes` is full; None: nowhere.
+    in_flight_bytes: bytes on the device that may always wait for their copy to the host (512 MiB; 0 with a budget or
+        recomputed layers). Less lowers the peak.
+    double_buffering: copy the next storages back while backward uses the last ones; False: one at a time.
+    host_limit_bytes: the most pinned host memory to take; None: all that the host has free.
+    reserve_bytes: pinned host memory to allocate at once (0), so that the first step does not wait for it. After a
+        step `arena.reserved_bytes` says how much it has needed.
+    disk: takes the bytes beyond `host_limit_bytes`; None: no disk.
     """
 
     min_bytes: int
@@ -62,21 +62,21 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Forecast:
-    """Tells the arena in the first forward what the next blocks will save, so that its memory is pinned in time.
+    """Tells the arena during the first forward which sizes the next blocks will save, so that they are pinned in time.
 
-    Blocks of a model are mostly alike: what one has saved, the next ones are expected to save. A forecast looks two
-    blocks ahead, so that a wrong one costs little memory. Later steps find everything pinned and need none.
+    Blocks of a model are mostly alike: the next ones are expected to save the same sizes as the last one. A forecast
+    looks two blocks ahead, so a wrong one costs little memory. Later steps find everything pinned and need none.
     """
 
     def __init__(self, arena: HostArena, blocks: Iterable[nn.Module], chosen: Iterable[nn.Module]) -> None:
-        """Look at those of `blocks` that hold a module that was `chosen` to offload."""
+        """Forecast for each of `blocks` that contains a `chosen` module."""
         self._arena = arena
         wanted = set(chosen)
         self._coming = {block for block in blocks if not wanted.isdisjoint(block.modules())}
         self._seen = 0
 
     def end_block(self, block: nn.Module, run: ForwardPass) -> None:
-        """Note that `block` has saved what it will."""
+        """Note that `block`'s forward has ended."""
         if block not in self._coming or not run.has_saved:
             return
         self._coming.discard(block)
@@ -88,7 +88,7 @@ class Forecast:
 class Offloader(Shown, ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager."""
 
-    # A constructor that raises closes what it has made so far: these are there before it begins.
+    # A constructor that raises calls `close()`, which reads these: they are there before it begins.
     _undo: list[Callable[[], None]]
     _tier: Tier | None = None
     _is_closed = False
@@ -169,8 +169,8 @@ class Offloader(Shown, ClosedAtExit):
     def close(self) -> None:
         """Leave the model as it was and give the host memory back. Calling it again does nothing.
 
-        What others have put around the model's forward meanwhile stays. After an error, such as a device that lacks the
-        memory for weights that are held on the host, it may be called again.
+        Wrappers that others have put around the model's forward meanwhile stay. After an error it may be called again,
+        for example where the device lacked memory for weights that are on the host.
         """
         with past_a_lost_device():
             undo_all(self._undo)
@@ -201,7 +201,7 @@ class Offloader(Shown, ClosedAtExit):
         do_undoably(partial(wrap_forward, module, unless_transformed), self._undo)
 
     def _pass_over(self, transform: str) -> None:
-        """Say that modules run as they are inside `transform`. Raises RuntimeError where they cannot."""
+        """Warn once that modules run unchanged inside `transform`. A subclass raises RuntimeError where they cannot."""
         if not self._has_passed_over:
             self._has_passed_over = True
             warnings.warn(
@@ -241,7 +241,7 @@ class Offloader(Shown, ClosedAtExit):
         return result
 
     def _say_if_all_is_small(self) -> None:
-        """Warn, once, where the first forward that trains has saved nothing that is large enough to leave."""
+        """Warn once if the first forward that trains has saved no tensor that is large enough to move."""
         largest_bytes = self._largest_small_bytes()
         moved_bytes = self.engine.offloaded_bytes + self.engine.recomputed_bytes
         self._has_looked = largest_bytes > 0 or moved_bytes > 0
@@ -258,11 +258,11 @@ class Offloader(Shown, ClosedAtExit):
         return 0 if self.engine.kept_bytes else self.engine.largest_small_bytes
 
     def _outside_layers(self, model: nn.Module, run: ForwardPass) -> AbstractContextManager[object]:
-        """Return a context for what `model` saves outside its layers in `run`, by default one that leaves it alone."""
+        """Return a context for the tensors that `model` saves outside its layers in `run`; by default they stay."""
         return nullcontext()
 
     def _start_run(self, run: ForwardPass) -> None:
-        """Do what a mechanism does before each forward of the model."""
+        """Prepare for a forward of the model; by default there is nothing to prepare."""
 
     def _announce_backward(self, result: Any, run: ForwardPass) -> None:
         """Start `run`'s copies back when the gradient of an output arrives, which is after the loss's own peak."""

@@ -1,4 +1,4 @@
-"""What happens to a storage that may move: it stays, it moves, or it is computed again.
+"""Decides about a storage that may move: it stays, it moves, or it is computed again.
 
 A policy decides once for each storage of a run; `engine` carries the decision out.
 
@@ -16,7 +16,7 @@ from reference_impl.activations.run import ForwardPass
 
 
 class Decision(enum.Enum):
-    """The three things that can become of a saved storage."""
+    """Keep a saved storage, offload it, or compute it again."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
@@ -27,7 +27,7 @@ class Policy(Protocol):
     """Decides about the storages of a run, in the order in which they are saved."""
 
     def decide(self, run: ForwardPass, extent: Extent) -> Decision:
-        """Return what is to become of the storage that `run` saves next."""
+        """Return the decision about the storage that `run` saves next."""
 
 
 class EvenFraction:
@@ -50,7 +50,7 @@ class EvenFraction:
         self._last_run_bytes: int | None = None
 
     def decide(self, run: ForwardPass, extent: Extent) -> Decision:
-        """Answer by bytes alone."""
+        """Decide by the bytes that the run has saved so far."""
         if self._run is None or self._run() is not run:
             self._start(run)
         self._seen_bytes += extent.size_bytes

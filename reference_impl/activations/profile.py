@@ -89,7 +89,7 @@ class StepProfiler:
 
     @property
     def has_seen_backward(self) -> bool:
-        """Whether there is something to plan with."""
+        """Whether backward has asked for a storage: without one there is nothing to plan."""
         return any(observed.needed is not None for observed in self._observed.values())
 
     @property
@@ -105,7 +105,7 @@ class StepProfiler:
         self._forward.start()
 
     def saved(self, index: int, size_bytes: int, name: str, recipe: Replay | None) -> None:
-        """Note that storage `index` has `size_bytes`, was made by the operator `name`, and perhaps can be again."""
+        """Note the bytes of storage `index`, the operator `name` that made it, and its recipe, if it has one."""
         sources = recipe.sources() if recipe is not None else set()
         self._observed[index] = _Observation(name, size_bytes, self._forward.stop(), recipe, sources)
 
@@ -132,26 +132,26 @@ class StepProfiler:
         self._backward.stop()
 
     def fetched(self, index: int, flat: torch.Tensor) -> None:
-        """Note when storage `index` was needed first, prove its recipe with `flat`, and go on."""
+        """Note when storage `index` was needed first, and compare its recipe's result with `flat`."""
         observed, run = self._observed.get(index), self._run()
         if observed is not None and observed.needed is None and run is not None:
             observed.needed = self._backward.stop()
             self._prove(observed, flat, run)
-            # The proof, and what it brought early, is no part of the step that is measured.
+            # Neither the proof nor the storages that it brought are part of the step that is measured.
             self._headroom.restart_segment(run)
         self._backward.start()
 
     def result(self, peaks: SegmentPeaks, link: LinkSpeed) -> StepProfile:
         """Return the profile. Waits for the device."""
         forward_s, backward_s = self._forward.seconds(), self._backward.seconds()
-        # Where storages stayed on the device, numbers are not places.
+        # Storages that stayed have numbers too: a number is no place among those that moved.
         places = {index: place for place, index in enumerate(sorted(self._observed))}
         storages = [
             ProfiledStorage(
                 name=observed.name,
                 size_bytes=observed.size_bytes,
                 saved_at_s=forward_s[observed.saved],
-                # What backward never asked for is needed last.
+                # A storage that backward never asked for is needed last.
                 needed_at_s=backward_s[-1 if observed.needed is None else observed.needed],
                 recompute_s=_cost_s(observed.recipe),
                 made_from=tuple(sorted(places[source] for source in observed.sources if source in places)),
@@ -187,7 +187,7 @@ class StepProfiler:
 
 
 def _with_equal_costs(storages: Sequence[ProfiledStorage]) -> tuple[ProfiledStorage, ...]:
-    """Give equal operations the median of their costs: what differs between them is noise."""
+    """Give equal operations the median of their costs: differences between them are noise."""
     costs: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for storage in storages:
         if storage.recompute_s is not None:

@@ -37,8 +37,8 @@ def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
 def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """Return a function for `recomputed`, and its inputs: the leaves of what `forward` is called with.
 
-    Its first call has the very containers, because a layer may leave something in a dictionary for the next one. Later
-    calls have others, with what was in them before the first.
+    Its first call gets the caller's own containers, because a layer may leave something in a dictionary for the next
+    one. Later calls get new containers, with the contents from before the first call.
     """
     leaves, structure = tree_flatten((args, kwargs))
     given = [(args, kwargs)]
@@ -61,8 +61,8 @@ class _AllComputedError(Exception):
 class _Recomputation:
     """One call of a layer, and how it is made again.
 
-    What the graph holds for a tensor is its number in the order in which the layer saves. It is an int because the
-    garbage collector would walk through thousands of objects a step.
+    In place of a tensor the graph holds its number, in the order in which the layer saves. An int is not tracked by the
+    garbage collector, which would otherwise walk through thousands of objects a step.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class _Recomputation:
         remedy = self._inputs.remedy
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            # With its history the layer's second graph would hold itself.
+            # A tensor with its history would hold the layer's second graph, which holds the tensor.
             tensor = tensor.detach() if tensor.requires_grad else tensor
             # A layer that runs a backward of its own asks before its first call has saved everything.
             if len(found) < len(expected):
@@ -184,7 +184,7 @@ class _Saving(torch.autograd.Function):
 
 
 class Surroundings:
-    """What a call depends on beside its inputs: random generators, autocast and the default device."""
+    """The state that a call depends on beside its inputs: random generators, autocast and the default device."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         devices = {each.device for each in inputs if isinstance(each, torch.Tensor)}
@@ -223,7 +223,7 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Have everything as it was at the beginning; what a call takes of random numbers then changes no generator."""
+        """Restore this state inside the context. Random numbers that are taken there change no generator outside."""
         with ExitStack() as stack:
             if self._random is not None:
                 stack.callback(self._set_random, self._random_now())

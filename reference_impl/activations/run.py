@@ -1,4 +1,4 @@
-"""One forward pass and its backward: what was saved, how it comes back, and what is prefetched.
+"""One forward pass and its backward: the saved storages, how they come back, and which are prefetched.
 
 A storage is offloaded once, however many tensors view it. Its memory belongs to the tokens that autograd holds: when
 the last token of a storage is freed, with or without a backward, its host block and its device buffer are returned.
@@ -62,7 +62,7 @@ class Replay(Source, Protocol):
 
 
 class Copied:
-    """`size_bytes` in a tier."""
+    """A source that copies `size_bytes` from a tier."""
 
     may_come_early = True
 
@@ -106,26 +106,26 @@ class BackwardOrders:
 
 
 class PrefetchHeadroom(Protocol):
-    """How much may come early; `headroom` knows."""
+    """Says how many bytes may be prefetched; `headroom` has the implementation."""
 
     def asked(self, run: ForwardPass) -> None:
         """Note that backward of `run` asks for one more storage."""
 
     def prefetched(self, run: ForwardPass) -> None:
-        """Note that what comes early is on its way."""
+        """Note that all prefetches after a request have been started."""
 
     def free_bytes(self, first: int, last: int) -> int | None:
-        """Return how many bytes may be early while `first` to `last` storages were asked for, or None: unknown."""
+        """Return the bytes that may be prefetched while `first` to `last` storages were asked for; None if unknown."""
 
 
 class Observer(Protocol):
-    """Somebody who profiles a run."""
+    """Profiles a run; `profile` has the implementation."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """Return a context around what the engine does with a storage in forward."""
+        """Return a context around the engine's work on a storage in forward."""
 
     def saved(self, index: int, size_bytes: int, name: str, recipe: Replay | None) -> None:
-        """Note that storage `index` has `size_bytes`, was made by the operator `name`, and perhaps can be again."""
+        """Note the bytes of storage `index`, the operator `name` that made it, and its recipe, if it has one."""
 
     def start_loss(self) -> None:
         """Note that the last block has run."""
@@ -169,7 +169,7 @@ class MovedTensor:
         return self._geometry.over(flat.untyped_storage(), shifted_bytes=shift)
 
     def __del__(self) -> None:
-        # Of a token that was interrupted as it was made, nothing has been counted.
+        # A token whose construction was interrupted has not been counted.
         if hasattr(self, "_saved"):
             self._saved.forget(self)
 
@@ -214,7 +214,7 @@ class SavedStorage:
         version: int,
         in_flight: torch.Tensor | None,
     ) -> None:
-        """Stand for `extent` at in-place `version`; `in_flight` is what a copy out may still be reading."""
+        """Stand for `extent` at in-place `version`; `in_flight` is the tensor that a copy out may be reading."""
         self._device = run.device
         self.run = run
         self.start = extent.start
@@ -235,7 +235,7 @@ class SavedStorage:
         self._unserved_tokens = 0
         self.round = 0
         self.index = run.add(self)
-        # Last: until then whoever makes this gives the source back.
+        # Last: if an earlier line raises, the caller releases the source.
         self.source = source
 
     def join(self) -> int:
@@ -360,7 +360,7 @@ class ForwardPass:
         self._next = 0
         self._reached = 0
         self._round = 0
-        # On the device before anybody asked for it.
+        # Bytes on the device that backward has not asked for yet.
         self.ahead_bytes = 0
         # Whether somebody brings storages back for a proof, which is no part of the step.
         self.is_proving = False
@@ -415,12 +415,12 @@ class ForwardPass:
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0
-        # What several operations have saved is asked for again later, which is no step back.
+        # A storage that several operations have saved is asked for again later, which is no step back.
         self._reached = max(self._reached, self._rank.get(index, -1) + 1)
         self._next = max(self._next, self._reached)
 
     def prefetch(self, *, after_copy: bool) -> None:
-        """Start the copies of what follows the storage that was asked for, which came by a copy or was computed."""
+        """Start the copies of the next storages; `after_copy`: the last one came by a copy, not by computation."""
         self._prefetch()
         # A computation has needed its memory before these copies were there.
         if after_copy:
@@ -450,9 +450,9 @@ class ForwardPass:
         while self._next < len(self._order):
             saved = self._pending(self._next)
             if saved is not None and not saved.is_held:
-                # What comes early lies there through all segments up to its use.
+                # A prefetched storage lies there through all segments up to its use.
                 free_bytes = self._headroom.free_bytes(self._reached, self._next)
-                # What waits for its copy out takes no more memory by being held.
+                # Holding an original that waits for its copy out takes no further memory.
                 if not self._fits(0 if saved.is_on_device else saved.size_bytes, free_bytes):
                     break
                 saved.hold()
@@ -463,7 +463,7 @@ class ForwardPass:
                 saved.source.prepare()
 
     def _fits(self, size_bytes: int, free_bytes: int | None) -> bool:
-        """Whether so much more may come early; one storage may where nobody knows how much is free."""
+        """Whether `size_bytes` more may be prefetched; while the headroom is unknown, one storage at a time may."""
         if free_bytes is None:
             return self.ahead_bytes == 0
         return self.ahead_bytes + size_bytes <= free_bytes

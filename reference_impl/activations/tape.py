@@ -7,9 +7,9 @@ their inputs. An operation is replayed below autograd with the same inputs, so t
 Some results cannot be recomputed: those of custom kernels, compiled code, random operations and in-place writes. A
 kernel that writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
 
-To record an operation takes the host longer than many a kernel runs. A plan recomputes the same results in every run,
-so a run records those operations alone that recipes of earlier runs have used, by their number. Where a model calls
-other operations than before, a recipe is missing; its result is copied instead, and the next runs record everything.
+To record an operation takes the host longer than many a kernel runs. A plan recomputes the same results in every run.
+So a run records only the operations that recipes of earlier runs have used, found by their number. If a model calls
+other operations than before, a recipe is missing: its result is copied instead, and the next runs record everything.
 
 Explained in docs/activation-offloading.md.
 """
@@ -77,7 +77,7 @@ class Operation:
 
 
 class Node:
-    """One storage: what made it, and what the engine made of it."""
+    """One storage: the operation that made it, and whether the engine has moved or kept it."""
 
     __slots__ = ("kept", "operation", "output", "saved")
 
@@ -107,7 +107,7 @@ class Input:
 
 
 class Tape(TorchDispatchMode):
-    """Records while it is active, for one plan: another one computes other results again."""
+    """Records operations while it is active. Each plan has its own tape, since it recomputes other results."""
 
     def __init__(self, device: Device, weights: Weights, *, min_bytes: int) -> None:
         """Hold tensors below `min_bytes` and weights themselves; time operations of `device`."""
@@ -121,7 +121,7 @@ class Tape(TorchDispatchMode):
         self.is_timing = False
         self._nodes: dict[int, tuple[weakref.ref[torch.UntypedStorage], Node]] = {}
         self._calls = 0
-        # Numbers of the calls that recipes have made again, and of those to record in this run; None for all.
+        # Numbers of the calls that recipes have repeated, and of the calls to record in this run; None for all.
         self._used: set[int] = set()
         self._wanted: set[int] | None = None
         self._has_missed = False
@@ -139,7 +139,7 @@ class Tape(TorchDispatchMode):
         self._calls, self._has_missed = 0, False
 
     def recipe(self, storage: torch.UntypedStorage) -> Recipe | None:
-        """Return a recipe for a living storage, which later runs are to have too; None where there is none."""
+        """Return a recipe for a living storage, and record it in later runs too; None where there is none."""
         found = recipe_for(self.node_of(storage))
         if found is None:
             self._has_missed = True
@@ -175,7 +175,7 @@ class Tape(TorchDispatchMode):
         made = [
             (output, tensor.untyped_storage())
             for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,))
-            # What is smaller never moves, and is held wherever it is an input.
+            # A smaller result never moves, and is held wherever it is an input.
             if _is_strided(tensor) and tensor.nbytes >= self._min_bytes
         ]
         if made:
@@ -191,9 +191,9 @@ class Tape(TorchDispatchMode):
         marks: tuple[Mark, Mark] | None,
         number: int,
     ) -> None:
-        """Remember what `func` has `made` of its arguments, which it has not written: (output, storage) each."""
+        """Record a call of `func`, which writes no argument; `made` has (output's number, storage) of each result."""
         inputs: list[Input] = []
-        # What an operator returns may be a view that it does not declare.
+        # An operator may return a view of its input without declaring it.
         given_storages: set[int] = set()
 
         def as_input(tensor: torch.Tensor) -> Input:
@@ -209,7 +209,7 @@ class Tape(TorchDispatchMode):
                 self._remember(storage, Node(operation, output))
 
     def _as_input(self, tensor: torch.Tensor, storages: set[int]) -> Input:
-        """Return what stands for `tensor`; note its storage in `storages`."""
+        """Return the `Input` for `tensor`; add its storage to `storages`."""
         if not _is_strided(tensor):
             return Input(tensor, None)
         storage = tensor.untyped_storage()

@@ -1,7 +1,7 @@
-"""What autograd holds in place of a saved tensor that stays on the device, and the check that it was not written.
+"""Tokens that autograd holds in place of saved tensors that stay on the device, with a check for later writes.
 
-Autograd checks the version of a tensor that it saves, but not of what a hook returns for it. So every token checks
-it. A tensor that was moved has a `MovedTensor` as its token, in `run`.
+Autograd checks the version of a tensor that it saves, but not of an object that a hook returns for it. So every token
+checks it. A tensor that was moved has a `MovedTensor` as its token, in `run`.
 
 Explained in docs/activation-offloading.md.
 """
@@ -99,7 +99,7 @@ class AwaitedTensor(KeptTensor):
 
 
 class OthersToken:
-    """What an outer pair of saved-tensor hooks made of a tensor that is not the engine's business."""
+    """The token that an outer pair of saved-tensor hooks made of a tensor that the engine leaves alone."""
 
     __slots__ = ("_packed", "_unpack")
 
