@@ -15,6 +15,9 @@ LEAST_GAIN = 0.1
 # Of activations.
 ACTIVATIONS_IN_FLIGHT_BYTES = 512 * 2**20  # that may wait for their copy in any case
 
+# Of long sequences.
+TILE_TOKENS = 4096  # positions that a module without mixing takes at a time
+
 # Of layers, frozen ones and trained ones.
 PREFETCHED_LAYERS = 2  # that come in ahead of the layer in use
 

@@ -40,7 +40,8 @@ class Trial:
     """What steps under a plan took. `short_of` is empty, or what had too little room: device, host or pinned.
 
     `was_applied` says that the plan itself had room. `step_s` is the last step's, whose update hides behind nothing
-    that follows; `retried` says that the allocator had to give its cache back in it.
+    that follows; `retried` says that the allocator had to give its cache back in it. `found_tiles` is False where the
+    plan has tiles, and the model no module that could run in them.
     """
 
     steps: int
@@ -50,6 +51,7 @@ class Trial:
     retried: bool = False
     short_of: str = ""
     was_applied: bool = True
+    found_tiles: bool = True
 
     def said(self) -> str:
         """Return one line."""
@@ -196,12 +198,13 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
     if device.allocator is not None:
         device.allocator.free_bytes()
     steps, peak_bytes, step_s, retried, short_of, was_applied = 0, 0, 0.0, False, "", False
+    tiles = None
     ledger = Ledger(device, track=task.tensors(plan), limit_bytes=limit_bytes)
     try:
         with ledger, task.moved(plan), _closed_behind(task.apply(plan), ledger) as applied:
             # To attach and to close may take more than a step, within the limit; a plan says what steps take.
             ledger.reset_peak()
-            was_applied = True
+            was_applied, tiles = True, applied.tiles
             try:
                 planned = STEPS + (_LEARNING_STEPS if learns(plan) else 0)
                 for number in range(1, planned + 1):
@@ -241,6 +244,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
         retried=retried,
         short_of=short_of,
         was_applied=was_applied,
+        found_tiles=tiles is None or tiles.modules_in_tiles > 0,
     )
 
 

@@ -19,6 +19,7 @@ from reference_impl.integrations.wanted import Wanted, agreed
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.shown import Report
 from reference_impl.optimizers import HybridDeviceOptimizer
+from reference_impl.sequences import SequenceTiles
 from reference_impl.verification.apply import activation_offloader
 from reference_impl.weights import FrozenLayerStreamer, StreamReport
 
@@ -108,6 +109,8 @@ class Offloading(ClosedAtExit):
             if self.wanted.weights is not None:
                 self._weights = FrozenLayerStreamer(model, **self.wanted.weights)
                 undo.append(self._weights.close)
+            if self.wanted.tiles is not None:
+                undo.append(SequenceTiles(model, **self.wanted.tiles).close)
             if self.wanted.activations is not None:
                 undo.append(pause_checkpointing(model))
                 self._activations = activation_offloader(model, **self.wanted.activations)

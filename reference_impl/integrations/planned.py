@@ -54,6 +54,7 @@ def planned(plan: Plan) -> dict[str, Any]:
         "optimizer": None if optimizer is None else optimizer_options(optimizer),
         "activations": activation_options(activations) if activations else None,
         "weights": execute.get("weights"),
+        "tiles": execute.get("tiles"),
         "planned_for": document if "model" in document else None,
         "formula": None if optimizer is None else optimizer.get("formula"),
     }

@@ -37,6 +37,7 @@ class Wanted:
         optimizer: those of `HybridDeviceOptimizer`, without what the trainer says already.
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
         weights: those of `FrozenLayerStreamer`.
+        tiles: those of `SequenceTiles`, from a plan.
         planned_for: the document of a plan, which says its model's size.
         formula: that of matrices for which the plan is, such as `muon`; None for AdamW alone, or without a plan.
     """
@@ -44,6 +45,7 @@ class Wanted:
     optimizer: Options | None = None
     activations: Options | None = None
     weights: Options | None = None
+    tiles: Options | None = None
     planned_for: Options | None = None
     formula: str | None = None
 

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.activations.recompute import Surroundings
@@ -50,7 +52,8 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
     def outputs(inputs: Sequence[Any], count: int) -> list[torch.Tensor]:
         return _with_positions(name, call(inputs), Leading(probe.batch, count))
 
-    with Surroundings(few).again(), torch.no_grad(), _buffers_kept(module):
+    # What records or counts operations is not to see these.
+    with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), _buffers_kept(module):
         _refuse_kept(name, module, call, few)
         surroundings = Surroundings(few)
         whole = outputs(few, probe.count)
@@ -80,6 +83,55 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
                 f"{name} depends on how many positions it is given: half of them gave other outputs; expected a module "
                 f"whose output at a position depends on its input there alone; try leaving {name} out of tiles"
             )
+
+
+def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> bool:
+    """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
+
+    What saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has no
+    positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not all(leading.is_cut(each) for each in tensors):
+        return False
+    try:
+        refuse_mixing(name, module, call, leaves, leading)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # the model's own code runs on fewer positions than it was called with
+        return False
+    probe = Leading(leading.batch, min(leading.count, _PROBED))
+    few = [_leaf_of(leading.cut(leaf, slice(0, probe.count))) for leaf in leaves]
+    known = {
+        each.untyped_storage()._cdata
+        for each in (*few, *module.parameters(), *module.buffers())
+        if isinstance(each, torch.Tensor)
+    }
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with (
+        _disable_current_modes(),
+        Surroundings(few).again(),
+        torch.enable_grad(),
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+        _buffers_kept(module),
+    ):
+        call(few)
+    given = sum(each.nbytes for each in few if isinstance(each, torch.Tensor))
+    return sum(storage.nbytes() for storage in saved.values()) > given
+
+
+def _leaf_of(input_: Any) -> Any:
+    """Return an input whose gradient is wanted, as the layer's is, in memory of its own."""
+    if not isinstance(input_, torch.Tensor):
+        return input_
+    return input_.detach().clone().requires_grad_(input_.is_floating_point())
 
 
 def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]) -> None:

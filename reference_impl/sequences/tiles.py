@@ -1,40 +1,47 @@
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
+Where nobody names them they are found by what they do: of a block, the outermost modules that are position-wise and
+save more than their inputs. Attention is not, and the norms in it are.
+
 Explained in docs/long-sequences.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from reference_impl.activations.attach import Forward, modules_called, wrap_forward
+from offload_arithmetic.sizes import TILE_TOKENS
+from reference_impl.activations.attach import Forward, first_blocks, modules_called, wrap_forward
 from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.shown import Shown
 from reference_impl.memory.transforms import running_transform
-from reference_impl.sequences.position_wise import refuse_mixing
+from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
 from reference_impl.sequences.positions import Leading, leading_of
 from reference_impl.sequences.tiled_call import TiledCall
 
-TILE_TOKENS = 4096
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class SequenceTiles(Shown, ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager.
 
-    >>> with SequenceTiles(model, tiles=["mlp", "norm"]):
+    >>> with SequenceTiles(model):
     ...     train(model)
 
-    A module that is named runs `tile_tokens` positions at a time, forward and backward: one tile's intermediates live.
-    Backward computes each tile again, with its own random numbers and autocast, as recomputation of a layer does.
-    Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient is refused. What is computed of
-    a position is what the module computes without tiles; kernels may round otherwise for other sizes. Dropout takes
-    other random numbers than without tiles.
+    A module that is named or found runs `tile_tokens` positions at a time, forward and backward: one tile's
+    intermediates live. Backward computes each tile again, with its own random numbers and autocast, as recomputation
+    of a layer does. Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient is refused.
+    What is computed of a position is what the module computes without tiles; kernels may round otherwise for other
+    sizes. Dropout takes other random numbers than without tiles.
 
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
@@ -46,39 +53,56 @@ class SequenceTiles(Shown, ClosedAtExit):
     Args:
         model: any module.
         tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
-            positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike.
+            positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
+            they are found inside the model's blocks (its outermost `nn.ModuleList`), each when it is first called for
+            training with more positions than a tile: what is not position-wise, or saves no more than its inputs, runs
+            as it is, and the modules inside it are tried.
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter.
 
     Raises ValueError for an ending that matches nothing, a module without a forward, one inside another that is named
-    too, or `tile_tokens` below 1.
+    too, a model without blocks to find modules in, or `tile_tokens` below 1.
     """
 
-    def __init__(self, model: nn.Module, tiles: Sequence[str], *, tile_tokens: int = TILE_TOKENS) -> None:
+    def __init__(
+        self, model: nn.Module, tiles: Sequence[str] | None = None, *, tile_tokens: int = TILE_TOKENS
+    ) -> None:
         self._undo: list[Callable[[], None]] = []
         if not isinstance(tile_tokens, int) or tile_tokens < 1:
             raise ValueError(
                 f"tile_tokens={tile_tokens!r}; expected a whole number of at least 1; try {TILE_TOKENS}"
             )
-        named = modules_called(model, tiles)
-        if not named:
-            raise ValueError("tiles is empty; expected one or more endings of names of modules; try ['mlp']")
         names = {module: name for name, module in model.named_modules()}
-        _refuse_nested({module: names[module] for module in named})
+        if tiles is None:
+            modules = _modules_in(first_blocks(model, None))
+        else:
+            modules = modules_called(model, tiles)
+            if not modules:
+                raise ValueError(
+                    "tiles is empty; expected one or more endings of names of modules; try ['mlp']"
+                )
+            _refuse_nested({module: names[module] for module in modules})
         self.tile_tokens = tile_tokens
-        self._tiled = len(named)
-        # Modules that have been tried.
-        self._are_position_wise: set[nn.Module] = set()
+        self._finds = tiles is None
+        # Of modules that have been tried, whether they run in tiles; named ones are.
+        self._runs_in_tiles: dict[nn.Module, bool] = {}
+        self._named = 0 if tiles is None else len(modules)
+        self._here = threading.local()
         try:
-            for module in named:
+            for module in modules:
                 around = partial(self._around, names[module])
                 do_undoably(partial(wrap_forward, module, around), self._undo)
         except BaseException as error:
             close_behind(error, self.close)
             raise
 
+    @property
+    def modules_in_tiles(self) -> int:
+        """How many modules run in tiles; of those that are looked for, as many as have been found by now."""
+        return self._named or sum(self._runs_in_tiles.values())
+
     def _facts(self) -> Mapping[str, str]:
         return {
-            "modules in tiles": str(self._tiled),
+            "modules in tiles": str(self.modules_in_tiles),
             "positions of a tile": str(self.tile_tokens),
             "status": "attached" if self._undo else "closed",
         }
@@ -98,12 +122,32 @@ class SequenceTiles(Shown, ClosedAtExit):
         leading = leading_of(leaves)
         if leading is None or leading.count <= self.tile_tokens or running_transform() is not None:
             return forward(*args, **kwargs)
-        if module not in self._are_position_wise:
-            self._try(name, forward, module, leaves, structure, leading)
-        call = TiledCall(name, module, forward, leaves, structure, leading, self.tile_tokens)
+        if self._is_inside or not self._tries(name, forward, module, leaves, structure, leading):
+            return forward(*args, **kwargs)
+        call = TiledCall(name, module, self._inside_of(forward), leaves, structure, leading, self.tile_tokens)
         return uncompiled(call.run)(leaves)
 
-    def _try(
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this thread computes a tile: a module inside may join several sequences to more positions."""
+        return getattr(self._here, "tiles", 0) > 0
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._here.tiles = getattr(self._here, "tiles", 0) + 1
+        try:
+            yield
+        finally:
+            self._here.tiles -= 1
+
+    def _inside_of(self, forward: Forward) -> Forward:
+        def tile(*args: Any, **kwargs: Any) -> Any:
+            with self._inside():
+                return forward(*args, **kwargs)
+
+        return tile
+
+    def _tries(
         self,
         name: str,
         forward: Forward,
@@ -111,7 +155,13 @@ class SequenceTiles(Shown, ClosedAtExit):
         leaves: Sequence[Any],
         structure: Any,
         leading: Leading,
-    ) -> None:
+    ) -> bool:
+        """Return whether `module` runs in tiles; raise ValueError for one that was named and cannot."""
+        if module in self._runs_in_tiles:
+            return self._runs_in_tiles[module]
+        if self._finds and not torch.is_grad_enabled():
+            # What is saved for backward is not known yet.
+            return False
         # Compiled code would be compiled again for each of the sizes that are tried.
         plain = forward if module._compiled_call_impl is None else module.forward
 
@@ -119,14 +169,26 @@ class SequenceTiles(Shown, ClosedAtExit):
             args, kwargs = tree_unflatten(list(inputs), structure)
             return plain(*args, **kwargs)
 
-        uncompiled(refuse_mixing)(name, module, call, leaves, leading)
-        self._are_position_wise.add(module)
+        with self._inside():
+            if self._finds:
+                runs = uncompiled(gains_by_tiles)(name, module, call, leaves, leading)
+            else:
+                uncompiled(refuse_mixing)(name, module, call, leaves, leading)
+                runs = True
+        self._runs_in_tiles[module] = runs
+        return runs
+
+
+def _modules_in(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return what is called inside `blocks`, each module once."""
+    found = {each: None for block in blocks for each in block.modules() if each is not block}
+    return [each for each in found if not isinstance(each, _LISTS)]
 
 
 def _refuse_nested(named: Mapping[nn.Module, str]) -> None:
     """Raise ValueError for modules that have nothing to run, and for one inside another."""
     for module, name in named.items():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+        if isinstance(module, _LISTS):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which has no forward; expected modules that are called; try "
                 "naming those inside it"

@@ -28,6 +28,7 @@ from reference_impl.optimizers import Adam, HybridDeviceOptimizer, OptimizerStat
 from reference_impl.optimizers.algorithms.base import FUSED
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.sequences import SequenceTiles
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
@@ -55,7 +56,7 @@ class AppliedPlan(Shown, ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
     `optimizer` is the one to step: the user's own, or the offloading one that took its place. `watch` compares the
-    first steps with what the plan has predicted, and says it in one line.
+    first steps with what the plan has predicted, and says it in one line. `tiles` is there if the plan has some.
     """
 
     def __init__(
@@ -64,15 +65,18 @@ class AppliedPlan(Shown, ClosedAtExit):
         undo: list[Callable[[], None]],
         watch: StepWatch,
         streamers: Sequence[Streamer],
+        tiles: SequenceTiles | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self.tiles = tiles
         self.watch = watch
         self._undo = undo
         self._streamers = streamers
 
     def _facts(self) -> Mapping[str, str]:
         streamers = {type(each).__name__: repr(each) for each in self._streamers}
-        return {"optimizer": repr(self.optimizer), **streamers}
+        tiles = {} if self.tiles is None else {"SequenceTiles": repr(self.tiles)}
+        return {"optimizer": repr(self.optimizer), **streamers, **tiles}
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -153,6 +157,7 @@ def apply_plan(
         refuse_checkpointing(model, f"the plan's activations mode {activations['mode']!r}")
     undo: list[Callable[[], None]] = []
     streamers: list[Streamer] = []
+    tiles: SequenceTiles | None = None
     on = Device.of(device or next(model.parameters()).device)
     if on.allocator is not None:
         # Optimizer states, gradients and activations leave room in pieces of all sizes.
@@ -165,6 +170,9 @@ def apply_plan(
         if moves_states:
             undo += [_fuse(each) for each in optimizers if type(each) is torch.optim.AdamW]
         undo.append(without_caches(model))
+        if (options := execute.get("tiles")) is not None:
+            tiles = SequenceTiles(model, **options)
+            undo.append(tiles.close)
         if (weights := execute.get("weights")) is not None:
             streamers.append(FrozenLayerStreamer(model, device=device, **weights))
             undo.append(streamers[-1].close)
@@ -193,7 +201,7 @@ def apply_plan(
             undo.append(_clip_before(optimizer, max_grad_norm))
         watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
         undo.append(watch.close)
-        applied = AppliedPlan(stepped, undo, watch, streamers)
+        applied = AppliedPlan(stepped, undo, watch, streamers, tiles)
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise
@@ -295,7 +303,8 @@ def activation_offloader(model: nn.Module, *, mode: str, **options: Any) -> Offl
 def activation_options(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `activation_offloader` that the plan's section on activations stands for."""
     own = {"layers": ("num_layers",), "budget": ("budget_bytes",)}.get(section["mode"], ())
-    return {name: section[name] for name in ("mode", *own)}
+    kept = ("keep_attention",) if section.get("keep_attention") else ()
+    return {name: section[name] for name in ("mode", *own, *kept)}
 
 
 def _optimizer(

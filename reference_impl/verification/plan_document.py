@@ -94,14 +94,17 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         "weights": _weights,
         "trained_layers": _trained_layers,
         "streamed_shards": _streamed_shards,
+        "tiles": _tiles,
         "pinned_limit_bytes": _pinned_limit,
     }
     _object(checks)("execute", execute)
-    others = [name for name in execute if name not in ("trained_layers", "pinned_limit_bytes")]
+    others = [name for name in execute if name not in ("trained_layers", "tiles", "pinned_limit_bytes")]
     if "trained_layers" in execute and others:
         raise _wrong(
             "execute", others, "nothing beside trained_layers, which moves all of it", "another plan"
         )
+    if "tiles" in execute and "sharding" in execute:
+        raise _wrong("execute", list(execute), "tiles without sharding", "another plan")
     if "streamed_shards" in execute and (
         "sharding" not in execute or {"optimizer", "weights"} & set(execute)
     ):
@@ -199,9 +202,15 @@ def _split(entry: str, found: Any) -> None:
 
 
 def _activations(entry: str, found: Any) -> None:
-    _object({"mode": _one_of(MODES), "num_layers": _count, "budget_bytes": _count}, required=("mode",))(
-        entry, found
-    )
+    entries = {
+        "mode": _one_of(MODES),
+        "num_layers": _count,
+        "budget_bytes": _count,
+        "keep_attention": _is_said,
+    }
+    _object(entries, required=("mode",))(entry, found)
+    if found.get("keep_attention") and found["mode"] != "checkpoint":
+        raise _wrong(f"{entry}.mode", found["mode"], "checkpoint beside keep_attention", "another plan")
     needed = {"layers": "num_layers", "budget": "budget_bytes"}.get(found["mode"])
     if needed is not None and needed not in found:
         raise ValueError(
@@ -222,8 +231,13 @@ def _trained_layers(entry: str, found: Any) -> None:
             "split": _split,
             "resident_layers": _count,
             "slices": _count,
+            "keep_attention": _is_said,
         }
     )(entry, found)
+
+
+def _tiles(entry: str, found: Any) -> None:
+    _object({"tile_tokens": _positive}, required=("tile_tokens",))(entry, found)
 
 
 def _streamed_shards(entry: str, found: Any) -> None:
@@ -272,6 +286,16 @@ def _share(entry: str, found: Any) -> None:
 def _count(entry: str, found: Any) -> None:
     if not _is_whole(found):
         raise _wrong(entry, found, "a whole number of at least 0", "1")
+
+
+def _positive(entry: str, found: Any) -> None:
+    if not _is_whole(found) or not found:
+        raise _wrong(entry, found, "a whole number of at least 1", "4096")
+
+
+def _is_said(entry: str, found: Any) -> None:
+    if not isinstance(found, bool):
+        raise _wrong(entry, found, "true or false", "true")
 
 
 def _pinned_limit(entry: str, found: Any) -> None:

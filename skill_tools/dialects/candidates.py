@@ -24,8 +24,11 @@ INPUTS = "checkpoint-offload"
 WEIGHTS = "layer-streaming"
 TRAINED = "trained-layer-streaming"
 SHARDED = "parameter-offload"
+ATTENTION = "kept-attention"
+TILES = "sequence-tiles"
 MECHANISMS = (
-    OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, TRAINED, SHARDED
+    OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, TRAINED, SHARDED,
+    ATTENTION, TILES,
 )  # fmt: skip
 
 

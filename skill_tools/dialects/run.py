@@ -235,6 +235,8 @@ class Mode(NamedTuple):
     are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
     those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
     their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
+    Of layers that are computed again `keep_attention` has attention's results wait on the host in place of that; with
+    `tile_tokens` what does not mix positions takes so many of a sequence at a time.
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
     `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.
     """
@@ -261,6 +263,8 @@ class Mode(NamedTuple):
     states_resident: float = 0.0
     states_on_cpu: float = 0.0
     slices: int = 1
+    keep_attention: bool = False
+    tile_tokens: int = 0
     offload_parameters: bool = False
     pins: bool = False
 
@@ -274,7 +278,13 @@ class Mode(NamedTuple):
     def of_states(self) -> "Mode":
         """The mode as weights and optimizer see it: modes that differ elsewhere share their memory."""
         return self._replace(
-            activation_engine=ActivationEngine.NONE, layers=0, modules=(), removed=0.0, recomputed=0.0
+            activation_engine=ActivationEngine.NONE,
+            layers=0,
+            modules=(),
+            removed=0.0,
+            recomputed=0.0,
+            keep_attention=False,
+            tile_tokens=0,
         )
 
     @property
@@ -288,4 +298,6 @@ class Mode(NamedTuple):
             recomputed=self.recomputed,
             recompute=self.recompute,
             slices=self.slices,
+            keep_attention=self.keep_attention,
+            tile_tokens=self.tile_tokens,
         )

@@ -144,6 +144,7 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     yield _gpu(plan, best)
     yield _host(plan, best)
     yield _step(plan, best)
+    yield from (f"why {reason}" for reason in plan.reasons)
     yield from known_faults(best)
     yield f"rests most on: {decisive.assumption(plan)} {MORE}"
 

@@ -46,7 +46,8 @@ def document(plan: Plan) -> dict[str, Any]:
     }
     if plan.recommendation is not None and plan.patch is not None:
         patch = plan.patch._asdict()
-        found["recommendation"] = {"patch": patch, "option": _option(plan.recommendation, plan)}
+        why = {"reasons": list(plan.reasons)} if plan.reasons else {}
+        found["recommendation"] = {"patch": patch, "option": _option(plan.recommendation, plan), **why}
         if plan.simpler is not None and plan.simpler_patch is not None:
             found["simpler"] = {
                 "patch": plan.simpler_patch._asdict(),

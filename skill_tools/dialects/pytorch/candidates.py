@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from itertools import islice, product
 
+from offload_arithmetic.sizes import TILE_TOKENS
 from skill_tools.dialects.candidates import (
+    ATTENTION,
     BUDGET,
     INPUTS,
     LAYERS,
@@ -11,6 +13,7 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER,
     OPTIMIZER_LABEL,
     RECOMPUTE,
+    TILES,
     TRAINED,
     WEIGHTS,
     Advice,
@@ -72,8 +75,9 @@ def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
     # An update in backward uses each gradient as soon as there is one.
     in_backward = (False,) if run.clips or run.micro_batches > 1 else (False, True)
     residents = (0, *layer_counts(run))
-    choices = product(forms, in_backward, residents, _slice_counts(run), (False, True))
-    for states, updates, resident, slices, on_host in choices:
+    inputs = [(on_host, part) for on_host in (False, True) for part in _of_sequences(run, on_host=on_host)]
+    choices = product(forms, in_backward, residents, _slice_counts(run), inputs)
+    for states, updates, resident, slices, (on_host, of_sequence) in choices:
         arguments: dict[str, object] = {
             "trained_layers": True,
             "streamed_states": states,
@@ -82,18 +86,35 @@ def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
             "slices": slices,
             "recompute": Recompute(granularity="full"),
             "activation_engine": ActivationEngine.OWN_INPUTS if on_host else ActivationEngine.NONE,
+            **of_sequence[0],
         }
         words = [f"trained layers streamed{f' as {states} states' if states in _OTHER_NUMERICS else ''}"]
         words += [f"{resident} layers' weights resident"] * bool(resident)
         words += ["updated in backward"] * updates + [f"in {slices} slices"] * (slices > 1)
-        words += ["layer inputs on the host"] * on_host
+        words += ["layer inputs on the host"] * on_host + [of_sequence[1]] * bool(of_sequence[1])
         yield Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
             ", ".join(words),
-            (TRAINED, INPUTS) if on_host else (TRAINED,),
+            (TRAINED, *[INPUTS] * on_host, *of_sequence[2]),
             {},
             rounds=_rounds(run, arguments) + (slices > 1),
         )
+
+
+def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
+    """Yield what layers that are computed again may do where sequences are longer than a tile, on one GPU.
+
+    Attention's results wait where layer inputs do. Probabilities that are written out are no kernel's.
+    """
+    yield _NOTHING
+    if run.seq_length <= TILE_TOKENS or run.layout.gpus > 1:
+        return
+    kept: _Part = ({"keep_attention": True}, "attention kept", (ATTENTION,))
+    tiles: _Part = ({"tile_tokens": TILE_TOKENS}, f"tiles of {TILE_TOKENS} tokens", (TILES,))
+    yield tiles
+    if on_host and not run.shape.attention_sinks:
+        yield kept
+        yield kept[0] | tiles[0], f"{kept[1]}, {tiles[1]}", (ATTENTION, TILES)
 
 
 def _slice_counts(run: TrainingRun) -> list[int]:
@@ -120,6 +141,9 @@ def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
     """Yield the one line that makes what carries out `mode`; none where that takes more than one mechanism."""
     activations = mode.activation_engine is not ActivationEngine.NONE
+    if mode.tile_tokens:
+        # Two objects: what carries out plans makes both.
+        return
     if mode.trained_layers:
         if not run.is_fully_sharded:
             yield _layer_streamer(mode)
@@ -180,6 +204,8 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
         options["backward_overlap"] = "update"
     if mode.activation_engine is ActivationEngine.OWN_INPUTS:
         options["inputs"] = "host"
+    if mode.keep_attention:
+        options["keep_attention"] = True
     return options
 
 
@@ -192,11 +218,7 @@ def _rounds(run: TrainingRun, arguments: dict[str, object]) -> int:
 def _activations(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
     yield {"recompute": Recompute()}, without_recomputation(run), ()
     yield {"recompute": Recompute(granularity="full")}, "checkpointing", (RECOMPUTE,)
-    yield (
-        {"recompute": Recompute(granularity="full"), "activation_engine": ActivationEngine.OWN_INPUTS},
-        "checkpointing with layer inputs offloaded",
-        (INPUTS,),
-    )
+    yield _checkpointing(_NOTHING)
     for layers in layer_counts(run):
         yield (
             {"recompute": Recompute(), "layers": layers, "activation_engine": ActivationEngine.OWN_LAYERS},
@@ -204,6 +226,18 @@ def _activations(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
             (LAYERS,),
         )
     yield from _budgets(run, advice)
+    yield from map(_checkpointing, islice(_of_sequences(run, on_host=True), 1, None))
+
+
+def _checkpointing(of_sequence: _Part) -> _Part:
+    own, label, mechanisms = of_sequence
+    arguments = {
+        "recompute": Recompute(granularity="full"),
+        "activation_engine": ActivationEngine.OWN_INPUTS,
+        **own,
+    }
+    words = ("checkpointing with layer inputs offloaded", label)
+    return arguments, ", ".join(filter(None, words)), (INPUTS, *mechanisms)
 
 
 def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
@@ -266,6 +300,10 @@ def _weights(run: TrainingRun) -> Iterator[_Part]:
         yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
 
 
+def _tiles(mode: Mode) -> dict[str, object]:
+    return {"tiles": {"tile_tokens": mode.tile_tokens}} if mode.tile_tokens else {}
+
+
 def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
     """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters.
 
@@ -280,9 +318,10 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
                 "inputs": "device",
                 "streamed_states": str(mode.streamed_states),
                 **options,
-            }
+            },
+            **_tiles(mode),
         }
-    mechanisms: dict[str, object] = {}
+    mechanisms: dict[str, object] = _tiles(mode)
     if run.is_fully_sharded:
         wide = run.precision.weight_bytes >= 4
         mechanisms["sharding"] = {
@@ -311,7 +350,8 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
     if mode.layers:
         mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}
     elif mode.activation_engine is ActivationEngine.OWN_INPUTS:
-        mechanisms["activations"] = {"mode": "checkpoint"}
+        kept = {"keep_attention": True} if mode.keep_attention else {}
+        mechanisms["activations"] = {"mode": "checkpoint", **kept}
     elif mode.activation_engine is ActivationEngine.OWN_BUDGET:
         mechanisms["activations"] = {"mode": "budget", "budget_bytes": peak_bytes}
     elif mode.recompute and mode.recompute.granularity == "full":

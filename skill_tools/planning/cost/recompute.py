@@ -14,13 +14,33 @@ from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace, launch_seconds, micro_batch_flops
 from skill_tools.planning.cost.machine import Machine, model_constants
-from skill_tools.planning.model import activations
+from skill_tools.planning.model import activations, tiles
 from skill_tools.planning.model.activations import Part
 from skill_tools.planning.model.memory import Memory
 
 _STEPS = 16
+# A layer's forward, the same again, and its backward of two.
+_FORWARDS = 4
 # An elementwise operation reads its inputs and writes its result: about three passes over its bytes.
 _PASSES = 3
+
+
+def layers_again_s(mode: Mode, speed: Pace) -> float:
+    """Return the seconds of computing all layers of one micro-batch again, less attention that is kept."""
+    return speed.layers_forward_s - (speed.core_forward_s if mode.keep_attention else 0.0)
+
+
+def tiles_cost(run: TrainingRun, mode: Mode, speed: Pace) -> Iterator[Cost]:
+    """Yield what tiles of the sequence cost one micro-batch: norms once more, sums in fp32, smaller matrix products."""
+    if tiles.are_used(run, mode):
+        share = model_constants()["tiles_extra"]
+        extra = share * _FORWARDS * (speed.layers_forward_s - speed.core_forward_s)
+        yield Cost(
+            "tiles of the sequence",
+            extra,
+            extra,
+            f"{share:g} x the passes of layers, less attention; measured",
+        )
 
 
 def recompute_costs(
@@ -29,6 +49,7 @@ def recompute_costs(
     """Yield the costs of the operations that one micro-batch computes again under `mode`."""
     if cost := _of_framework(run, mode, memory, machine, speed):
         yield cost
+    yield from tiles_cost(run, mode, speed)
     again = 0.0
     if mode.recomputed:
         again = recompute_seconds(run, machine, speed, mode.recomputed) or 0.0
@@ -69,7 +90,7 @@ def _of_framework(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine
     if recompute.granularity == "full":
         layers = run.shape.num_layers / run.layout.pipeline
         share = 1.0 if recompute.method == "uniform" else min(recompute.layers / layers, 1.0)
-        again = share * speed.layers_forward_s
+        again = share * layers_again_s(mode, speed)
     elif recompute.granularity == "selective":
         again = (
             (speed.core_forward_s if "core_attn" in recompute.modules else 0.0)

@@ -21,6 +21,7 @@ from skill_tools.dialects.run import Mode, StreamedStates, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.recompute import layers_again_s, tiles_cost
 from skill_tools.planning.model import trained_layers
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.streamed_states import element_bytes
@@ -81,10 +82,13 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     gradients = gradient_bytes * held
     streamed, on_cpu = mode.states_streamed * held, mode.states_on_cpu * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
-    again = speed.layers_forward_s
+    again = layers_again_s(mode, speed)
+    less = ", but for attention" if mode.keep_attention else ""
+    in_tiles = list(tiles_cost(run, mode, speed))
     in_backward = speed.backward_s + again
     fixed = [
-        Cost("recompute full", again * times, again * times, "the blocks' forward once more"),
+        Cost("recompute full", again * times, again * times, f"the blocks' forward once more{less}"),
+        *(Cost(each.name, each.work_s * times, each.exposed_s * times, each.formula) for each in in_tiles),
         Cost("optimizer on the GPU", speed.gpu_update_s, speed.gpu_update_s, "28 B a parameter / HBM"),
     ]
     forward = _link_s(weights, memory.moved_bytes, machine)

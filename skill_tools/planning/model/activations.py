@@ -19,6 +19,7 @@ from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import Stage, stages
 from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
+from skill_tools.planning.model import tiles
 from skill_tools.units import GIB
 
 LOSS_CHUNK_TOKENS = 512
@@ -29,6 +30,8 @@ _COMPONENTS = (
     *((start, "MLP") for start in ("MLP first", "MLP activation")),
     *((start, "experts") for start in ("router", "dispatched", "expert", "shared expert")),
 )
+
+_KEPT_OF_ATTENTION = ("attention output", "attention log-sum-exp and norm scales")
 
 
 class Part(NamedTuple):
@@ -236,7 +239,7 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
         stays=stays * tokens,
         offloaded=offloaded * tokens,
         copied=copied * tokens,
-        layer=in_slices(run, mode, largest * tokens) + inner,
+        layer=max(in_slices(run, mode, largest * tokens) + inner - spared_by_tiles(run, mode), 0.0),
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
@@ -244,6 +247,23 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
         waiting=waiting * tokens,
         early_input=_early_input(run, mode, offloaded) * tokens,
     )
+
+
+def spared_by_tiles(run: TrainingRun, mode: Mode) -> float:
+    """Return the bytes that tiles take from what a layer's backward needs at once; of several kinds, the fewest."""
+    if not tiles.are_used(run, mode):
+        return 0.0
+    tokens = _share_of_slice(run, mode) * run.tokens
+    kinds = {run.shape.is_moe(index) for index in range(run.shape.num_layers)}
+    spared = []
+    for moe in kinds:
+        parts = layer_parts(run, moe=moe)
+        sizes: dict[str, float] = {}
+        for part in parts:
+            sizes[part.name] = sizes.get(part.name, 0.0) + part.token_bytes
+        inner = _inner_gradients(run, mode, parts, moe=moe)
+        spared.append(tiles.spared_bytes(run, mode, sizes, tokens, inner, moe=moe))
+    return min(spared)
 
 
 def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
@@ -302,7 +322,7 @@ def _layer(
         case ActivationEngine.LAYERS | ActivationEngine.OWN_LAYERS:
             return (0.0, stay, 0.0) if position < mode.layers else (stay, moved, 0.0)
         case ActivationEngine.INPUTS | ActivationEngine.OWN_INPUTS:
-            return 0.0, stay, 0.0
+            return 0.0, stay + (attention_bytes(parts) if mode.keep_attention else 0.0), 0.0
         case ActivationEngine.OWN_BUDGET:
             return stay * (1 - mode.removed), stay * (mode.removed - mode.recomputed), 0.0
         case ActivationEngine.SAVE_ON_CPU:
@@ -359,6 +379,11 @@ def _early_input(run: TrainingRun, mode: Mode, offloaded: float) -> float:
     if mode.activation_engine is not ActivationEngine.OWN_INPUTS:
         return 0.0
     return min(input_bytes(run), offloaded)
+
+
+def attention_bytes(parts: tuple[Part, ...]) -> float:
+    """Bytes a token of one layer's attention output, and of the logarithms that its backward reads."""
+    return sum(part.token_bytes for part in parts if part.name in _KEPT_OF_ATTENTION)
 
 
 def input_bytes(run: TrainingRun) -> float:

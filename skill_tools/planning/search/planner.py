@@ -13,6 +13,7 @@ from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import (
+    ATTENTION,
     FINE_GRAINED,
     INPUTS,
     LAYERS,
@@ -20,6 +21,7 @@ from skill_tools.dialects.candidates import (
     OPTIMIZER,
     SHARDED,
     STATES,
+    TILES,
     TRAINED,
     WEIGHTS,
     Candidate,
@@ -32,7 +34,7 @@ from skill_tools.planning.cost import compute
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.time_range import TimeRange, step_range
 from skill_tools.planning.model import memory
-from skill_tools.planning.search import sensitivity
+from skill_tools.planning.search import reasons, sensitivity
 from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, Judge, RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option, Way
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     fit by other means, `unrestricted` is the plan with the mechanisms that the user leaves out. `simpler` is
     an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
+    `reasons` say why the recommendation has what is for long sequences.
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer. `question`
     is the question that the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
@@ -72,6 +75,7 @@ class Plan(NamedTuple):
     ways: tuple[Way, ...] = ()
     unrestricted: Option | None = None
     question: tuple[str, tuple[tuple[str, "Plan"], ...]] | None = None
+    reasons: tuple[str, ...] = ()
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""
@@ -148,6 +152,11 @@ def make_plan(
         ),
         measured_step_s=measured_step_s,
         unrestricted=unrestricted,
+        reasons=tuple(
+            reasons.of_sequences(best, lambda each: search.evaluate(each, best.legality, budget))
+            if best
+            else ()
+        ),
     )
 
 
@@ -220,6 +229,8 @@ def _as_it_is(mode: Mode) -> Candidate:
         WEIGHTS: mode.weight_layers,
         TRAINED: mode.trained_layers,
         SHARDED: mode.offload_parameters,
+        ATTENTION: mode.keep_attention,
+        TILES: mode.tile_tokens,
     }
     return Candidate(mode, "as it is", tuple(mechanism for mechanism, used in uses.items() if used), {})
 

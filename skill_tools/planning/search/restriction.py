@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skill_tools.dialects.candidates import (
+    ATTENTION,
     BUDGET,
     DISTRIBUTED,
     FINE_GRAINED,
@@ -18,6 +19,7 @@ from skill_tools.dialects.candidates import (
     RECOMPUTE,
     SHARDED,
     STATES,
+    TILES,
     TRAINED,
     WEIGHTS,
     Candidate,
@@ -25,7 +27,7 @@ from skill_tools.dialects.candidates import (
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.errors import UnusableInput
 
-_OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS)
+_OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS, ATTENTION, TILES)
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer": (OPTIMIZER, STATES),

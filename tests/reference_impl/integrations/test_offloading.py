@@ -7,9 +7,16 @@ import weakref
 
 import pytest
 import torch
+from long_decoder import LongDecoder
 from torch import nn
 
-from reference_impl import ActivationOffloader, FrozenLayerStreamer, HybridDeviceOptimizer
+from reference_impl import (
+    ActivationOffloader,
+    CheckpointOffloader,
+    FrozenLayerStreamer,
+    HybridDeviceOptimizer,
+    SequenceTiles,
+)
 from reference_impl.integrations import Offloading, Wanted
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 
@@ -261,6 +268,33 @@ def test_a_plan_is_carried_out_from_its_file_on_the_model_it_is_for(tmp_path):
         other = Wanted.of({**plan, "model": {**described, name: value}})
         with pytest.raises(ValueError, match=r"the plan is for small with .* Decoder has"):
             other.check(model)
+
+
+def test_a_plan_runs_in_tiles_until_it_is_detached():
+    """The same modules as by hand, whose sums round otherwise than without tiles."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(LongDecoder(vocab=512))
+    model, by_hand = models
+    plan = {
+        "execute": {
+            "tiles": {"tile_tokens": 8},
+            "activations": {"mode": "checkpoint", "keep_attention": True},
+        }
+    }
+    widths = []
+    model.layers[0].mlp.gate.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[1]))
+    with offloading(model, plan=plan) as handle:
+        handle.attach(model)
+        train(model, torch.optim.AdamW(model.parameters(), **HYPER))
+        assert widths.pop() == 8
+        handle.detach()
+        model(torch.zeros(2, 32, dtype=torch.int64))
+        assert widths.pop() == 32
+    with SequenceTiles(by_hand, tile_tokens=8), CheckpointOffloader(by_hand, keep_attention=True):
+        train(by_hand, torch.optim.AdamW(by_hand.parameters(), **HYPER))
+    assert_weights(model, by_hand.state_dict())
 
 
 def test_weights_without_a_frozen_base_are_refused_before_anything_is_touched():

@@ -35,6 +35,8 @@ PLANS = [
     {"trained_layers": {"inputs": "host", "streamed_states": "exact"}},
     {"trained_layers": {"resident_layers": 1, "backward_overlap": "update"}},
     {"trained_layers": {"split": {"resident": 0.2, "streamed": 0.3, "cpu": 0.5}}},
+    {"tiles": {"tile_tokens": 64}, "activations": {"mode": "checkpoint", "keep_attention": True}},
+    {"tiles": {"tile_tokens": 64}, "trained_layers": {"inputs": "host", "keep_attention": True}},
     {},
 ]
 LIMITED = [

@@ -24,6 +24,7 @@ GOOD = {
     },
     "activations": {"mode": "layers", "num_layers": 2, "budget_bytes": 0},
     "weights": {"resident_layers": 1, "budget_bytes": 4096},
+    "tiles": {"tile_tokens": 4096},
 }
 DEEP: list = []
 for _ in range(100_000):
@@ -116,6 +117,28 @@ def test_unknown_keys_are_refused(path, name):
         ({"execute": {"activations": {"mode": "layers"}}}, r"execute.activations.num_layers is missing"),
         ({"execute": {"activations": {"mode": "budget"}}}, r"execute.activations.budget_bytes is missing"),
         ({"execute": {"optimizer": {"offload_fraction": 1, "split": {}}}}, "sums to 0"),
+        ({"execute": {"tiles": {}}}, r"execute.tiles.tile_tokens is missing"),
+        (
+            {"execute": {"tiles": {"tile_tokens": 0}}},
+            r"tile_tokens is 0; expected a whole number of at least 1",
+        ),
+        (
+            {"execute": {"activations": {"mode": "recompute", "keep_attention": True}}},
+            r"execute.activations.mode is 'recompute'; expected checkpoint beside keep_attention",
+        ),
+        (
+            {"execute": {"trained_layers": {"keep_attention": 1}}},
+            r"keep_attention is 1; expected true or false",
+        ),
+        (
+            {
+                "execute": {
+                    "tiles": {"tile_tokens": 64},
+                    "sharding": {"engine": "fsdp2", "ranks": 2, "weights": "float32"},
+                }
+            },
+            "expected tiles without sharding",
+        ),
         ([], "plan is"),
         (5, "plan is 5"),
         (None, "plan is None"),

@@ -1,0 +1,160 @@
+"""Attention kept and tiles of the sequence, as a plan: bytes and seconds as measured, and when they are chosen."""
+
+import json
+
+import pytest
+
+from offload_arithmetic.sizes import TILE_TOKENS
+from skill_tools.__main__ import main
+from skill_tools.dialects.pytorch import run as pytorch_run
+from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, StreamedStates, TrainingRun
+from skill_tools.planning.cost import compute, machine, step_time
+from skill_tools.planning.cost.step_time import StepTime
+from skill_tools.planning.model import activations, known_models, memory, tiles, traces
+from skill_tools.planning.model.memory import Memory
+from tests.skill_tools.planning.test_plan_properties import config
+
+H200 = machine.known("h200")
+# Qwen3-4B trained whole, 32,768 tokens: the rows of docs/long-sequences.md, in seconds and GB of GPU and host.
+MEASURED = {
+    (False, False): (5.24, 11.19, 36.1),
+    (True, False): (4.73, 11.19, 45.8),
+    (False, True): (5.78, 6.54, 36.1),
+    (True, True): (5.30, 6.54, 45.8),
+}
+
+
+def of_4b(**overrides: object) -> TrainingRun:
+    run = pytorch_run.build(
+        config(**{"seq_length": 32768, "fused_loss": True, **overrides}),
+        known_models.shape("qwen3-4b"),
+        gpus=1,
+    )
+    return traces.with_what_ships(run)
+
+
+def mode(*, kept: bool, tiled: bool) -> Mode:
+    return Mode(
+        trained_layers=True,
+        streamed_states=StreamedStates.COMPACT_8,
+        recompute=Recompute(granularity="full"),
+        activation_engine=ActivationEngine.OWN_INPUTS,
+        keep_attention=kept,
+        tile_tokens=TILE_TOKENS if tiled else 0,
+    )
+
+
+def predicted(run: TrainingRun, chosen: Mode) -> tuple[Memory, StepTime]:
+    found = memory.estimate(run, chosen)
+    speed = compute.pace(run, H200, found.parameters.shard)
+    return found, step_time.estimate(run, chosen, found, H200, speed)
+
+
+@pytest.mark.parametrize(("kept", "tiled"), MEASURED)
+def test_bytes_and_seconds_are_those_that_were_measured(kept: bool, tiled: bool) -> None:
+    """Of the tiles' peak a sixth more at most, and no less: a tied table's gradient counts where it is not yet."""
+    step_s, gpu_gb, host_gb = MEASURED[kept, tiled]
+    found, step = predicted(of_4b(), mode(kept=kept, tiled=tiled))
+    assert step.total_s == pytest.approx(step_s, rel=0.05)
+    assert 1 <= found.allocated_bytes / 1e9 / gpu_gb <= (1.18 if tiled else 1.07)
+    # Beside what a plan counts is what the arenas round up.
+    assert found.host_bytes_per_node / 1e9 == pytest.approx(host_gb, rel=0.07)
+
+
+def test_attention_that_is_kept_is_its_output_and_logarithms_on_the_host() -> None:
+    run = of_4b()
+    (without, _), (kept, _) = (predicted(run, mode(kept=each, tiled=False)) for each in (False, True))
+    # 32 heads of 128 in bf16, and a logarithm in fp32 for each head; a trace may round by what it has seen.
+    more = 36 * 32768 * (2 * 32 * 128 + 4 * 32)
+    assert kept.host_bytes_per_node - without.host_bytes_per_node == pytest.approx(more, rel=0.01)
+    assert kept.allocated_bytes == without.allocated_bytes
+
+
+def test_what_tiles_spare_grows_with_the_sequence_and_is_nothing_within_a_tile() -> None:
+    spared = []
+    for tokens in (TILE_TOKENS, 16384, 65536):
+        run = of_4b(seq_length=tokens)
+        without, tiled = (
+            predicted(run, mode(kept=False, tiled=each))[0].allocated_bytes for each in (False, True)
+        )
+        spared.append(without - tiled)
+    assert spared[0] == 0
+    assert 0 < 4 * spared[1] < spared[2]
+
+
+def test_adapters_have_no_sums_of_gradients() -> None:
+    """Of a whole layer's MLP and norms they are in fp32, and a tile's own in bf16."""
+    chosen = mode(kept=False, tiled=True)
+    runs = [
+        pytorch_run.build(config(seq_length=32768, **lora), known_models.shape("llama-3-8b"), gpus=1)
+        for lora in ({}, {"lora_rank": 16})
+    ]
+    parts = {part.name: part.token_bytes for part in activations.layer_parts(runs[0], moe=False)}
+    whole, adapted = (tiles.spared_bytes(run, chosen, parts, run.tokens, 0.0, moe=False) for run in runs)
+    assert adapted - whole == 6 * (3 * 4096 * 14336 + 2 * 4096)
+
+
+def plan(
+    capsys: pytest.CaptureFixture[str], *arguments: str, tokens: int = 65536, text: bool = False
+) -> dict:
+    given = ["--framework", "pytorch", "--model", "qwen3-4b", "--gpu", "h200", "--host-memory", "200GiB"]
+    given += ["--overrides", f"seq_length={tokens}", "fused_loss=true", *arguments]
+    assert main(["plan", *given, *([] if text else ["--format", "json"])]) == 0
+    said = capsys.readouterr().out
+    return {"text": said} if text else json.loads(said)
+
+
+def test_a_small_gpu_takes_tiles_and_a_large_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    small = plan(capsys, "--gpu-memory", "16GiB", "--allow-other-numerics")
+    assert small["execute"]["tiles"] == {"tile_tokens": TILE_TOKENS}
+    assert small["execute"]["trained_layers"]["keep_attention"] is True
+    assert {"kept-attention", "sequence-tiles"} <= set(small["recommendation"]["option"]["mechanisms"])
+    large = plan(capsys, "--gpu-memory", "139GiB")
+    assert "tiles" not in large["execute"]
+    assert large["execute"]["activations"] == {"mode": "checkpoint", "keep_attention": True}
+
+
+def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu-memory", "16GiB", "--allow-other-numerics")
+    kept, in_tiles = plan(capsys, *given)["recommendation"]["reasons"]
+    assert "a step less than computing it again, for " in kept
+    assert "less of a GPU" in in_tiles
+    assert "without them it does not fit: GPU memory" in in_tiles
+    said = plan(capsys, *given, text=True)["text"]
+    assert f"why {kept}" in said
+    assert f"why {in_tiles}" in said
+    # The line that makes one object would leave the other out.
+    assert "or make what it makes" not in said
+
+
+def test_a_host_without_the_room_computes_attention_again(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu-memory", "16GiB", "--allow-other-numerics", "--host-memory", "44GiB")
+    found = plan(capsys, *given)["execute"]
+    assert "keep_attention" not in found["trained_layers"]
+    assert "tiles" in found
+
+
+def test_what_the_user_leaves_out_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--gpu-memory", "24GiB", "--allow-other-numerics")
+    for mechanism in ("kept-attention", "sequence-tiles"):
+        found = plan(capsys, *given, "--without", mechanism)
+        options = [found["recommendation"]["option"], *found["alternatives"]]
+        assert not any(mechanism in option["mechanisms"] for option in options), mechanism
+
+
+@pytest.mark.parametrize("given", [("--gpus", "2"), ("--overrides", f"seq_length={TILE_TOKENS}")])
+def test_several_gpus_and_short_sequences_have_neither(
+    capsys: pytest.CaptureFixture[str], given: tuple[str, ...]
+) -> None:
+    found = plan(capsys, "--gpu-memory", "139GiB", "--host-memory", "2048GiB", *given)
+    options = [found["recommendation"]["option"], *found["alternatives"]]
+    assert not any({"kept-attention", "sequence-tiles"} & set(option["mechanisms"]) for option in options)
+
+
+def test_attention_that_is_written_out_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Models with sinks have no kernel for it in Hugging Face's code."""
+    found = plan(
+        capsys, "--model", "gpt-oss-20b", "--gpu-memory", "139GiB", "--overrides", "lora_rank=16", tokens=8192
+    )
+    options = [found["recommendation"]["option"], *found["alternatives"]]
+    assert not any("kept-attention" in option["mechanisms"] for option in options)
