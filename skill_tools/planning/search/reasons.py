@@ -1,7 +1,8 @@
 """Why a plan keeps attention or runs in tiles: the same plan without that, in memory and time.
 
-Both are for long sequences, where neither is better in everything: attention that is kept takes host memory in place of
-time, tiles take time in place of GPU memory. Explained in docs/long-sequences.md.
+Apart because `sensitivity` changes the run, and this the plan. Both are for long sequences, where neither is better in
+everything: attention that is kept takes host memory in place of time, tiles take time in place of GPU memory. Explained
+in docs/long-sequences.md.
 """
 
 from collections.abc import Callable, Iterator
