@@ -8,6 +8,9 @@
 The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
 known model (--model) or its sizes (--overrides) are enough for the plan.
 
+Where nothing failed, the losses, norms, rewards and divergences that the log prints are read: what is wrong with them,
+since which step, and which known faults give such numbers. A report in words is read too.
+
 Of a memory snapshot of torch's (_dump_snapshot) it says who held what at the peak, or where memory ran out; of two,
 what has changed. The file is read, never executed.
 
