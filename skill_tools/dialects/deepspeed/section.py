@@ -22,6 +22,7 @@ _ZERO = f"{_PREFIX}zero_optimization"
 _STRICT = tuple(f"{_PREFIX}{section}." for section in ("zero_optimization", "compile", "bf16", "fp16"))
 _INTERVALS = (f"{_ZERO}.zenflow.select_interval", f"{_ZERO}.zenflow.update_interval")
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")  # TRAIN_BATCH_SIZE, which a script fills in
+_WHOLE = re.compile(r"\s*[+-]?[0-9]+\.0*\s*")  # pydantic's int takes "2.0" as 2
 _MAY_BE_NULL = frozenset(
     {f"{_PREFIX}bf16", f"{_PREFIX}aio", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"}
 )
@@ -52,6 +53,11 @@ def settle(draft: Draft) -> None:
     for setting in draft.below(_PREFIX):
         if isinstance(setting.value, str) and _PLACEHOLDER.fullmatch(setting.value):
             draft.leave_open(setting.key)
+        elif isinstance(setting.value, str) and _WHOLE.fullmatch(setting.value):
+            key = draft.table.by_name.get(setting.key)
+            if key is not None and key.type_in(DEEPSPEED) == "int":
+                whole = setting.value.strip().partition(".")[0]
+                draft.set_key(setting.key, whole, setting.written, setting.place)
     draft.judge(
         _PREFIX, lambda setting, expected: _expected(draft.table.by_name.get(setting.key), setting, expected)
     )
@@ -109,7 +115,7 @@ def _expected(key: Key | None, setting: Setting, expected: str | None) -> str | 
         return None if whole else 'a whole number or "auto"'
     if kind in ("int", "float") and isinstance(value, bool):
         return None
-    if kind == "int" and isinstance(value, str) and re.fullmatch(r"\s*[+-]?\d+\.0*\s*", value):
+    if kind == "int" and isinstance(value, int) and not key.choices:  # pydantic's has no largest one
         return None
     return expected
 

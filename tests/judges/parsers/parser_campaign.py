@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
 import axolotl_commands  # noqa: E402
+import deepspeed_files  # noqa: E402
 import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
@@ -117,6 +118,14 @@ PARSERS = {
         llama_factory_commands.TABLE,
         llama_factory_commands.ours,
         hf_arguments.agree,
+    ),
+    "deepspeed": Parser(
+        "deepspeed",
+        {each: (f"../../.deepspeed/{each}", "../../.deepspeed/extras") for each in ("0.17.6", "0.19.8")},
+        deepspeed_files.question,
+        deepspeed_files.TABLE,
+        deepspeed_files.ours,
+        deepspeed_files.agree,
     ),
     "nemo-rl": Parser(
         "nemo_rl",

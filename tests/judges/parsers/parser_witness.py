@@ -78,6 +78,25 @@ def hydra(question: dict[str, Any]) -> Any:
     return [signs[override.type], override.key_or_group, override.value()]
 
 
+def deepspeed(question: dict[str, Any]) -> Any:
+    """DeepSpeed's `DeepSpeedConfig` on a file, for one rank on a CPU: the values that its classes hold."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = DeepSpeedConfig(_written({"text": question["text"], "suffix": ".json"}))
+    classes = {
+        "zero_optimization": config.zero_config,
+        "compile": config.compile_config,
+        "bf16": config.bfloat16_config,
+        "fp16": config.float16_config,
+    }
+    tree = {
+        section: {**held.model_dump(), **held.model_dump(by_alias=True)} for section, held in classes.items()
+    }
+    held = _held(tree, question["names"])
+    return {name: getattr(value, "value", value) for name, value in held.items()}
+
+
 def nemo_rl(question: dict[str, Any]) -> Any:
     """NeMo-RL's `load_config` on files, then its `parse_hydra_overrides`: the values of the names that are set."""
     from nemo_rl_commands import NAMES
