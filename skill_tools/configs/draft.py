@@ -11,7 +11,7 @@ from skill_tools.configs.config import Config, Fault, Place, Setting, UnknownKey
 from skill_tools.configs.keys import Key, load_key_table
 from skill_tools.configs.releases import stated_in
 from skill_tools.configs.source import Source
-from skill_tools.configs.values import UNREADABLE, is_template, typed
+from skill_tools.configs.values import UNREADABLE, is_template, typed, written
 from skill_tools.configs.vocabulary import load_vocabulary
 
 MAX_SUGGESTIONS = 20
@@ -160,6 +160,16 @@ class Draft:
         self._wrong[key] = expected
         if is_known:
             self._known_wrong.add(key)
+
+    def take_by_truth(self) -> None:
+        """Note that the framework checks no type, so that what stands for true or false is read by Python's truth."""
+        for name in self._wrong:
+            key = self.table.by_name.get(name)
+            if key is not None and key.type_in(self._owner(name)[0]) == "bool":
+                value = self._settings[name].value
+                self.refuse_type(
+                    name, f"true or false; to Python it is {written(bool(value))}", is_known=True
+                )
 
     def judge(self, prefix: str, fits: Callable[[Setting, str | None], str | None]) -> None:
         """Let `fits` have the last word on the value of each key that begins with `prefix`.

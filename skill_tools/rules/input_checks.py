@@ -11,10 +11,12 @@ from skill_tools.configs.config import Config, Setting, UnknownKey, WrongType
 from skill_tools.configs.keys import Key
 from skill_tools.dialects import registry
 from skill_tools.dialects.base import Dialect
-from skill_tools.rules.finding import Finding
+from skill_tools.rules.finding import Finding, Severity
 from skill_tools.rules.knowledge import Rule, load_rules
 from skill_tools.rules.messages import from_rule, show
 from skill_tools.rules.versions import Standing, Versions, standing
+
+_ANY_TYPE = "wrong-type"
 
 
 def check(
@@ -41,11 +43,15 @@ def check(
     for wrong in config.wrong_types:
         setting = wrong.setting
         owner = registry.named(config.owner(setting.key))
-        rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get("wrong-type"))
+        rule = by_id.get(owner.rule_for_type(keys.get(setting.key)), by_id.get(_ANY_TYPE))
         if rule is not None:
             observed = {setting.key: setting.value}
             message = _type_message(rule, wrong)
             finding = from_rule(rule, message=message, place=setting.place, observed=observed)
+            if (
+                wrong.is_known and rule.id == _ANY_TYPE
+            ):  # the framework takes it at its truth, and refuses nothing
+                finding = finding._replace(severity=Severity.WARNING, effect="fact")
             yield from _of_release(finding, rule, versions)
     replaced = (each for name in sorted(config.dialects()) for each in registry.named(name).replaced(config))
     for identifier, loser, winner in replaced:

@@ -58,6 +58,7 @@ class Scope(dict[str, object]):
         self._unreadable = config.unresolved | {
             wrong.setting.key for wrong in config.wrong_types if not wrong.is_known
         }
+        self._known_wrong = {wrong.setting.key for wrong in config.wrong_types if wrong.is_known}
 
     def said(self) -> dict[str, object]:
         """Return what the input says of each key, where it says anything; what is the same compares as equal."""
@@ -76,7 +77,8 @@ class Scope(dict[str, object]):
         if name in self._unreadable or name in self._maybe_set:
             return UNKNOWN
         if name in self.config.settings:
-            return self.config.settings[name].value
+            value = self.config.settings[name].value
+            return bool(value) if name in self._known_wrong else value
         if name in self.known_keys:
             if self._left_to_recipe(name):
                 return UNKNOWN

@@ -51,6 +51,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 )
     for text in overrides:
         _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+    draft.take_by_truth()
     draft.model_name = _model_name(draft)
     return draft.finish()
 

@@ -80,6 +80,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 )
     for text in overrides:
         _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES, is_closed=is_closed)
+    draft.take_by_truth()
     hand_on_to_megatron(draft)
     model = draft.get("actor_rollout_ref.model.path") or draft.get("model.path")
     draft.model_name = str(model.value) if model is not None else None

@@ -70,7 +70,9 @@ def question(random: Random) -> dict[str, Any]:
     names = random.sample(NAMES, random.randint(1, 5))
     if random.random() < 0.7:
         names.append("zero_optimization.stage")
-    names = list({_KEYS[name].name.replace("_fp16_", "_16bit_"): name for name in names}.values())  # one key each
+    names = list(
+        {_KEYS[name].name.replace("_fp16_", "_16bit_"): name for name in names}.values()
+    )  # one key each
     for name in names:
         odd = random.random() < (0.3 if len(names) < 4 else 0.1)
         value = random.choice(SCALARS if odd else FITTING[_TYPES[name]])

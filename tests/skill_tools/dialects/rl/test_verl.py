@@ -31,6 +31,24 @@ def test_overrides_are_typed_as_hydra_types_them() -> None:
     assert config.value("trainer.nnodes") == 2
 
 
+def test_a_text_that_no_class_checks_counts_as_python_counts_it() -> None:
+    config = verl(f"{ACTOR}.strategy=fsdp2", f"{FSDP}.offload_policy=True", f"{FSDP}.param_offload=007")
+    findings = {finding.rule: finding for finding in lint(config).findings}
+    assert "verl-policy-overrides" in findings
+    assert findings["wrong-type"].severity == "warning"
+    assert "to Python it is true" in findings["wrong-type"].message
+
+
+def test_the_first_release_asks_for_the_reference_models_offload() -> None:
+    config = verl("actor_rollout_ref.ref.fsdp_config.param_offload=False")
+    rules = {
+        release: {finding.rule for finding in lint(config, versions={"verl": release}).findings}
+        for release in ("0.1", "0.2")
+    }
+    assert "verl-ref-always" in rules["0.2"]
+    assert "verl-ref-always" not in rules["0.1"]
+
+
 def test_a_value_of_the_callers_shell_is_open() -> None:
     config = verl(f"{FSDP}.offload_policy=${{OFFLOAD}}")
     assert f"{FSDP}.offload_policy" in config.unresolved
