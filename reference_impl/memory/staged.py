@@ -2,13 +2,13 @@
 
 Pageable memory is what exceeds `pinned.limit_pinned_memory`. As many threads as cores are idle fill and empty the
 buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
-after the other, and starts the H2D copy of each. On the way out the D2H copy into a buffer starts at once, and threads
-empty it once that has ended, so a training thread waits only where all buffers are on their way. Events of the device
-are what they are for pinned memory; who reads the host's side waits for the threads too (`Landing`).
+after the other, and starts the H2D copy of each; half of them are filled while the link reads the others. On the way
+out the D2H copy into a buffer starts at once, and threads empty it once that has ended, so a training thread waits only
+where all buffers are on their way. Events of the device are what they are for pinned memory; who reads the host's side
+waits for the threads too (`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.
-A device has one ring, from its first pageable
-slab to the end of the limit.
+A device has one ring, from its first pageable slab to the end of the limit.
 
 Explained in docs/fitting.md, "Pinned memory".
 """
@@ -156,7 +156,8 @@ class Ring:
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
         with deferred_interrupts(), self._in.lock, self._settled_after_failure(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
-                if len(filling) == self._in.count:
+                # The link reads the other half: who fills all of them waits for the one sent last, alone on the link.
+                if len(filling) == self._in.count // 2:
                     self._send(filling)
                 buffer = self._in.take(part.numel(), ahead=len(filling))
                 filling.append((part, buffer, self._copiers.start(buffer, piece, is_needed=True)))

@@ -1,0 +1,44 @@
+"""The ring of pinned buffers between pageable memory and the device."""
+
+import pytest
+import torch
+
+from reference_impl import limit_pinned_memory
+from reference_impl.memory.staged import Ring, _Buffers, ring_of
+
+LIMIT_BYTES = 2**20
+
+
+@pytest.fixture
+def pageable(device):
+    """Pageable memory on the host, several times as much as the ring has."""
+    with limit_pinned_memory(LIMIT_BYTES):
+        host = torch.randint(256, (2 * LIMIT_BYTES,), dtype=torch.uint8)
+        yield host
+        del host
+
+
+def test_half_of_the_buffers_are_on_their_way_while_the_others_are_filled(device, pageable, monkeypatch):
+    """Whoever waits for a buffer that was sent a moment ago has the link idle until that copy ends."""
+    sent, waits = [], []
+    send, take = Ring._send, _Buffers.take
+
+    def sending(ring, filling):
+        sent.append(filling[0][1].data_ptr())
+        send(ring, filling)
+
+    def taking(buffers, size_bytes, *, ahead=0):
+        buffer = take(buffers, size_bytes, ahead=ahead)
+        if buffer.data_ptr() in sent:
+            waits.append(len(sent) - 1 - max(i for i, each in enumerate(sent) if each == buffer.data_ptr()))
+        return buffer
+
+    monkeypatch.setattr(Ring, "_send", sending)
+    monkeypatch.setattr(_Buffers, "take", taking)
+    ring = ring_of(device)
+    target = torch.empty_like(pageable, device=device.torch_device)
+    ring.copy_in(target, pageable)
+    device.synchronize()
+    assert torch.equal(target.cpu(), pageable)
+    assert waits
+    assert min(waits) >= ring._in.count // 2 - 1
