@@ -31,7 +31,7 @@ KINDS = {
     "high-loss": "the loss is above that of guessing",
     "spike": "the norm of the gradients is for a step many times what it was",
 }
-_WEAK = frozenset({"flat", "flat-reward", "high-loss", "spike"})
+_WEAK = frozenset({"flat", "flat-reward", "high-loss", "kl", "spike"})
 _RESUMES = re.compile(
     r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bresum(?:e|ed|ing) (?:training )?from"
     r"|successfully loaded checkpoint|\bload_checkpoint\b"
@@ -42,6 +42,8 @@ _APART, _LEAST_APART, _LEAST_KL = 10.0, 0.05, 1.0
 # A loss moves by a tenth from step to step, the norm of its gradients by a factor; the mean loss of a policy is noise.
 _AFTER_RESUME, _LEAST_AFTER_RESUME = {"loss": 1.5, "norm": 5.0}, 0.1
 _NOTHING, _LEAST_REWARD = 0.1, 0.05  # what is left of a reward that fell, and what it was at least
+# How long a reward stays at nothing that is no chance: a small one comes from few answers, and is often 0.
+_SMALL_REWARD, _AT_ZERO, _AT_LITTLE = 0.2, (2, 5), (3, 8)
 _GUESSING = 12.7  # nats: every word of 327,000 alike, a larger vocabulary than any model in use
 _FLAT, _LEAST_VALUES, _LEAST_STEPS = 0.02, 6, 50
 _SPIKE = 50.0
@@ -153,7 +155,8 @@ def _collapse(_: Log, of: Series) -> tuple[int, str] | None:
         return None
     best = values[0]
     tail = _tail(values, lambda value: value <= _NOTHING * best)
-    if tail == 0 or len(values) - tail < (2 if not any(values[tail:]) else 3):
+    long_enough = (_AT_LITTLE if any(values[tail:]) else _AT_ZERO)[best < _SMALL_REWARD]
+    if tail == 0 or len(values) - tail < long_enough:
         return None
     return tail, f"falls from {statistics.median(values[:tail]):.2f} to {values[tail]:.2f} and stays there"
 

@@ -125,6 +125,8 @@ HEALTHY = {
     ),
     "groups whose answers are all as good": steps(reward=(1.0, 1.0, 1.0), grad_norm=(0.0, 0.0, 0.0)),
     "a policy that leaves its reference slowly": steps(kl=(0.0, 0.0004, 0.002, 0.008, 0.02, 0.06, 0.09, 0.2)),
+    "a reward of few answers": steps(reward=(0.06, 0.0, 0.0, 0.0)),
+    "a divergence that is summed over a text": steps(kl=(0.0, 1.4, 2.9, 3.1)),
     "a reward that is noisy": steps(reward=(0.4, 0.1, 0.5, 0.0, 0.6, 0.2)),
     "a resume": "Resuming from checkpoint-10\n"
     + steps(loss=FALLING, grad_norm=(1.0, 2.0, 1.5, 2.5, 1.0, 1.1, 0.9, 1.2)),
@@ -298,7 +300,7 @@ def test_a_release_that_nobody_stated_is_a_condition_and_another_release_has_no_
 
 
 def test_what_a_healthy_run_shows_too_is_no_answer_alone() -> None:
-    for kind in ("flat", "flat-reward", "high-loss", "spike"):
+    for kind in ("flat", "flat-reward", "high-loss", "kl", "spike"):
         assert (
             answer(WRONG[kind], {"run.sh": "python train.py --activation_offloading true\n"}).conclusion
             is None
