@@ -46,6 +46,8 @@ _ATTENTION = {
     "aten::_efficient_attention_forward",
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
+    # torch.nn.attention.varlen, of packed documents.
+    "torch_attn::_varlen_attn",
 }
 _EXPENSIVE = _ATTENTION | {
     "aten::mm",

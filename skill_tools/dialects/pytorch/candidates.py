@@ -35,6 +35,9 @@ _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
 # The forms that states of matrices have.
 OF_MATRICES = (StreamedStates.EXACT, StreamedStates.PACKED)
 
+# Of a sequence. Each adds its gradients to sums; beside attention's own tensors larger tiles raise no peak.
+_MOST_TILES = 16
+
 # What `reference_impl`'s `Streaming` calls the forms that plans name otherwise.
 _FORMS = {StreamedStates.PACKED: "bf16-moments"}
 
@@ -110,7 +113,8 @@ def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
     if run.seq_length <= TILE_TOKENS or run.layout.gpus > 1:
         return
     kept: _Part = ({"keep_attention": True}, "attention kept", (ATTENTION,))
-    tiles: _Part = ({"tile_tokens": TILE_TOKENS}, f"tiles of {TILE_TOKENS} tokens", (TILES,))
+    tokens = max(TILE_TOKENS, -(-run.seq_length // (_MOST_TILES * TILE_TOKENS)) * TILE_TOKENS)
+    tiles: _Part = ({"tile_tokens": tokens}, f"tiles of {tokens} tokens", (TILES,))
     yield tiles
     if on_host and not run.shape.attention_sinks:
         yield kept

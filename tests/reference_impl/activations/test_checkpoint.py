@@ -1,5 +1,6 @@
 import gc
 import warnings
+from itertools import pairwise, starmap
 
 import pytest
 import torch
@@ -373,6 +374,76 @@ def test_kept_attention_is_not_computed_again_and_the_bits_stay(device):
     assert [count for count, _ in counted] == [9, 3]
     out_and_logsumexp = 2 * 64 * 32 * 4 + 2 * 64 * 4 * 4
     assert counted[1][1] - counted[0][1] == 3 * out_and_logsumexp
+
+
+def by_document(query, key, value, ends, *_):
+    """The kernel of torch's varlen_attn, of a few positions, where there is no GPU: rows (tokens, heads, features)."""
+    outputs, logsumexps = [], []
+    for document in starmap(slice, pairwise(ends.tolist())):
+        q, k, v = (each[document].transpose(0, 1) for each in (query, key, value))
+        outputs.append((scores(q, k).softmax(-1) @ v).transpose(0, 1))
+        logsumexps.append(scores(q, k).logsumexp(-1))
+    return torch.cat(outputs), torch.cat(logsumexps, 1), torch.zeros(2, dtype=torch.uint64)
+
+
+def scores(q, k):
+    found = q @ k.mT / q.shape[-1] ** 0.5
+    return found.masked_fill(torch.ones_like(found, dtype=torch.bool).triu(1), -torch.inf)
+
+
+def by_document_backward(gradient, query, key, value, out, logsumexp, ends, *_):
+    found = []
+    for document in starmap(slice, pairwise(ends.tolist())):
+        g, q, k, v = (each[document].transpose(0, 1) for each in (gradient, query, key, value))
+        shares = scores(q, k).softmax(-1)
+        of_shares = g @ v.mT
+        of_scores = shares * (of_shares - (of_shares * shares).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+        found.append([each.transpose(0, 1) for each in (of_scores @ k, of_scores.mT @ q, shares.mT @ g)])
+    return tuple(map(torch.cat, zip(*found, strict=True)))
+
+
+class PackedAttention(Attention):
+    """Of three documents in one row, by torch's own kernel for them."""
+
+    def __init__(self, varlen_attn):
+        super().__init__()
+        self.varlen_attn = varlen_attn
+
+    def forward(self, x):
+        ends = torch.tensor([0, 20, 50, 64], dtype=torch.int32)
+        q, k, v = (each[0].unflatten(-1, (4, 8)) for each in self.qkv(x).chunk(3, -1))
+        x = self.varlen_attn(q, k, v, ends, ends, 30, 30, window_size=(-1, 0)).flatten(1)[None]
+        return self.out(x).sin()
+
+
+def test_attention_of_packed_documents_is_kept():
+    varlen = pytest.importorskip(
+        "torch.nn.attention.varlen", reason="this torch has no attention of packed documents"
+    )
+    kernels = torch.library.Library("torch_attn", "IMPL")
+    try:
+        kernels.impl("_varlen_attn", by_document, "CPU")
+        kernels.impl("_varlen_attn_backward", by_document_backward, "CPU")
+        torch.manual_seed(5)
+        model = nn.Sequential(*(PackedAttention(varlen.varlen_attn) for _ in range(3)))
+        x = torch.randn(1, 64, 32, requires_grad=True)
+
+        def step():
+            model.zero_grad()
+            model(x).square().mean().backward()
+            return [param.grad.clone() for param in model.parameters()]
+
+        expected, counted = step(), []
+        for keep_attention in (False, True):
+            with (
+                CheckpointOffloader(model, layers=list(model), keep_attention=keep_attention, **SMALL),
+                CountAttention("varlen_attn") as counter,
+            ):
+                assert all(map(torch.equal, step(), expected))
+            counted.append(counter.count)
+        assert counted == [6, 3]
+    finally:
+        kernels._destroy()
 
 
 @torch.library.custom_op("offload_test::attend", mutates_args=())

@@ -114,6 +114,21 @@ def test_a_small_gpu_takes_tiles_and_a_large_one_does_not(capsys: pytest.Capture
     assert large["execute"]["activations"] == {"mode": "checkpoint", "keep_attention": True}
 
 
+@pytest.mark.parametrize(("tokens", "tile_tokens"), [(65536, 4096), (131072, 8192), (262144, 16384)])
+def test_a_sequence_has_sixteen_tiles_at_most_and_they_raise_no_peak(
+    capsys: pytest.CaptureFixture[str], tokens: int, tile_tokens: int
+) -> None:
+    budget = f"{16 * tokens // 65536}GiB"
+    found = plan(capsys, "--gpu-memory", budget, "--allow-other-numerics", tokens=tokens)
+    assert found["execute"]["tiles"] == {"tile_tokens": tile_tokens}
+    run = of_4b(seq_length=tokens)
+    peaks = [
+        predicted(run, mode(kept=True, tiled=True)._replace(tile_tokens=each))[0].allocated_bytes
+        for each in (TILE_TOKENS, tile_tokens)
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--gpu-memory", "16GiB", "--allow-other-numerics")
     kept, in_tiles = plan(capsys, *given)["recommendation"]["reasons"]
