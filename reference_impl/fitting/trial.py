@@ -22,7 +22,7 @@ from reference_impl.fitting.progress import Say, silent
 from reference_impl.memory.closing import closed_behind
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
 from reference_impl.verification.apply import AppliedPlan, Given, apply_plan, optimizers_in
 from reference_impl.verification.trace_ledger import allocated_bytes

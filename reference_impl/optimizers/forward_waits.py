@@ -29,9 +29,9 @@ from reference_impl.memory.closing import register_undoably, undo_all
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.transforms import outside_transforms
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import ModuleLoad
-from reference_impl.optimizers.stand_in import GradientStandIn
 
 _P = ParamSpec("_P")
 

@@ -26,8 +26,8 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits, forgetful
-from reference_impl.optimizers.gradients import UsedGradients
-from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.gradients.used import UsedGradients
+from reference_impl.optimizers.layout import Member, check_kept
 from reference_impl.optimizers.module_load import written, written_on_its_way
 from reference_impl.optimizers.step import Failures, Status, as_one, in_turn
 
@@ -298,10 +298,8 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
         checks.check_model(model, serves_data_parallel=True)
-        checks.check_no_embeddings(
-            model,
-            {param: each.matrices for param, each in self._members.items() if each.matrices is not None},
-        )
+        matrices = {param: m.matrices for param, m in self._members.items() if m.matrices is not None}
+        checks.check_no_embeddings(model, matrices)
         missing = missing_name(model)
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)
@@ -396,16 +394,19 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         found = written(self._members.values())
         self._refuse_written(found)
         for member in found:
+            check_kept(member)
             self._follow(member)
 
-    def _refuse_written(
-        self, members: Iterable[Member], is_on_its_way: Callable[[Member], bool] = lambda _: True
-    ) -> None:
+    @abstractmethod
+    def _is_on_its_way(self, member: Member) -> bool:
+        """Return whether the new weight of `member`, for which nobody has waited, has still to be written."""
+
+    def _refuse_written(self, members: Iterable[Member]) -> None:
         """Raise RuntimeError, from now on, where somebody has written a weight whose new value is on its way."""
         if not self._follows_writes:
             return
         for member in written(member for member in members if member.pending):
-            if is_on_its_way(member):
+            if self._is_on_its_way(member):
                 self._failures.first = written_on_its_way(member)
                 raise self._failures.first
 

@@ -23,7 +23,7 @@ from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
-from reference_impl.optimizers.stand_in import unwrapped
+from reference_impl.optimizers.gradients.stand_in import unwrapped
 
 # The names that a state_dict has beside the algorithm's moments.
 MASTER = "master_param"
@@ -184,6 +184,15 @@ def gradient_of(member: Member) -> torch.Tensor:
         )
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()
+    check_kept(member)
+    local = member.param_local
+    if gradient.stride() != local.stride():
+        gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+    return gradient
+
+
+def check_kept(member: Member) -> None:
+    """Raise RuntimeError where a parameter has changed its layout or dtype."""
     local = member.param_local
     if local.dtype != member.dtype:
         raise RuntimeError(
@@ -195,9 +204,6 @@ def gradient_of(member: Member) -> torch.Tensor:
             f"a parameter of shape {tuple(local.shape)} has strides {local.stride()}; expected {member.stride}, as "
             "its optimizer state; try changing the memory format before the optimizer is made"
         )
-    if gradient.stride() != local.stride():
-        gradient = torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
-    return gradient
 
 
 def members_of(

@@ -19,7 +19,7 @@ from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import WIDENED_ELEMENTS
 from reference_impl.device import REACHED, Device
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights
 from reference_impl.optimizers.writes.masters import DeviceMasters
 

@@ -120,13 +120,13 @@ class SavedOptimizer(HostedOptimizer):
     def _follow(self, member: Member) -> None:
         self.state.follow(member)
 
-    def _finish_for_saving(self) -> None:
-        """Finish the updates that run, or raise why states cannot be saved or loaded now."""
-        self.synchronize()
+    @abstractmethod
+    def _finish_for_saving(self, *, for_writing: bool) -> None:
+        """Finish the updates that run, or raise why states cannot be saved, or `for_writing` be loaded, now."""
 
     def _load(self, groups: list[dict[str, Any]], states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over groups and states that have been checked."""
-        self._finish_for_saving()
+        self._finish_for_saving(for_writing=True)
         with deferred_interrupts():
             self.__setstate__({"param_groups": groups})
             self._unwritten = deque(partial(self.state.write, *each) for each in states.items())
@@ -173,7 +173,7 @@ class SavedOptimizer(HostedOptimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._finish_for_saving()
+        self._finish_for_saving(for_writing=False)
         self._follow_writes()
         if self._follows_writes:
             members = list(self._members.values())

@@ -12,64 +12,28 @@ Explained in docs/optimizer-state-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
+from offload_arithmetic.update_time import Split
 from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.algorithms import MatrixAlgorithm
-from reference_impl.optimizers.layout import Member, members_of
+from reference_impl.optimizers.gradients.standing import StandingGradients
 from reference_impl.optimizers.options import States, form_of
+from reference_impl.optimizers.placement import SplitPlacement
+from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
 from reference_impl.optimizers.step import in_turn
-from reference_impl.optimizers.streamed.chunks import Part
-from reference_impl.optimizers.streamed.gradients import StandingGradients
+from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
-from reference_impl.optimizers.streamed.updates import StateUpdates
-from reference_impl.optimizers.streamed_optimizer import StreamedOptimizer
 
 
-class FractionOnHost:
-    """A fraction of the elements has its states on the host: those that the forward uses last. See `Placement`."""
-
-    def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
-
-    def lay_out(
-        self,
-        params: Sequence[tuple[torch.Tensor, int]],
-        *,
-        first_order: int,
-        matrices: Sequence[MatrixAlgorithm | None],
-    ) -> list[Member]:
-        """Return members of `params`, each with its group: how many of their elements stay, and how many stream."""
-        return members_of(
-            params, first_order=first_order, fraction=self._fraction, offload=None, matrices=matrices
-        )
-
-    def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
-        """Return all elements of `members`: the first of them stay."""
-        return {m: Part(range(m.resident, m.param_local.numel()), range(m.resident)) for m in members}
-
-    def check_room(self, streamed: StreamedShare, parts: Mapping[Member, Part]) -> None:
-        """Raise HostMemoryError, which says which fraction fits."""
-        streamed.require_room(
-            parts, remedy=lambda fits: f"try fraction={0.9 * fits * self._fraction:.2f} or less"
-        )
-
-    def check_unfrozen(self, params: Iterable[torch.Tensor], model: nn.Module | None) -> None:
-        """Do nothing: states of `params` are made when they get their first gradient."""
-
-    def has_loaded(self) -> None:
-        """Do nothing: weights are where their parameters are."""
-
-
-class OptimizerStateOffloader(SavesEach, StreamedOptimizer):
+class OptimizerStateOffloader(SavesEach, SteppedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -137,13 +101,18 @@ class OptimizerStateOffloader(SavesEach, StreamedOptimizer):
         )
         self._group_counts = wrapped.group_counts
         super().__init__(
-            wrapped,
-            StateUpdates(share),
-            placement=FractionOnHost(fraction),
-            gradients=StandingGradients(),
+            wrapped.groups,
+            wrapped.defaults,
+            wrapped.algorithm,
             max_grad_norm=max_grad_norm,
             reduce_norm_squared=reduce_norm_squared,
             shows_steps=form != "exact",
+        )
+        self._start(
+            Shares(device, wrapped.algorithm, streamed=share),
+            SplitPlacement(Split(1 - fraction, fraction, 0.0), stays_in_chunks=True, option="fraction"),
+            StandingGradients(),
+            wrapped=wrapped,
         )
 
     @in_turn

@@ -25,7 +25,7 @@ import torch
 
 from reference_impl.device import device_is_lost
 from reference_impl.memory.interrupts import deferred_interrupts
-from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 
 Status = Literal["untouched", "begun", "broken", "closed"]
 

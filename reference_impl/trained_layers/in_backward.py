@@ -10,22 +10,23 @@ Explained in docs/larger-than-gpu.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.gradients import Gradients, standing_on
+from reference_impl.optimizers.gradients.leaving import LeavingGradients
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.standing import StandingGradients
+from reference_impl.optimizers.gradients.used import standing_on
 from reference_impl.optimizers.layout import Member, gradient_of
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
 from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
-from reference_impl.optimizers.streamed.gradients import StandingGradients
-from reference_impl.optimizers.streamed.updates import StateUpdates
-from reference_impl.optimizers.streamed_optimizer import StreamedOptimizer
+from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.trained_layers.gradients import READ_IN_A_HOOK
 from reference_impl.trained_layers.optimizer import pending, streamed_share
 from reference_impl.trained_layers.placement import VisitingPlacement, VisitingWeights
@@ -35,7 +36,7 @@ from reference_impl.trained_layers.shares import StateShares
 _NO_BACKWARD = -1
 
 
-class InBackwardOptimizer(SavesEach, StreamedOptimizer):
+class InBackwardOptimizer(SavesEach, SteppedOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
@@ -64,23 +65,28 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
         # Gradients that are final and wait for their update; whose update has begun since the last step().
         self._final: dict[Member, torch.Tensor] = {}
         self._updating: set[Member] = set()
-        self._plan: StepPlan | None = None
+        self._plan_of_backward: StepPlan | None = None
         # Whether step() was called and has failed before it was done.
         self._is_asked = False
-        self._has_refused = False
         # The backward that has begun to update, until it has ended well.
         self._backward = _NO_BACKWARD
         self._has_failed = False
         wrapped = wrapped_in(optimizer)
         self._group_counts = wrapped.group_counts
-        device = checks.one_device(param for group in wrapped.groups for param in group["params"])
         super().__init__(
-            wrapped,
-            StateUpdates(streamed_share(wrapped, device, streaming, host_gradients=False)),
-            placement=VisitingPlacement(weights, shares),
-            gradients=StandingGradients(),
+            wrapped.groups,
+            wrapped.defaults,
+            wrapped.algorithm,
             max_grad_norm=None,
+            updates_in_backward=True,
             shows_steps=streaming.states != "exact",
+        )
+        share = streamed_share(wrapped, self._device, streaming, host_gradients=False)
+        self._start(
+            Shares(self._device, wrapped.algorithm, streamed=share),
+            VisitingPlacement(weights, shares),
+            StandingGradients(),
+            wrapped=wrapped,
             closers=undo,
         )
 
@@ -158,23 +164,22 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
         """Drop the gradients. Raises RuntimeError where backward has begun to use them, and no step() came since."""
         if not self._closed:
             self._ready()
-            self._check_between_steps(checks.update_begun())
+            self._check_between_steps(checks.update_begun)
             self._final.clear()
         super().zero_grad(set_to_none)
 
-    @in_turn
-    def close(self) -> None:
-        """Finish what is queued, take all hooks off and free the host memory. Again, it does nothing.
+    @property
+    def _is_between(self) -> bool:
+        return bool(self._updating) and not (self._is_asked or self._is_cut_short)
 
-        Raises RuntimeError, once all is freed, between a backward that has begun to update and its step.
-        """
-        is_between = bool(self._updating) and not (self._closed or self._is_asked or self._has_refused)
-        was_told = self._failures.first is not None
-        super().close()
+    def _finish_queued(self) -> None:
+        # All of what backward has begun is queued.
+        self.synchronize()
+
+    def _let_go(self) -> None:
+        super()._let_go()
         self._final.clear()
         self._updating.clear()
-        if is_between and not was_told:
-            raise checks.closed_in_between()
 
     def _status(self) -> Status:
         told = super()._status()
@@ -219,11 +224,11 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
             self._final.clear()
             return
         # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
-        super()._wait_for([member for member in self._members.values() if member.pending])
-        if self._plan is None:
+        self._wait_in_step([member for member in self._members.values() if member.pending])
+        if self._plan_of_backward is None:
             self._follow_writes()
-            self._plan = StepPlan(snapshot(self.param_groups), None)
-        self.streamed.prepare(gradients, None, self._plan.groups)
+            self._plan_of_backward = StepPlan(snapshot(self.param_groups), None)
+        self.streamed.prepare(gradients, None, self._plan_of_backward.groups)
         with as_one():
             self.streamed.begin()
             self._updating.update(gradients)
@@ -238,6 +243,10 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
         if closure is None:
             self._is_asked = self._is_asked or bool(self._updating)
         super()._step_has_raised(closure, is_left=self._is_asked)
+
+    @in_turn
+    def _finish_earlier(self, *, asks: bool) -> None:
+        self._ready()
 
     def _step(self) -> None:
         """Update what is left of the batch."""
@@ -259,8 +268,8 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
             self._waits.on_step([*self._updating, *self._final])
 
     def _check_plan(self) -> None:
-        if self._plan is not None:
-            self._plan.check_unchanged(self.param_groups, self.defaults)
+        if self._plan_of_backward is not None:
+            self._plan_of_backward.check_unchanged(self.param_groups, self.defaults)
 
     def _check_used_stand(self) -> None:
         """Raise RuntimeError where a gradient was dropped or replaced after its update had begun.
@@ -280,7 +289,7 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
 
         Raises RuntimeError for one that an earlier step has used.
         """
-        self._wait_for(Gradients.used_by_nobody(self._members.values()))
+        self._wait_for(LeavingGradients.used_by_nobody(self._members.values()))
         for member in self._members.values():
             if member in self._final and not _stands(member):
                 del self._final[member]
@@ -323,27 +332,7 @@ class InBackwardOptimizer(SavesEach, StreamedOptimizer):
                 member.placeholder.use()
         self._step_begins(standing_on(self._updating), left_unseen=False)
         self._updating.clear()
-        self._plan, self._is_asked, self._has_refused = None, False, False
-
-    def _check_between_steps(self, refusal: Exception) -> None:
-        """Raise `refusal` between a backward that has begun to update and its step."""
-        if self._updating and self._failures.first is None:
-            self._has_refused = True
-            raise refusal
-
-    @in_turn
-    def state_dict(self) -> dict[str, Any]:
-        """Return a snapshot as `OptimizerStateOffloader` does; raises RuntimeError between backward and step()."""
-        self._ready()
-        self._check_between_steps(checks.saved_in_between())
-        return super().state_dict()
-
-    def _load(
-        self, groups: list[dict[str, object]], states: Mapping[torch.Tensor, Mapping[str, object]]
-    ) -> None:
-        self._ready()
-        self._check_between_steps(checks.saved_in_between())
-        super()._load(groups, states)
+        self._plan_of_backward, self._is_asked, self._refused_in_between = None, False, False
 
 
 def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:

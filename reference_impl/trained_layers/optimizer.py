@@ -14,17 +14,16 @@ from contextlib import AbstractContextManager
 import torch
 
 from reference_impl.device import Device
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
-from reference_impl.optimizers.cpu.updates import CpuUpdates
+from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate, Streaming
+from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import SavesEach, Wrapped, wrapped_in
 from reference_impl.optimizers.step import in_turn
+from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
-from reference_impl.optimizers.streamed.updates import StateUpdates
-from reference_impl.optimizers.streamed_optimizer import StreamedOptimizer
-from reference_impl.trained_layers.gradients import LeavingGradients
+from reference_impl.trained_layers.gradients import BlockGradients
 from reference_impl.trained_layers.placement import VisitingPlacement, VisitingWeights
 from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 
@@ -48,7 +47,7 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
     return [member for member in found if member is not None and member.pending]
 
 
-class TrainedLayersOptimizer(SavesEach, StreamedOptimizer):
+class TrainedLayersOptimizer(SavesEach, SteppedOptimizer):
     """What `TrainableLayerStreamer` has made of a torch optimizer: use it in its place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
@@ -82,19 +81,22 @@ class TrainedLayersOptimizer(SavesEach, StreamedOptimizer):
         cpu: CpuUpdate | None = None,
     ) -> None:
         wrapped, mover = wrapped_in(optimizer), GradientMover(device, in_flight_bytes=in_flight_bytes)
+        share = streamed_share(wrapped, device, streaming, host_gradients=True)
         self._group_counts = wrapped.group_counts
         self._weights = weights
-        self._leaving = LeavingGradients(device, mover)
+        self._leaving = BlockGradients(mover)
         super().__init__(
-            wrapped,
-            StateUpdates(
-                streamed_share(wrapped, device, streaming, host_gradients=True),
-                CpuUpdates(device, wrapped.algorithm, cpu or CpuUpdate(), mover),
-            ),
-            placement=VisitingPlacement(weights, shares),
-            gradients=self._leaving,
+            wrapped.groups,
+            wrapped.defaults,
+            wrapped.algorithm,
             max_grad_norm=max_grad_norm,
             shows_steps=streaming.states != "exact",
+        )
+        self._start(
+            Shares(device, wrapped.algorithm, streamed=share, cpu=cpu, gradients=mover),
+            VisitingPlacement(weights, shares),
+            self._leaving,
+            wrapped=wrapped,
             closers=undo,
         )
 

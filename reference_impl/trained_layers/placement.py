@@ -1,11 +1,11 @@
-"""Where weights, states and updates of streamed trained layers and shards are: a `streamed_optimizer.Placement`.
+"""Where weights, states and updates of streamed trained layers and shards are: an `optimizers.placement.Placement`.
 
 Explained in docs/larger-than-gpu.md, "Where states are updated".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,8 +14,8 @@ from torch import nn
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.layout import Member, members_of
+from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.streamed.chunks import Part
-from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.trained_layers.shares import StateShares
 
 
@@ -49,11 +49,11 @@ class VisitingPlacement:
         self,
         params: Sequence[tuple[torch.Tensor, int]],
         *,
-        first_order: int,
+        before: Collection[Member],
         matrices: Sequence[MatrixAlgorithm | None],
     ) -> list[Member]:
         """Return members of `params`, each with its group and its home."""
-        members = members_of(params, first_order=first_order, fraction=1.0, offload=None, matrices=matrices)
+        members = members_of(params, first_order=len(before), fraction=1.0, offload=None, matrices=matrices)
         for member in members:
             member.home = self._weights.home_of.get(member.param)
         return members
@@ -70,7 +70,7 @@ class VisitingPlacement:
             if member.param not in on_cpu
         }
 
-    def check_room(self, streamed: StreamedShare, parts: Mapping[Member, Part]) -> None:
+    def check_room(self, shares: Shares, members: Sequence[Member], parts: Mapping[Member, Part]) -> None:
         """Do nothing: the streamer has made sure, of weights and gradients too."""
 
     def check_unfrozen(self, params: Iterable[torch.Tensor], model: nn.Module | None) -> None:

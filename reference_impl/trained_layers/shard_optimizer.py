@@ -57,23 +57,11 @@ class ShardOptimizer(TrainedLayersOptimizer):
         Not needed with `model.set_requires_gradient_sync(False)`, where they add up on the device before they are
         reduced.
         """
-        self._leaving.add_shards(True)
+        self._leaving.adds_shards = True
         yield
-
-    @in_turn
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, those that have been offloaded and not been used included."""
-        super().zero_grad(set_to_none)
-        self._leaving.add_shards(False)
-        if not self._closed:
-            self._leaving.discard(self._members.values())
 
     @in_turn
     def end_forward(self) -> None:
         """Free the slots of an update that the forward has carried out."""
         self._check_usable()
         self.streamed.free_slots()
-
-    def _step(self) -> None:
-        super()._step()
-        self._leaving.add_shards(False)

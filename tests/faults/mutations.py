@@ -179,9 +179,9 @@ def allocated_after_the_begin() -> None:
     """What a step needs is allocated once it has begun."""
     real = Shares.begin
 
-    def begin(shares: Any, prepared: Any) -> None:
+    def begin(shares: Any) -> None:
         torch.empty(16)
-        real(shares, prepared)
+        real(shares)
 
     Shares.begin = begin  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ from torch import nn
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.gradients import UsedGradients
+from reference_impl.optimizers.gradients.used import UsedGradients
 from reference_impl.trained_layers.shards import ShardBlock
 
 TOO_LONG_S = 10

@@ -28,9 +28,9 @@ from offload_arithmetic.update_time import MachineRates
 from reference_impl import Budgets, Streaming
 from reference_impl.device import Device
 from reference_impl.optimizers import auto_split
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.publish import Publisher
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 # Unused parameters: with `unused` in some steps on some ranks or all of them, with `static` always on all.
 WRAPS = {

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from reference_impl import Budgets, Streaming
 from reference_impl.integrations.transformers import offload
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 SETTINGS = {"max_steps": 4, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
 CHECKPOINT = {"mode": "checkpoint", "min_bytes": 1}

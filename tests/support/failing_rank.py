@@ -18,8 +18,8 @@ from optimizer_training import hybrid
 from sharded_ranks import ROWS, Model, sharded
 from torch.nn.parallel import DistributedDataParallel
 
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.update import CpuKernel
+from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.shares import Shares
 
 PLACES = {"update": (CpuKernel, "update"), "wait": (Shares, "wait_for")}

@@ -39,7 +39,7 @@ TAKERS = {
         lambda model: hybrid(model, split=(0.2, 0.4, 0.4), backward_overlap="gradients"),
         r"staging of the CPU share \d.*, its masters and moments \d.*, streamed states \d.*; try offload_fraction=",
     ),
-    "states": (streaming, r"masters and moments \d.*; try fraction="),
+    "states": (streaming, r"streamed states \d.*; try fraction="),
 }
 
 

@@ -35,7 +35,7 @@ from reference_impl.device import Device
 from reference_impl.device.cuda import CudaDevice
 from reference_impl.distributed.mesh import local_of
 from reference_impl.optimizers import auto_split
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 LAYOUTS = ("blocks", "hsdp", "prefetched", "grouped", "kept", "root", "checkpointed", "mixed", "partly")
 SHARES = {

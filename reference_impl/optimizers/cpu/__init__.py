@@ -1,6 +1,6 @@
 """The share whose state is kept and updated on the CPU.
 
-Explained in docs/optimizer-offloading.md. The path of a gradient: `gradient_mover` (D2H) → `workers` (when) →
+Explained in docs/optimizer-offloading.md. The path of a gradient: `gradients.mover` (D2H) → `workers` (when) →
 `update` (how) → `publish` (H2D); `share` puts them together and `step` keeps the books. Terms:
 
 - member: one parameter as the optimizer knows it; piece: a contiguous part of a member in one bucket.

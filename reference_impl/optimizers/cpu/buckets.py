@@ -11,7 +11,7 @@ Explained in docs/optimizer-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,21 +25,12 @@ from reference_impl.optimizers.layout import Member, Piece
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Flat host tensors of all pieces, with gaps: `staging` (parameter dtype), `master` and `moments` (fp32).
-
-    `sent` are the pieces whose gradient has been sent off for the next step.
-    """
+    """Flat host tensors of all pieces, with gaps: `staging` (parameter dtype), `master` and `moments` (fp32)."""
 
     pieces: tuple[Piece, ...]
     staging: torch.Tensor
     master: torch.Tensor
     moments: tuple[torch.Tensor, ...]
-    sent: set[Piece] = field(default_factory=set)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the gradients of all pieces have been sent off."""
-        return len(self.sent) == len(self.pieces)
 
     @property
     def deadline(self) -> int:

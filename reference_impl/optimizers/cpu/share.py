@@ -20,30 +20,29 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.ledger import unseen
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import ClipDecision
 from reference_impl.optimizers.cpu.buckets import Bucket, BucketMemory, plan_buckets
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.step import BucketUpdate, CpuStep
 from reference_impl.optimizers.cpu.update import BLOCK_ELEMENTS, CpuKernel, Task, cut_tasks, present_part
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers, Job, threads_beside
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, can_add_up
 
 
 class CpuShare:
-    """All offloaded pieces of one optimizer, and what moves and updates them.
+    """All pieces of one optimizer that the CPU updates, and what moves and updates them.
 
-    The worker threads start at once.
+    The worker threads start with the first piece.
 
     Args:
         device: where the parameters are.
         algorithm: the formula, run by torch's fused kernel on the CPU.
         options: threads (None for `threads_beside`), size of a bucket, whether staging is pinned.
         whole_members: never split a member between buckets.
-        streamed_bytes: states that stream in beside, for each element of this share.
-        gradients: what brings gradients, where those of another share leave with them.
+        gradients: brings gradients to the host, those of another share, too, if they leave with these.
         follows_writes: masters follow weights that others write past every counter, see `compare`.
     """
 
@@ -54,8 +53,7 @@ class CpuShare:
         options: CpuUpdate,
         *,
         whole_members: bool,
-        streamed_bytes: float = 0.0,
-        gradients: GradientMover | None = None,
+        gradients: GradientMover,
         follows_writes: bool = True,
     ) -> None:
         self._device = device
@@ -65,18 +63,34 @@ class CpuShare:
         self._memory = BucketMemory(device, moments=len(algorithm.moments), pinned=options.pinned)
         self._moments = algorithm.moments
         self._numbers = HostArena(device, slab_bytes=2**21)
-        self._gradients = gradients or GradientMover(device)
+        self._gradients = gradients
         adds_up = follows_writes and can_add_up(device)
         self._sums: WeightSums[Member] | None = WeightSums(device, self._numbers) if adds_up else None
         self._publisher = Publisher(device, note=partial(_note, self._sums))
-        threads = options.threads or threads_beside(streamed_bytes)
-        # An fp32 block for each worker, which takes one with its first task: it stays in the cache of its core.
-        with unseen():
-            self._scratch = [torch.empty(BLOCK_ELEMENTS) for _ in range(threads)]
+        self._threads = options.threads
+        self._scratch: list[torch.Tensor] = []
         self._local = threading.local()
-        self._workers = DeadlineWorkers(threads=threads)
+        self._started: DeadlineWorkers | None = None
         self._tasks: dict[Bucket, tuple[Task, ...]] = {}
         self._buckets: dict[Piece, Bucket] = {}
+
+    def __contains__(self, member: Member) -> bool:
+        """Return whether a piece of `member` is here."""
+        return bool(member.pieces) and member.pieces[0] in self._buckets
+
+    @property
+    def _workers(self) -> DeadlineWorkers:
+        assert self._started is not None
+        return self._started
+
+    def _start(self, streamed_bytes: float) -> None:
+        """Start the threads, unless they run: as many as are done while so many bytes stream in for each element."""
+        if self._started is None:
+            threads = self._threads or threads_beside(streamed_bytes)
+            # An fp32 block for each worker, which takes one with its first task: it stays in the cache of its core.
+            with unseen():
+                self._scratch = [torch.empty(BLOCK_ELEMENTS) for _ in range(threads)]
+            self._started = DeadlineWorkers(threads=threads)
 
     def host_bytes(self, members: Iterable[Member]) -> tuple[int, int]:
         """Return what `add` takes of the host for `members`: staging buffers, and masters with moments."""
@@ -84,11 +98,17 @@ class CpuShare:
         staging = sum(numel * size for numel, size in elements)
         return staging, sum(4 * (1 + len(self._moments)) * numel for numel, _ in elements)
 
-    def add(self, members: Sequence[Member]) -> None:
-        """Make buckets for new members, masters from their parameters. Raises HostMemoryError first of all."""
+    def add(self, members: Sequence[Member], *, streamed_bytes: float) -> None:
+        """Make buckets for new members, masters from their weights; states of `streamed_bytes` stream in meanwhile.
+
+        Raises HostMemoryError, and RuntimeError where threads cannot start; then nothing is here that `forget` does not
+        drop.
+        """
         plans = plan_buckets(
             members, bucket_elements=self._bucket_elements, whole_members=self._whole_members
         )
+        if plans:
+            self._start(streamed_bytes / sum(member.on_cpu for member in members))
         buckets = self._memory.add(plans)
         for bucket in buckets:
             self._tasks[bucket] = cut_tasks(bucket)
@@ -153,45 +173,12 @@ class CpuShare:
         """
         return None if self._sums is None else self._sums.compare(_own_weights(members))
 
-    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
-        """Start the copy of a gradient, see `GradientMover`; return it, laid out. Changes nothing when it raises."""
-        gradient = self._gradients.offload(member, measure=measure, reduced=reduced)
-        for piece in member.pieces:
-            self._buckets[piece].sent.add(piece)
-        return gradient
-
-    def bring_back(self, member: Member, target: torch.Tensor) -> None:
-        """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""
-        self._gradients.bring_back(member, target)
-
-    @property
-    def norms(self) -> Mapping[Member, torch.Tensor]:
-        """The norms of the gradients sent off for the next step, fp32, 0-dim, on the device."""
-        return self._gradients.norms
-
     def take(self, step: CpuStep, arrivals: Mapping[Member, Event]) -> None:
         """Let `step` own the gradients whose copies end at `arrivals`: readers of their weights wait from now on."""
         step.arrivals.update(arrivals)
         for member in arrivals:
             self._publisher.expect(member)
-            self._forget(member)
-
-    def discard(self, members: Iterable[Member]) -> None:
-        """Forget gradients of `members` that were sent off but will not be used."""
-        for member in members:
-            if member.arrival is not None:
-                self._device.wait(member.arrival)
-                self._forget(member)
-                for piece in member.pieces:
-                    self._buckets[piece].sent.discard(piece)
-
-    def _forget(self, member: Member) -> None:
-        member.arrival = member.placeholder = None
-        self._gradients.norms.pop(member, None)
-
-    def fence(self) -> None:
-        """Make the live current stream wait until all gradients in flight have been read."""
-        self._gradients.fence()
+        self._gradients.let_go(arrivals)
 
     def arrived(self) -> Event:
         """Return the event for threads after which all gradients sent off so far are on the host.
@@ -234,8 +221,6 @@ class CpuShare:
             jobs += [Job(bucket.deadline, arrived, partial(self.run_task, task, update)) for task in tasks]
         self._workers.submit(jobs)
         step.queued.update(buckets)
-        for bucket in buckets:
-            bucket.sent.clear()
 
     def run_task(self, task: Task, update: BucketUpdate) -> None:
         """Update a task's members on the calling worker, then send the new weights that are complete with it."""
@@ -294,16 +279,19 @@ class CpuShare:
 
     def check(self) -> None:
         """Raise what a worker has failed with, see `DeadlineWorkers.check`, or that the share is closed."""
-        self._workers.check()
+        if self._started is not None:
+            self._started.check()
 
     def drain(self) -> None:
         """Wait until all updates are done and their copies have read what they need."""
-        self._workers.wait_idle()
+        if self._started is not None:
+            self._started.wait_idle()
         self._gradients.drain()
 
     def close(self) -> None:
         """Stop the workers and give the host memory back."""
-        undo_all([self._numbers.close, self._memory.close, self._forget_pieces, self._workers.close])
+        workers = [] if self._started is None else [self._started.close]
+        undo_all([self._numbers.close, self._memory.close, self._forget_pieces, *workers])
 
     def _forget_pieces(self) -> None:
         self._device.latency_sensitive.discard(self)

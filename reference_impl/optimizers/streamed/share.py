@@ -25,7 +25,7 @@ from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
-from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import as_one, snapshot
 from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device, Event
-from reference_impl.optimizers.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.streamed.chunks import StreamedWeights
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reference_impl import Streaming
 from reference_impl.distributed import ddp
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 CPU = (0.0, 0.0, 1.0)
 STREAMED = (0.0, 1.0, 0.0)

@@ -16,7 +16,7 @@ from reference_impl.fitting.trial import Task
 from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.ledger import Ledger, on_host
 from reference_impl.optimizers import Streaming
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.verification import apply
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from reference_impl.weights.storages import move

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fs
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.integrations.accelerate import offload
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.verification.model import Decoder, DecoderShape
 
 pytestmark = pytest.mark.slow

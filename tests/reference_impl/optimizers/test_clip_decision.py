@@ -12,8 +12,8 @@ from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, 
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.optimizers.clip_decision import decide, norms_of
 from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.gradients.clip_decision import decide, norms_of
 from reference_impl.optimizers.step import StepPlan
 
 finite = st.floats(0, 2.0**60, width=32)

@@ -8,7 +8,7 @@ import torch
 from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, assert_same_weights, train, twins
 
-from reference_impl.optimizers.gradient_in_use import GradientInUse
+from reference_impl.optimizers.gradients.in_use import GradientInUse
 
 WRITES = {
     "zero_": lambda g: g.zero_(),

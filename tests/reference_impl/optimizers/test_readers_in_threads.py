@@ -138,7 +138,7 @@ def test_a_reader_that_has_carried_out_a_step_stays_a_reader(device, monkeypatch
         train(plain, reference, data)
     optimizer = hybrid(model, backward_overlap="update")
     optimizer.attach(model)
-    take = optimizer._step
+    take = optimizer._take_step
 
     def read():
         def inside():
@@ -152,7 +152,7 @@ def test_a_reader_that_has_carried_out_a_step_stays_a_reader(device, monkeypatch
         reader.start()
         reader.join()
 
-    monkeypatch.setattr(optimizer, "_step", lambda: (read(), take())[1])
+    monkeypatch.setattr(optimizer, "_take_step", lambda: (read(), take())[1])
     # While some updates of this backward have been queued, and others, of the same parameter, have not.
     for param in model.parameters():
         if param.requires_grad:

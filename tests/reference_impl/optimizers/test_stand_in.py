@@ -10,7 +10,7 @@ from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, 
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from reference_impl import HybridDeviceOptimizer
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 
 def clipped_steps(model, optimizer, data, clip):

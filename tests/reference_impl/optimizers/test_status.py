@@ -326,17 +326,17 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
 def fails_once(patch, optimizer, error):
     real, failed = optimizer._shares.prepare, []
 
-    def prepare(*args):
+    def prepare(*args, **named):
         if not failed:
             failed.append(True)
             raise error
-        return real(*args)
+        return real(*args, **named)
 
     patch.setattr(optimizer._shares, "prepare", prepare)
 
 
 def fails_always(patch, optimizer):
-    def prepare(*_):
+    def prepare(*_, **__):
         raise torch.OutOfMemoryError("no memory")
 
     patch.setattr(optimizer._shares, "prepare", prepare)

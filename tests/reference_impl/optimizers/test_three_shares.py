@@ -15,8 +15,8 @@ from optimizer_training import hybrid as build
 from reference_impl import Budgets, CpuUpdate, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.resident import ResidentUpdate
-from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
 from reference_impl.optimizers.streamed import storage
 

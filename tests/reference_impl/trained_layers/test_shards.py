@@ -19,7 +19,7 @@ from reference_impl.distributed import fsdp2, host_room
 from reference_impl.distributed.mesh import local_of
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 
 WIDTH, LAYERS = 64, 6
 LAYER_BYTES = 4 * WIDTH * WIDTH

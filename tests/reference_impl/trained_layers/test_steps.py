@@ -8,9 +8,9 @@ from layers_trainee import CLIP, assert_same, batches, compare, decoder, residen
 from torch import nn
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
+from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.options import Streaming
-from reference_impl.optimizers.stand_in import GradientStandIn
 from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.verification.model import decoder_loss
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reference_impl.device import CpuTwin
-from reference_impl.optimizers.cpu.gradient_mover import GradientMover
+from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import Member, Piece
 
 

@@ -7,7 +7,7 @@ import torch
 
 from reference_impl.device import CpuTwin, Device
 from reference_impl.optimizers.algorithms import SGD, Adam
-from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.gradients.clip_decision import decide
 from reference_impl.optimizers.layout import MASTER, Member
 from reference_impl.optimizers.streamed import chunks, joined, packing, storage
 from reference_impl.optimizers.streamed.chunks import Part

@@ -7,7 +7,7 @@ from optimizer_reference import MasterAdamW
 
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.clip_decision import decide
+from reference_impl.optimizers.gradients.clip_decision import decide
 from reference_impl.optimizers.layout import MASTER, Member
 from reference_impl.optimizers.streamed.chunks import Part
 from reference_impl.optimizers.streamed.share import StreamedShare

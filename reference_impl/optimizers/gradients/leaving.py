@@ -8,49 +8,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from reference_impl.device import Event
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.clip_decision import norms_of
-from reference_impl.optimizers.gradient_in_use import itself
+from reference_impl.optimizers.gradients.clip_decision import norms_of
+from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.gradients.of_step import StepGradients, TakenGradients
+from reference_impl.optimizers.gradients.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
+from reference_impl.optimizers.gradients.used import AskedGradients
 from reference_impl.optimizers.layout import Member, gradient_of
-from reference_impl.optimizers.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
-from reference_impl.optimizers.step import WorkLostError
 
 # Of a storage: by the tensor, and by the object that stands for the storage here.
 _USES_OF_ONE_TENSOR = 2
 
 
-class HostGradients(Protocol):
-    """Where gradients are sent: those of members with pieces on the host."""
-
-    @property
-    def norms(self) -> Mapping[Member, torch.Tensor]:
-        """The fp32 norms (0-dim, on the device) of the gradients sent off, as they were then."""
-
-    def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
-        """Start the copy of a gradient, with `measure` its norm too; return it, laid out like the parameter.
-
-        It stands on the parameter, or is `reduced`, which stands elsewhere and stays there. Changes nothing when it
-        raises.
-        """
-
-    def bring_back(self, member: Member, target: torch.Tensor) -> None:
-        """Start the copy of a gradient that was sent off and has not been used into `target`, one-dimensional."""
-
-    def discard(self, members: Iterable[Member]) -> None:
-        """Forget gradients of `members` that were sent off but will not be used."""
-
-
-class Gradients:
+class LeavingGradients(StepGradients):
     """Sends gradients off and finds those of a step.
 
     Args:
-        shares: where they go.
+        host: brings them there.
         leave_in_backward: gradients of members with a part on the host leave before `step()`.
         sharded_too: those of DTensors, too.
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
@@ -64,7 +42,7 @@ class Gradients:
 
     def __init__(
         self,
-        shares: HostGradients,
+        host: GradientMover,
         *,
         leave_in_backward: bool,
         sharded_too: bool,
@@ -72,7 +50,7 @@ class Gradients:
         measures: bool = True,
         remedy: str = REMEDY,
     ) -> None:
-        self._shares = shares
+        self._host = host
         self.measures = measures
         self._sums_stay = sums_stay
         self._remedy = remedy
@@ -80,6 +58,8 @@ class Gradients:
         self._sharded_too = sharded_too
         self._are_accumulated = False
         self._unplaced: dict[Member, torch.Tensor] = {}
+        # The members of the prepared step, and what will stand on them.
+        self._prepared: tuple[Sequence[Member], Mapping[Member, GradientStandIn]] = (), {}
         self.reduced_later: frozenset[torch.Tensor] = frozenset()
         self.adds_shards = False
 
@@ -125,18 +105,16 @@ class Gradients:
             # Somebody may scale the other gradient while this one is copied.
             _own_memory(member)
         # Whoever has let go of the last one's stand-in does not want that gradient any more.
-        self._shares.discard([member])
-        gradient = self._shares.offload(member, measure=self.measures and reduced is None, reduced=reduced)
+        self._host.discard([member])
+        gradient = self._host.offload(member, measure=self.measures and reduced is None, reduced=reduced)
         if reduced is not None:
             self._unplaced[member] = member.placeholder = reduced
         else:
-            self._stand_in(member, gradient, self._shares.norms.get(member))
+            self._stand_in(member, gradient, self._host.norms.get(member))
         return True
 
-    def send_together(
-        self, members: Iterable[Member], offload: Callable[[Sequence[Member]], list[torch.Tensor]]
-    ) -> None:
-        """Do as `send` for members that are not sharded, by `offload`, which starts all copies.
+    def send_together(self, members: Iterable[Member]) -> None:
+        """Do as `send` for members that are not sharded, with one event for all copies.
 
         Those whose gradients have been dropped are left out. After an error the same call sends the rest.
         """
@@ -146,9 +124,9 @@ class Gradients:
             if member.gradient is not None and not isinstance(member.gradient, GradientStandIn):
                 here.append(member)
         if here:
-            self._shares.discard(here)
-            for member, gradient in zip(here, offload(here), strict=True):
-                self._stand_in(member, gradient, self._shares.norms[member])
+            self._host.discard(here)
+            for member, gradient in zip(here, self._host.offload_together(here), strict=True):
+                self._stand_in(member, gradient, self._host.norms[member])
 
     def place(self, member: Member, reduced: torch.Tensor) -> None:
         """Put a stand-in in the place of a gradient that has been sent `reduced` and stands on its parameter now.
@@ -158,7 +136,7 @@ class Gradients:
         if self._unplaced.pop(member, None) is not reduced:
             return
         if member.param.grad is None:
-            self._shares.discard([member])
+            self._host.discard([member])
             return
         norm = norms_of([reduced])[0] if self.measures else None
         self._stand_in(member, reduced, norm)
@@ -207,18 +185,36 @@ class Gradients:
         assert isinstance(stand_in, GradientStandIn)
         gradient = torch.empty_like(member.param_local, memory_format=torch.preserve_format)
         flat = member.flat(gradient)
-        self._shares.bring_back(member, flat)
+        self._host.bring_back(member, flat)
         for factor in stand_in.factors:
             flat[member.on_device :].mul_(factor)
         if stand_in.kept_part is not None:
             flat[: member.on_device].copy_(stand_in.kept_part)
-        self._shares.discard([member])
+        self._host.discard([member])
         if by_backward and self._sums_stay and not (self._are_accumulated or is_shard):
             self._are_accumulated = True
             checks.warn_accumulated()
         return gradient
 
-    def to_use(self, member: Member) -> torch.Tensor | None:
+    def to_use(
+        self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
+    ) -> dict[Member, torch.Tensor]:
+        """Return gradients as `StepGradients.to_use`; those that have to go to the host and are here are sent."""
+        listed = [member for member in members if self.begun is None or member not in self.begun.arrivals]
+        wait_for(self.used_by_nobody(listed))
+        used: dict[Member, torch.Tensor] = {}
+        for member in listed:
+            gradient = self._of_next_step(member)
+            if member.arrival is not None and not member.on_device:
+                # The host has all of it, and the memory here is free once it is there.
+                assert member.placeholder is not None
+                used[member] = member.placeholder
+            elif gradient is not None:
+                used[member] = gradient
+        checks.check_used_in_time(used)
+        return used
+
+    def _of_next_step(self, member: Member) -> torch.Tensor | None:
         """Return a member's gradient, laid out; of one that has been sent off the part that the device has kept.
 
         One that has to go to the host and is still here is sent off.
@@ -233,16 +229,16 @@ class Gradients:
             else:
                 return found.kept
         # It was dropped, or replaced by another one, or sent off by a step that failed before it began.
-        self._shares.discard([member])
+        self._host.discard([member])
         if found is None:
             return None
         if not member.pieces:
             return gradient_of(member)
-        gradient = self._shares.offload(member, measure=self.measures)
+        gradient = self._host.offload(member, measure=self.measures)
         member.placeholder = found
         return gradient
 
-    def check_used_stand(self, members: Iterable[Member]) -> None:
+    def _check_used_stand(self, members: Iterable[Member]) -> None:
         """Raise RuntimeError where the gradient of one of `members`, whose update has begun, was dropped or replaced.
 
         Stand-ins are put there again: the step goes on with the gradients of backward.
@@ -252,11 +248,6 @@ class Gradients:
             member.put(GradientStandIn(member.param_local, None, used=True, remedy=self._remedy))
         if changed:
             raise checks.used_is_replaced(changed[0].param)
-
-    @staticmethod
-    def real_ones(members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` whose new weight nobody waits for, and whose gradient itself stands on them."""
-        return [m for m in members if m.pending and not isinstance(m.gradient, GradientStandIn | None)]
 
     @staticmethod
     def used_by_nobody(members: Iterable[Member]) -> list[Member]:
@@ -274,41 +265,71 @@ class Gradients:
                     found.append(member)
         return found
 
-    def stand_ins(
-        self,
-        arrivals: Mapping[Member, Event],
-        gradients: Mapping[Member, torch.Tensor],
-        *,
-        begun: Iterable[Member] = (),
-        returns_early: bool,
-    ) -> dict[Member, GradientStandIn]:
-        """Return the stand-ins that are on parameters from the begin of the step on: the update reads their gradients.
+    def norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the fp32 norms of all gradients, as they are now: first of those that were sent, if they have one."""
+        norms = []
+        for member in (member for member in gradients if member.arrival is not None):
+            stand_in, norm = member.placeholder, self._host.norms.get(member)
+            if isinstance(stand_in, GradientStandIn):
+                norm = None if stand_in.l2_norm is None else stand_in.scaled_norm()
+            if norm is not None:
+                norms.append(norm)
+        return norms + norms_of(each for member, each in gradients.items() if member.arrival is None)
 
-        Of `begun` members, whose update has begun in backward, a stand-in that somebody has replaced stays away.
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+        """Prepare a step that uses `gradients`: from its begin on stand-ins are on their parameters.
+
+        Of members whose update has begun in backward, a stand-in that somebody has replaced stays away.
         """
-        placed = ((member, unwrapped(member.param.grad)) for member in begun)
+        placed = ((member, unwrapped(member.param.grad)) for member in self._begun_members)
         found = {member: stands for member, stands in placed if isinstance(stands, GradientStandIn)}
-        for member in (*arrivals, *(member for member in gradients if not member.pieces)):
+        for member in gradients:
             now = unwrapped(member.param.grad)
             if isinstance(now, GradientStandIn):
                 found[member] = now
             elif returns_early and now is not None and _may_be_replaced(member):
                 # Whoever writes into a gradient later does not know that the update still reads it.
                 found[member] = GradientStandIn(now, None, remedy=self._remedy)
-        return found
+        self._prepared = list(gradients), found
+        return TakenGradients(
+            {member: member.arrival for member in gradients if member.arrival is not None},
+            {member: list(each.factors) for member, each in found.items() if each.factors},
+            found,
+        )
 
-    def norms(
-        self, sent: Mapping[Member, Event], gradients: Mapping[Member, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return the fp32 norms of all gradients, as they are now."""
-        norms = []
-        for member in sent:
-            stand_in, norm = member.placeholder, self._shares.norms.get(member)
-            if isinstance(stand_in, GradientStandIn):
-                norm = None if stand_in.l2_norm is None else stand_in.scaled_norm()
-            if norm is not None:
-                norms.append(norm)
-        return norms + norms_of(each for member, each in gradients.items() if not member.pieces)
+    def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
+        """Let the prepared step own its gradients, for which stand-ins are on their parameters now."""
+        self.begun = self.asked = None
+        (members, stand_ins), self._prepared = self._prepared, ((), {})
+        for member, stand_in in stand_ins.items():
+            stand_in.use()
+            if unwrapped(member.param.grad) is not stand_in:
+                member.put(stand_in)
+        self._host.let_go(members)
+
+    def ask(self, members: Iterable[Member], *, checks_used: bool = True) -> None:
+        """Ask for the rest of an update that backward has begun, see `StepGradients.ask`."""
+        if self.begun is not None and self.asked is None:
+            if checks_used:
+                self._check_used_stand(self.begun.arrivals)
+            self.asked = AskedGradients(members)
+
+    def drop(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that have left and were not used."""
+        self._host.discard(members)
+
+    def being_read(self, members: Iterable[Member]) -> list[Member]:
+        """Return those of `members` whose gradient itself stands on them and whose new weight nobody waits for."""
+        self._host.fence()
+        return [m for m in members if m.pending and not isinstance(m.gradient, GradientStandIn | None)]
+
+    def forget(self) -> None:
+        """Let go of all gradients."""
+        self.begun, self.asked, self._prepared = None, None, ((), {})
+
+    @property
+    def _begun_members(self) -> Iterable[Member]:
+        return () if self.begun is None else self.begun.arrivals
 
 
 def _has_stand_in(member: Member) -> bool:
@@ -348,121 +369,3 @@ def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], d
                     factors.append(factor)
                 indices[member].append(places[id(factor)])
     return factors, indices
-
-
-def standing_on(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
-    """Return the gradients of those of `members` that have one."""
-    return {member: gradient for member in members if (gradient := member.gradient) is not None}
-
-
-def version_of(gradient: torch.Tensor) -> int:
-    """Return a number that changes when a gradient is written in place."""
-    return 0 if gradient.is_inference() else gradient._version
-
-
-def _writes_of(gradient: torch.Tensor) -> int:
-    # A stand-in says itself that it was dropped, and answers other questions slowly.
-    return 0 if isinstance(gradient, GradientStandIn) else version_of(gradient)
-
-
-class UsedGradients:
-    """The gradients that the last step was taken from, as far as they still stand on parameters."""
-
-    def __init__(self) -> None:
-        # Weak, so that a gradient's memory is free once it is dropped.
-        self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._left_unseen = False
-
-    def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note that a step uses all that is `standing`, and gradients that left unseen; all or nothing."""
-        used = {
-            member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
-            for member, gradient in standing.items()
-        }
-        self._used, self._left_unseen = used, left_unseen
-
-    def forget(self) -> None:
-        """Note that gradients were dropped, or that new ones come."""
-        self._used, self._left_unseen = {}, False
-
-    def are_all(self, members: Iterable[Member]) -> bool:
-        """Return whether no other gradients stand on parameters, and these do unless they could not."""
-        if not self._used and not self._left_unseen:
-            return False
-        standing = standing_on(members)
-        return (bool(standing) or self._left_unseen) and all(map(self._is_used, standing, standing.values()))
-
-    def _is_used(self, member: Member, gradient: torch.Tensor) -> bool:
-        gradient = itself(gradient)
-        used, version = self._used.get(member, (None, 0))
-        if used is None or used() is not gradient or version != _writes_of(gradient):
-            return False
-        return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
-
-
-class AskedGradients:
-    """The gradients of `members` when `step()` asks for the rest of an update that backward has begun.
-
-    The rest is of these gradients, however often it fails, and whatever stands on the parameters then.
-    """
-
-    def __init__(self, members: Iterable[Member]) -> None:
-        self._members = list(members)
-        standing = ((member.param, member.param.grad) for member in self._members)
-        self._asked = [
-            (param, gradient, _writes_of(gradient)) for param, gradient in standing if gradient is not None
-        ]
-        self._held_back: list[Member] = []
-
-    def use(self, take: Callable[[], None], *, is_taken: Callable[[], bool]) -> None:
-        """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
-
-        Until it `is_taken`, whoever reads a weight of `members` waits for it. Raises WorkLostError where somebody has
-        written one of the gradients.
-        """
-        try:
-            for member in self._held_back:
-                member.pending = False
-            self._held_back = [member for member in self._members if not member.pending]
-            self._use(take)
-        finally:
-            if not is_taken():
-                for member in self._held_back:
-                    member.pending = True
-
-    def _use(self, take: Callable[[], None]) -> None:
-        for param, gradient, writes in self._asked:
-            stands = unwrapped(gradient)
-            is_dropped = isinstance(stands, GradientStandIn) and stands.dropped
-            if is_dropped or _writes_of(gradient) != writes:
-                raise WorkLostError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} was written after step() had raised, "
-                    "and before the update that backward had begun was done; expected it to stay until the optimizer "
-                    "has gone on; try loading the last checkpoint into a new optimizer"
-                )
-        replaced = [
-            (param, gradient, param.grad) for param, gradient, _ in self._asked if param.grad is not gradient
-        ]
-        now = [(param, stands) for param, _, stands in replaced]
-        try:
-            try:
-                _put_on((param, gradient) for param, gradient, _ in replaced)
-                take()
-            finally:
-                _put_on(now)
-        finally:
-            # An interrupt may have come before the same line above.
-            _put_on(now)
-
-
-def _put_on(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    for param, gradient in gradients:
-        param.grad = gradient
-
-
-def put_in_place(stand_ins: Mapping[Member, GradientStandIn]) -> None:
-    """Put stand-ins on parameters; the step owns the gradients from here on."""
-    for member, stand_in in stand_ins.items():
-        stand_in.use()
-        if unwrapped(member.param.grad) is not stand_in:
-            member.put(stand_in)

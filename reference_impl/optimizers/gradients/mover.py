@@ -1,14 +1,14 @@
 """Copies gradients to the host, each as soon as it is final.
 
 The norm is computed, the D2H copy starts behind the work on the current stream, and the gradient's device memory is
-freed as soon as the copy has read it. The CPU share decides when the update may start.
+freed as soon as the copy has read it. The share whose memory it fills decides when the update may start.
 
 Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from offload_arithmetic.sizes import GRADIENTS_IN_FLIGHT_BYTES
 from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.optimizers.checks import check_used_in_time
-from reference_impl.optimizers.clip_decision import norms_of
+from reference_impl.optimizers.gradients.clip_decision import norms_of
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
 
@@ -72,6 +72,19 @@ class GradientMover:
         self._device.wait(member.arrival)
         for piece in member.pieces:
             self._device.copy(target[piece.start : piece.stop], self._targets[piece])
+
+    def discard(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that were sent off but will not be used."""
+        for member in members:
+            if member.arrival is not None:
+                self._device.wait(member.arrival)
+                self.let_go([member])
+
+    def let_go(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that a step owns from now on."""
+        for member in members:
+            member.arrival = member.placeholder = None
+            self.norms.pop(member, None)
 
     def _send(self, gradients: Mapping[Member, torch.Tensor], *, measure: bool, frees: bool) -> None:
         # As the update will read them.

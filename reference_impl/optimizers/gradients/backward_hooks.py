@@ -20,7 +20,7 @@ from reference_impl.distributed.ddp import Reduced, ReducedGradients, data_paral
 from reference_impl.memory.closing import register_undoably, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import forgetful
-from reference_impl.optimizers.gradients import Gradients
+from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.layout import Member
 
 
@@ -40,7 +40,7 @@ class BackwardHooks:
         self,
         device: Device,
         members: Mapping[torch.Tensor, Member],
-        gradients: Gradients,
+        gradients: LeavingGradients,
         on_gradient: Callable[..., None],
     ) -> None:
         self._device, self._members, self._gradients = device, members, gradients

@@ -1,0 +1,92 @@
+"""The gradients of one optimizer's members, as its step uses them.
+
+`StandingGradients` stay on their parameters, where the update reads them. `LeavingGradients` are on the host by then,
+or partly so; those of streamed layers, which leave a block at a time, are in `trained_layers.gradients`.
+
+Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from reference_impl.device import Event
+from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
+from reference_impl.optimizers.gradients.used import AskedGradients
+from reference_impl.optimizers.layout import Member
+
+
+class TakenGradients(NamedTuple):
+    """What a step takes: events after which gradients are on the host, their factors, and what stands for them."""
+
+    arrived: Mapping[Member, Event]
+    factors: Mapping[Member, Sequence[torch.Tensor | float]]
+    stand_ins: Mapping[Member, GradientStandIn]
+
+
+class StepGradients(ABC):
+    """The gradients of the members of one optimizer: those of a step, and what its update still reads.
+
+    `measures` says that norms are taken. Where backward has begun to update, `begun` is that part of the step, and
+    `asked` are the gradients of the rest once `step()` was called for it.
+    """
+
+    measures = True
+    begun: CpuStep | None = None
+    asked: AskedGradients | None = None
+
+    @abstractmethod
+    def to_use(
+        self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
+    ) -> dict[Member, torch.Tensor]:
+        """Return the gradients of a step, each laid out like its parameter, or what stands for it on the host.
+
+        Those of members that backward has begun to update are not among them. `wait_for` makes the live current stream
+        see new weights: of the last step's members that have to be new before these gradients are used. Raises
+        RuntimeError for a gradient that was made from a weight which was still on its way.
+        """
+
+    @abstractmethod
+    def norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the norms (fp32, 0-dim) of `gradients`."""
+
+    @abstractmethod
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+        """Prepare a step that uses `gradients`; changes nothing.
+
+        Its update reads them after `step()`, if that `returns_early`.
+        """
+
+    @abstractmethod
+    def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
+        """Let the prepared step own its gradients: whoever writes one calls `wait_for`; without it nobody may."""
+
+    def end(self, members: Iterable[Member]) -> torch.Tensor | None:
+        """Note that the updates of `members` are waited for; return a gradient that was written before, if any."""
+        return None
+
+    def ask(self, members: Iterable[Member], *, checks_used: bool = True) -> None:  # noqa: B027
+        """Ask for the rest of an update that backward has begun, once: with the gradients that `members` have now.
+
+        Raises RuntimeError, if it `checks_used`, where gradients that backward has used were dropped.
+        """
+
+    @abstractmethod
+    def drop(self, members: Iterable[Member]) -> None:
+        """Forget gradients of `members` that have left and were not used."""
+
+    @abstractmethod
+    def being_read(self, members: Iterable[Member]) -> list[Member]:
+        """Return those of `members` whose gradient an update still reads where it stands.
+
+        The live current stream waits for copies that read others.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Let go of all gradients: the optimizer is closed."""

@@ -1,0 +1,126 @@
+"""The gradients that a step uses, as far as they stand on parameters: so that no step uses them again, or others.
+
+Explained in docs/optimizer-offloading.md, "When something fails".
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from reference_impl.optimizers.gradients.in_use import itself
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn, unwrapped
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.step import WorkLostError
+
+
+def standing_on(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
+    """Return the gradients of those of `members` that have one."""
+    return {member: gradient for member in members if (gradient := member.gradient) is not None}
+
+
+def version_of(gradient: torch.Tensor) -> int:
+    """Return a number that changes when a gradient is written in place."""
+    return 0 if gradient.is_inference() else gradient._version
+
+
+def _writes_of(gradient: torch.Tensor) -> int:
+    # A stand-in says itself that it was dropped, and answers other questions slowly.
+    return 0 if isinstance(gradient, GradientStandIn) else version_of(gradient)
+
+
+class UsedGradients:
+    """The gradients that the last step was taken from, as far as they still stand on parameters."""
+
+    def __init__(self) -> None:
+        # Weak, so that a gradient's memory is free once it is dropped.
+        self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._left_unseen = False
+
+    def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
+        """Note that a step uses all that is `standing`, and gradients that left unseen; all or nothing."""
+        used = {
+            member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
+            for member, gradient in standing.items()
+        }
+        self._used, self._left_unseen = used, left_unseen
+
+    def forget(self) -> None:
+        """Note that gradients were dropped, or that new ones come."""
+        self._used, self._left_unseen = {}, False
+
+    def are_all(self, members: Iterable[Member]) -> bool:
+        """Return whether no other gradients stand on parameters, and these do unless they could not."""
+        if not self._used and not self._left_unseen:
+            return False
+        standing = standing_on(members)
+        return (bool(standing) or self._left_unseen) and all(map(self._is_used, standing, standing.values()))
+
+    def _is_used(self, member: Member, gradient: torch.Tensor) -> bool:
+        gradient = itself(gradient)
+        used, version = self._used.get(member, (None, 0))
+        if used is None or used() is not gradient or version != _writes_of(gradient):
+            return False
+        return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
+
+
+class AskedGradients:
+    """The gradients of `members` when `step()` asks for the rest of an update that backward has begun.
+
+    The rest is of these gradients, however often it fails, and whatever stands on the parameters then.
+    """
+
+    def __init__(self, members: Iterable[Member]) -> None:
+        self._members = list(members)
+        standing = ((member.param, member.param.grad) for member in self._members)
+        self._asked = [
+            (param, gradient, _writes_of(gradient)) for param, gradient in standing if gradient is not None
+        ]
+        self._held_back: list[Member] = []
+
+    def use(self, take: Callable[[], None], *, is_taken: Callable[[], bool]) -> None:
+        """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
+
+        Until it `is_taken`, whoever reads a weight of `members` waits for it. Raises WorkLostError where somebody has
+        written one of the gradients.
+        """
+        try:
+            for member in self._held_back:
+                member.pending = False
+            self._held_back = [member for member in self._members if not member.pending]
+            self._use(take)
+        finally:
+            if not is_taken():
+                for member in self._held_back:
+                    member.pending = True
+
+    def _use(self, take: Callable[[], None]) -> None:
+        for param, gradient, writes in self._asked:
+            stands = unwrapped(gradient)
+            is_dropped = isinstance(stands, GradientStandIn) and stands.dropped
+            if is_dropped or _writes_of(gradient) != writes:
+                raise WorkLostError(
+                    f"the gradient of a parameter of shape {tuple(param.shape)} was written after step() had raised, "
+                    "and before the update that backward had begun was done; expected it to stay until the optimizer "
+                    "has gone on; try loading the last checkpoint into a new optimizer"
+                )
+        replaced = [
+            (param, gradient, param.grad) for param, gradient, _ in self._asked if param.grad is not gradient
+        ]
+        now = [(param, stands) for param, _, stands in replaced]
+        try:
+            try:
+                _put_on((param, gradient) for param, gradient, _ in replaced)
+                take()
+            finally:
+                _put_on(now)
+        finally:
+            # An interrupt may have come before the same line above.
+            _put_on(now)
+
+
+def _put_on(gradients: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for param, gradient in gradients:
+        param.grad = gradient
