@@ -7,7 +7,6 @@ which seeds find it. Whoever mends a fault adds what puts it back; most need onl
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from signal import SIGINT
@@ -16,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from injector import Injector, undisturbed
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory import interrupts
 from reference_impl.memory.slots import Slots
+from reference_impl.optimizers import hybrid, stepped
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
@@ -126,13 +125,11 @@ def flag_never_set() -> None:
 def decision_kept() -> None:
     """The clip decision of a step that has failed is used in the next."""
     failed, last = faults(), []
-    for module in (_module(HybridDeviceOptimizer), _module(OptimizerStateOffloader)):
-        if hasattr(module, "decide"):
 
-            @around(module, "decide")
-            def decide(real: Wrapper, *args: Any, **options: Any) -> Any:
-                last.append(real(*args, **options))
-                return last[-2] if once(failed) and len(last) > 1 else last[-1]
+    @around(stepped, "decide")
+    def decide(real: Wrapper, *args: Any, **options: Any) -> Any:
+        last.append(real(*args, **options))
+        return last[-2] if once(failed) and len(last) > 1 else last[-1]
 
 
 def job_dropped() -> None:
@@ -172,7 +169,7 @@ def lost_device_hides_the_rest() -> None:
 
 def rates_of_the_next_batch() -> None:
     """A begun step is carried out with the hyper-parameters of the moment."""
-    share.snapshot = _module(HybridDeviceOptimizer).snapshot = list
+    share.snapshot = stepped.snapshot = hybrid.snapshot = list
 
 
 def allocated_after_the_begin() -> None:
@@ -209,10 +206,6 @@ def nobody_waits_for_a_turn() -> None:
     def begin(real: Wrapper, failures: Any, *args: Any) -> None:
         real(failures, *args)
         failures.turn = _EverybodysTurn()
-
-
-def _module(owner: type) -> Any:
-    return importlib.import_module(owner.__module__)
 
 
 MUTATIONS: dict[str, Mutation] = {
