@@ -169,9 +169,10 @@ class CpuShare:
     def compare(self, members: Iterable[Member]) -> WrittenWeights[Member] | None:
         """Find, on the live current stream, the weights of `members` that somebody has written since they were noted.
 
-        It must not run beside their updates, and allocates.
+        Others are passed over. It must not run beside their updates, and allocates.
         """
-        return None if self._sums is None else self._sums.compare(_own_weights(members))
+        ours = _own_weights(member for member in members if member in self)
+        return None if self._sums is None else self._sums.compare(ours)
 
     def take(self, step: CpuStep, arrivals: Mapping[Member, Event]) -> None:
         """Let `step` own the gradients whose copies end at `arrivals`: readers of their weights wait from now on."""
