@@ -59,7 +59,7 @@ def lacking(framework: str, name: str, release: str) -> str | None:
 def _releases(framework: str) -> dict[str, tuple[str | None, str | None]]:
     """Return the first release that has a name, and the first one that has it no more, where that is known."""
     found: dict[str, tuple[str | None, str | None]] = {}
-    for line in knowledge.index()["vocabulary"].get(f"{framework.replace('-', '_')}_releases", ()):
+    for line in knowledge.names(f"{framework.replace('-', '_')}_releases"):
         kind, release, name = line.split(" ", 2)
         since, before = found.get(name, (None, None))
         found[name] = (release, before) if kind == "since" else (since, release)
@@ -75,9 +75,7 @@ def _alike(names: frozenset[str], written: str) -> list[str]:
 @knowledge.derived
 def load_vocabulary(framework: str) -> Vocabulary:
     """Return the vocabulary of `framework` from the compiled index."""
-    return vocabulary(
-        knowledge.index()["vocabulary"].get(framework.replace("-", "_"), ()), load_key_table(), framework
-    )
+    return vocabulary(knowledge.names(framework.replace("-", "_")), load_key_table(), framework)
 
 
 def vocabulary(names: Iterable[str], keys: KeyTable, framework: str) -> Vocabulary:

@@ -159,6 +159,6 @@ def _is_of_others(draft: Draft, option: str) -> bool:
 @knowledge.derived
 def _programs_of(name: str) -> Mapping[str, frozenset[str]]:
     """Return the programs that have an option which not all have; under an empty name, all that have any."""
-    lines = knowledge.index()["vocabulary"].get(f"{name.replace('-', '_')}_programs", ())
+    lines = knowledge.names(f"{name.replace('-', '_')}_programs")
     having = {option: frozenset(programs) for option, *programs in map(str.split, lines)}
     return {**having, "": frozenset().union(*having.values())}

@@ -74,12 +74,6 @@ KNOWN = (
         names=frozenset({"actor_train", "actor_infer", "rollout_batch_size"}),
     ),
     Known(
-        "AReaL",
-        (),
-        "",
-        names=frozenset({"experiment_name", "trial_name", "total_train_epochs", "saver"}),
-    ),
-    Known(
         "Oumi",
         ("oumi",),
         r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",

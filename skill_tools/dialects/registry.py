@@ -23,6 +23,7 @@ _MODULES = {
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
     "slime": "skill_tools.dialects.slime.dialect",
     "skyrl": "skill_tools.dialects.skyrl.dialect",
+    "areal": "skill_tools.dialects.areal.dialect",
     "openrlhf": "skill_tools.dialects.openrlhf.dialect",
     "musubi-tuner": "skill_tools.dialects.block_swap.musubi",
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",

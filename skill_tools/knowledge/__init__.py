@@ -22,6 +22,7 @@ from skill_tools.bundle import knowledge_path
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MOST_SHARED = 99  # two digits
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
 SECTIONS = (
@@ -86,6 +87,29 @@ def words(text: str) -> list[str]:
     """Return the names in a vocabulary file, one a line; blank lines and comments name nothing."""
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def folded(names: Iterable[str]) -> str:
+    """Return names in half of the room, a line each: two digits are the letters that it shares with the one before."""
+    lines, before = [], ""
+    for name in names:
+        pairs = zip(before[:_MOST_SHARED], name, strict=False)
+        shared = next(
+            (at for at, (old, new) in enumerate(pairs) if old != new),
+            min(len(before), len(name), _MOST_SHARED),
+        )
+        lines.append(f"{shared:02}{name[shared:]}")
+        before = name
+    return "\n".join(lines)
+
+
+def names(vocabulary: str) -> tuple[str, ...]:
+    """Return the names in a vocabulary of the index, in the order of its file; none where there is no such file."""
+    found, before = [], ""
+    for line in index()["vocabulary"].get(vocabulary, "").splitlines():
+        before = before[: int(line[:2])] + line[2:]
+        found.append(before)
+    return tuple(found)
 
 
 class Index(dict[str, Any]):
@@ -181,5 +205,5 @@ def _joined(known: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "keys": keys,
         "rules": sorted([*known["rules"], *added], key=lambda rule: str(rule["id"])),
-        "vocabulary": known["vocabulary"] | {name: words(text) for name, text in texts.items()},
+        "vocabulary": known["vocabulary"] | {name: folded(words(text)) for name, text in texts.items()},
     }

@@ -8,6 +8,7 @@ one of their keys is set. So a lint parses no text, evaluates few rules and, wit
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from skill_tools import knowledge
@@ -27,7 +28,7 @@ def build() -> dict[str, Any]:
         "releases": releases,
         "keys": keys,
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
-        "vocabulary": {path.stem: knowledge.words(path.read_text(encoding="utf-8")) for path in vocabulary},
+        "vocabulary": {path.stem: _names_in(path) for path in vocabulary},
         "models": models["models"],
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
@@ -40,6 +41,10 @@ def build() -> dict[str, Any]:
         "symptoms": knowledge.load_yaml("symptoms.yaml"),
         "numbers": knowledge.load_yaml("numbers.yaml"),
     }
+
+
+def _names_in(path: Path) -> str:
+    return knowledge.folded(knowledge.words(path.read_text(encoding="utf-8")))
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,15 @@ from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 
+class _Anything(type):
+    """Classes that have every attribute."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=name)
+
+
 class _Mock(ModuleType):
     """A module of which each name is a mock, or a class that takes any arguments, so that others may derive from it."""
 
@@ -26,7 +35,7 @@ class _Mock(ModuleType):
             raise AttributeError(name)
         is_class = name[0].isupper() and not name.isupper()
         body = {"__init__": _takes_anything, "__class_getitem__": classmethod(lambda cls, _: cls)}
-        value = type(name, (), body) if is_class else MagicMock(name=name)
+        value = _Anything(name, (), body) if is_class else MagicMock(name=name)
         setattr(self, name, value)
         return value
 

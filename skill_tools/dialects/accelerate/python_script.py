@@ -178,5 +178,5 @@ def _nearest(kind: str, name: str) -> tuple[str, ...]:
 
 def _fields_of(kind: str) -> frozenset[str]:
     """Return the fields that the class of a plugin has in any known release."""
-    names = knowledge.index()["vocabulary"]["accelerate_plugins"]
+    names = knowledge.names("accelerate_plugins")
     return frozenset(name.partition(".")[2] for name in names if name.startswith(f"{kind}."))

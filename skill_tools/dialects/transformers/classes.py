@@ -40,7 +40,7 @@ def is_trl(name: str) -> bool:
 @knowledge.derived
 def _fields() -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
-    for line in knowledge.index()["vocabulary"]["transformers_classes"]:
+    for line in knowledge.names("transformers_classes"):
         name, _, field = line.partition(".")
         found.setdefault(name, set()).add(field)
     return {name: frozenset(fields) for name, fields in found.items()}

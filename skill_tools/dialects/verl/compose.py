@@ -251,7 +251,7 @@ def _note_added_again(draft: Draft, words: Sequence[Argument], file: str) -> Non
 @knowledge.derived
 def _filled(engine: str) -> frozenset[str]:
     """Return the keys that have a value in the configuration for `engine` in every known release."""
-    names = (name.rpartition(" ") for name in knowledge.index()["vocabulary"]["verl_values"])
+    names = (name.rpartition(" ") for name in knowledge.names("verl_values"))
     return frozenset(name for of, _, name in names if of in ("", engine) and engine in ("dp", "megatron"))
 
 
@@ -319,7 +319,7 @@ def _paths_in(base: str) -> frozenset[str]:
 @knowledge.derived
 def _closed_names() -> frozenset[str]:
     """The keys of verl's own configurations, without those that only its readers know."""
-    return frozenset(knowledge.index()["vocabulary"][VERL])
+    return frozenset(knowledge.names(VERL))
 
 
 def _write_value(draft: Draft, word: Argument, written: str, place: Place) -> None:

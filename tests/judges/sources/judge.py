@@ -31,7 +31,7 @@ from skill_tools.rules.lint import lint
 ROOT = Path(__file__).parents[3]
 PARSERS = ROOT / "build" / "parsers_of_trainers"
 sys.path.append(str(PARSERS))
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "sky_rl")
+FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "sky_rl", "a_real")
 
 
 def main() -> int:
@@ -49,7 +49,8 @@ def main() -> int:
             if not folder.is_dir():
                 print(f"{module.NAME} {release}: not fetched (python tests/judges/sources/fetch.py)")
                 continue
-            total += judged(module, folder, release, given.configurations, given.seed)
+            count = min(given.configurations, getattr(module, "MOST", given.configurations))
+            total += judged(module, folder, release, count, given.seed)
     return int(total > 0)
 
 
@@ -77,7 +78,10 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
         text = module.command(*question)
         file = getattr(module, "FILENAME", "run.sh")
         told = {rule.id: says(rule, printed.getvalue()) for rule in rules if rule.id in printed_rules}
-        for problem in disagreements(module.NAME, release, Source(file, text), raised, rules, told):
+        overrides = module.overrides(*question) if hasattr(module, "overrides") else ()
+        for problem in disagreements(
+            module.NAME, release, Source(file, text), overrides, raised, rules, told
+        ):
             counts[problem] += 1
             counts["disagree"] += 1
             shown.setdefault(problem, text)
@@ -88,11 +92,21 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
 
 
 def disagreements(
-    name: str, release: str, source: Source, raised: str, rules: list[Rule], told: dict[str, bool]
+    name: str,
+    release: str,
+    source: Source,
+    overrides: tuple[str, ...],
+    raised: str,
+    rules: list[Rule],
+    told: dict[str, bool],
 ) -> list[str]:
     """Return what the release says and the rules do not, and the other way round."""
-    verdict = lint(read_sources([source]), rules=rules, versions={name: release})
-    problems = [f"undecided: {each.rule}" for each in verdict.undecided]
+    config = read_sources([source], overrides=overrides)
+    verdict = lint(config, rules=rules, versions={name: release})
+    mistyped = {wrong.setting.key for wrong in config.wrong_types}  # which is said of them
+    problems = [
+        f"undecided: {each.rule}" for each in verdict.undecided if not mistyped.issuperset(each.missing)
+    ]
     found = {each.rule for each in verdict.findings}
     errors = {
         rule.id for rule in rules if rule.effect in ("raises", "raises-at-build", "crashes-later")

@@ -1,6 +1,6 @@
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime|sky_rl
+    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime|sky_rl|a_real
     python tests/judges/sources/vocabulary.py sd_scripts|openrlhf programs    which programs have an option
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
@@ -79,6 +79,11 @@ def sky_rl(folder: Path) -> Iterator[str]:
     yield from importlib.import_module("sky_rl").Witness(folder).names()
 
 
+def a_real(folder: Path) -> Iterator[str]:
+    """Yield the fields of its dataclasses."""
+    yield from importlib.import_module("a_real").Witness(folder).names()
+
+
 def ai_toolkit(folder: Path) -> Iterator[str]:
     """Yield the names that the configuration classes of three sections ask for."""
     yield "network"
@@ -94,7 +99,12 @@ def ai_toolkit(folder: Path) -> Iterator[str]:
 
 
 sys.path.append(str(ROOT / "build" / "parsers_of_trainers"))
-FIELDS = {"onetrainer": onetrainer, "ai_toolkit": ai_toolkit, "sky_rl": sky_rl}  # of files, or of `a.b=c`
+FIELDS = {
+    "onetrainer": onetrainer,
+    "ai_toolkit": ai_toolkit,
+    "sky_rl": sky_rl,
+    "a_real": a_real,
+}  # of files, or of `a.b=c`
 
 
 def main() -> None:

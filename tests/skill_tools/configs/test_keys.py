@@ -7,6 +7,7 @@ from for_each import for_each
 from packaging.specifiers import SpecifierSet
 
 from skill_tools import knowledge
+from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import Key, key_table, keys_from_data, load_keys_yaml
 from skill_tools.configs.values import typed
 from skill_tools.configs.vocabulary import load_vocabulary
@@ -92,10 +93,24 @@ def test_what_a_value_stands_for_is_made_of_known_keys(key: Key) -> None:
             assert typed(TABLE.by_name[field], value, "megatron-bridge", converts_text=False).expected is None
 
 
+def test_the_index_has_the_names_of_every_file_in_its_order() -> None:
+    files = sorted(knowledge_path("vocabulary").glob("*.txt"))
+    assert len(files) >= 30
+    wrong = [
+        path.name
+        for path in files
+        if list(knowledge.names(path.stem)) != knowledge.words(path.read_text(encoding="utf-8"))
+    ]
+    assert wrong == []
+    long = ["x" * 250, "x" * 250 + "y", "", "x", "x y"]
+    assert knowledge.folded(long).splitlines()[1] == f"99{'x' * 151}y"
+    assert knowledge.names("no_such_framework") == ()
+
+
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_frameworks_own_names_contain_every_spelling(framework: str) -> None:
     """The names were taken from the frameworks' sources apart from the keys: one checks the other."""
-    names = set(knowledge.index()["vocabulary"][framework.replace("-", "_")])
+    names = set(knowledge.names(framework.replace("-", "_")))
     free = {name.removesuffix(".*") for name in names if name.endswith(".*")}
     spellings = {
         key.spelling[framework].lstrip("+")

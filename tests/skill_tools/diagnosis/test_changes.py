@@ -40,7 +40,7 @@ def spelled_in(dialect: str) -> set[str]:
         for name in (dialect, *embedded(dialect))
         if name in key.spelling
     }
-    names |= set(knowledge.index()["vocabulary"].get(dialect, ()))
+    names |= set(knowledge.names(dialect))
     return (
         names
         | {name.rpartition(".")[2] for name in names}

@@ -362,10 +362,6 @@ NOT_READ = {
         "miles's",
     ),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
-    "areal.yaml": (
-        "experiment_name: a\ntrial_name: b\ntotal_train_epochs: 1\nsaver: {}\nactor: {}\n",
-        "AReaL's",
-    ),
     "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
     "oumi.yaml": ("model: {}\ndata: {}\ntraining: {trainer_type: TRL_SFT}\n", "Oumi's"),
     "automodel.yaml": (
