@@ -56,6 +56,8 @@ class VisitingPlacement:
         members = members_of(params, first_order=len(before), fraction=1.0, offload=None, matrices=matrices)
         for member in members:
             member.home = self._weights.home_of.get(member.param)
+            # Of matrices too the whole gradient leaves; what streams is said by `parts`.
+            member.streamed = 0
         return members
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:

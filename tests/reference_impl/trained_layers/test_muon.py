@@ -9,6 +9,7 @@ from optimizer_reference import batches
 
 from reference_impl import OptimizerStateOffloader, TrainableLayerStreamer
 from reference_impl.device import Device
+from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.trained_layers.segments import recompute_in_slices
 
@@ -136,6 +137,23 @@ def test_rounded_momentum_is_the_same_however_it_is_cut(device):
         assert trained(plain, other.optimizer, data) == losses
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("split", [(0.0, 1.0, 0.0), (0.5, 0.5, 0.0)], ids=str)
+def test_gradients_of_matrices_leave_in_backward(split):
+    """What is on the device after backward was there before it."""
+    device = Device.of("cpu")
+    model = without_stacks(twins(device, make=ExpertLayers)[0])
+    data = batches(device.torch_device, 3)
+    with Ledger(device, track=data) as ledger, TrainableLayerStreamer(model, pair(model), split=split) as one:
+        trained(model, one.optimizer, data[:2])
+        one.optimizer.synchronize()
+        before = ledger.device_bytes
+        model(data[2]).backward()
+        whole = sum(param.nbytes for param in matrices_of(model)[0] if param.requires_grad)
+        assert ledger.device_bytes - before < whole / 10
+        one.optimizer.step()
+        one.optimizer.zero_grad()
 
 
 def made(kind, model):
