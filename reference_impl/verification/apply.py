@@ -180,7 +180,7 @@ def apply_plan(
             undo.append(activation_offloader(model, **activation_options(activations)).close)
         stepped: torch.optim.Optimizer = optimizer
         if layers is not None:
-            streamer = _layer_streamer(model, optimizer, layers, max_grad_norm, device)
+            streamer = _layer_streamer(model, optimizers, layers, max_grad_norm, device)
             streamers.append(streamer)
             undo.append(streamer.close)
             stepped = streamer.optimizer
@@ -214,8 +214,11 @@ def apply_plan(
 
 def _formula(execute: Mapping[str, Any]) -> str | None:
     """Return the name of a formula of matrices that an `execute` section is for, or None for AdamW alone."""
-    formula: str | None = (execute.get("optimizer") or {}).get("formula")
-    return formula
+    for section in ("optimizer", "trained_layers"):
+        formula: str | None = (execute.get(section) or {}).get("formula")
+        if formula is not None:
+            return formula
+    return None
 
 
 def optimizers_in(given: Given) -> list[torch.optim.Optimizer]:
@@ -369,18 +372,19 @@ def _clip_before(optimizer: torch.optim.Optimizer, max_grad_norm: float) -> Call
 
 def _layer_streamer(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     wanted: Mapping[str, Any],
     max_grad_norm: float | None,
     device: torch.device | str | None,
 ) -> TrainableLayerStreamer:
     options = dict(wanted)
+    given = optimizers if options.pop("formula", None) else _fused(optimizers[0])
     streaming = Streaming(states=STREAMED_STATES[options.pop("streamed_states", "exact")])
     if "split" in options:
         options["split"] = _split(options["split"])
     return TrainableLayerStreamer(
         model,
-        _fused(optimizer),
+        given,
         max_grad_norm=max_grad_norm,
         streaming=streaming,
         device=device,

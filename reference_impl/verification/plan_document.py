@@ -225,6 +225,7 @@ def _weights(entry: str, found: Any) -> None:
 def _trained_layers(entry: str, found: Any) -> None:
     _object(
         {
+            "formula": _one_of(FORMULAS),
             "inputs": _one_of(INPUTS),
             "streamed_states": _one_of(tuple(STREAMED_STATES)),
             "backward_overlap": _one_of(_OVERLAPS),

@@ -69,12 +69,12 @@ def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
     """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards.
 
-    Their optimizer has no formula of matrices.
     Where states are, the search decides.
     """
-    if not run.trains_all or run.shape.num_layers < 2 or run.layout.gpus > 1 or run.matrices is not None:
+    if not run.trains_all or run.shape.num_layers < 2 or run.layout.gpus > 1:
         return
-    forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
+    possible = tuple(StreamedStates) if run.matrices is None else OF_MATRICES
+    forms = possible if run.allows_other_numerics else (run.streamed_states,)
     # An update in backward uses each gradient as soon as there is one.
     in_backward = (False,) if run.clips or run.micro_batches > 1 else (False, True)
     residents = (0, *layer_counts(run))
@@ -150,7 +150,7 @@ def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
         return
     if mode.trained_layers:
         if not run.is_fully_sharded:
-            yield _layer_streamer(mode)
+            yield _layer_streamer(mode, run)
     elif (
         mode.optimizer_fraction and not activations and not (mode.recompute and mode.recompute != Recompute())
     ):
@@ -184,11 +184,12 @@ def _streaming(states: StreamedStates) -> list[str]:
     return [f"streaming=Streaming(states={_FORMS.get(states, str(states))!r})"]
 
 
-def _layer_streamer(mode: Mode) -> str:
-    """Return the call that streams the trained layers of a loop's `model` and `optimizer`."""
+def _layer_streamer(mode: Mode, run: TrainingRun) -> str:
+    """Return the call that streams the trained layers of a loop's `model` and `optimizer`, or Muon and AdamW."""
     options = _streaming(mode.streamed_states)
     options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode).items()]
-    arguments = ", ".join(["model", "optimizer", *options])
+    given = "optimizer" if run.matrices is None else "[muon, adamw]"
+    arguments = ", ".join(["model", given, *options])
     return (
         f'TrainableLayerStreamer({arguments}), a model on the CPU with device="cuda"; call step() and zero_grad() of '
         "its .optimizer"
@@ -319,6 +320,7 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
             options["split"] = _split(mode.states_resident, mode.states_streamed, mode.states_on_cpu)
         return {
             "trained_layers": {
+                **({} if run.matrices is None else {"formula": "muon"}),
                 "inputs": "device",
                 "streamed_states": str(mode.streamed_states),
                 **options,

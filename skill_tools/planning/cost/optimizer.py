@@ -52,8 +52,8 @@ def offloaded_update(
     match mode.optimizer_engine:
         case OptimizerEngine.REFERENCE:
             each = _state_bytes(mode.streamed_states, weight_bytes, matrices)
-            packing_s = 0.0 if matrices is None else _packing_s(mode.streamed_fraction, matrices, machine)
-            return Update(_reference(mode, shard, machine, beside, each, packing_s), machine.measured)
+            beside_s = 0.0 if matrices is None else packing_s(mode.streamed_fraction, matrices, machine)
+            return Update(_reference(mode, shard, machine, beside, each, beside_s), machine.measured)
         case OptimizerEngine.TORCHAO | OptimizerEngine.TORCHAO_GRADIENTS:
             seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy
             formula = "bf16 AdamW tensor by tensor at half the bytes, then 2 B up; gradients are offloaded in backward"
@@ -127,7 +127,7 @@ def rates(machine: Machine) -> MachineRates:
     return MachineRates(machine.update_link, machine.update_dram, machine.update_cpu)
 
 
-def _packing_s(streamed: float, matrices: Matrices, machine: Machine) -> float:
+def packing_s(streamed: float, matrices: Matrices, machine: Machine) -> float:
     """Return the seconds of the GPU's kernels that the streamed share of matrices has beside Muon's own."""
     constants = model_constants()
     moved = constants["muon_streamed_bytes"] * streamed * matrices.share * matrices.trained

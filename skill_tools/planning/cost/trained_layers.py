@@ -21,10 +21,11 @@ from skill_tools.dialects.run import Mode, StreamedStates, TrainingRun
 from skill_tools.planning.accounts import Cost
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
+from skill_tools.planning.cost.optimizer import packing_s
 from skill_tools.planning.cost.recompute import layers_again_s, tiles_cost
 from skill_tools.planning.model import trained_layers
 from skill_tools.planning.model.memory import Memory
-from skill_tools.planning.model.streamed_states import element_bytes
+from skill_tools.planning.model.streamed_states import element_bytes, outside_element_bytes
 
 
 class _Traffic(NamedTuple):
@@ -59,7 +60,12 @@ def _of_element(run: TrainingRun, states: StreamedStates) -> tuple[_Traffic, _Tr
 
 
 def best_cpu_share(run: TrainingRun, states: StreamedStates, machine: Machine) -> float:
-    """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little."""
+    """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little.
+
+    Matrices that Muon updates never go there, and AdamW's part beside them is small.
+    """
+    if run.matrices is not None:
+        return 0.0
     weight_bytes = run.precision.weight_bytes
     on_cpu, streamed = (
         each._replace(inwards=each.inwards + weight_bytes) for each in _of_element(run, states)
@@ -79,6 +85,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     held, times = memory.parameters.total, run.micro_batches
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = element_bytes(run, mode.streamed_states)
+    outside_bytes = outside_element_bytes(run, mode.streamed_states)
     gradients = gradient_bytes * held
     streamed, on_cpu = mode.states_streamed * held, mode.states_on_cpu * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
@@ -86,10 +93,18 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     less = ", but for attention" if mode.keep_attention else ""
     in_tiles = list(tiles_cost(run, mode, speed))
     in_backward = speed.backward_s + again
+    on_gpu = speed.gpu_update_s
+    if run.matrices is not None:
+        on_gpu += packing_s(mode.states_streamed, run.matrices, machine)
     fixed = [
         Cost("recompute full", again * times, again * times, f"the blocks' forward once more{less}"),
         *(Cost(each.name, each.work_s * times, each.exposed_s * times, each.formula) for each in in_tiles),
-        Cost("optimizer on the GPU", speed.gpu_update_s, speed.gpu_update_s, "28 B a parameter / HBM"),
+        Cost(
+            "optimizer on the GPU",
+            on_gpu,
+            on_gpu,
+            "28 B a parameter / HBM" if run.matrices is None else "Muon",
+        ),
     ]
     forward = _link_s(weights, memory.moved_bytes, machine)
     states = states_bytes * streamed
@@ -97,7 +112,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     stays = mode.states_resident * held
     if mode.updates_in_backward:
         update = _Traffic(weights + states + memory.moved_bytes, weights + states).seconds(machine)
-        last = states_bytes * max(size.block + size.table - stays, 0) / machine.update_link
+        last = outside_bytes * max(size.block + size.table - stays, 0) / machine.update_link
         return [
             *fixed,
             Cost(
@@ -109,7 +124,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
             Cost(
                 "trained layers and states in backward",
                 update,
-                max(last, update - in_backward - speed.gpu_update_s),
+                max(last, update - in_backward - on_gpu),
                 f"{weight_bytes + states_bytes:g} B a parameter in / link both ways - backward and update",
             ),
         ]
@@ -124,7 +139,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
         cpus.on_cpu * on_cpu,
     )
     update = moved.seconds(machine, on_cpu)
-    outside = gradient_bytes * size.outside + states_bytes * max(size.outside - stays, 0)
+    outside = gradient_bytes * size.outside + outside_bytes * max(size.outside - stays, 0)
     outside_s = outside / machine.update_link
 
     hidden = [(forward, speed.forward_s)] * (times - 1)
@@ -140,7 +155,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
         Cost(
             "states with the next forward",
             update,
-            max(outside_s, update - speed.forward_s - speed.gpu_update_s),
+            max(outside_s, update - speed.forward_s - on_gpu),
             f"{weight_bytes + gradient_bytes + states_bytes:g} B a parameter in / link both ways - forward and update",
         ),
     ]

@@ -29,6 +29,16 @@ def element_bytes(run: TrainingRun, states: StreamedStates) -> float:
     return streamed_bytes(states, own_master=has_own_masters(run))
 
 
+def outside_element_bytes(run: TrainingRun, states: StreamedStates) -> float:
+    """Return the same for what stands outside the blocks, which AdamW updates."""
+    return streamed_bytes(states, own_master=has_own_masters(run))
+
+
+def matrix_element_bytes(run: TrainingRun, states: StreamedStates) -> float:
+    """Return the same of an element that Muon updates."""
+    return FORMS[states].signed_bytes(MUON_MOMENTS, is_own_master=has_own_masters(run))
+
+
 def chunk_elements(states: StreamedStates, *, own_master: bool = False) -> int:
     """Return how many elements one chunk has."""
     return int(sizes.STATE_CHUNK_BYTES // streamed_bytes(states, own_master=own_master))
@@ -46,21 +56,27 @@ def ring_bytes(run: TrainingRun, states: StreamedStates, streamed: int) -> int:
 
 def _ring_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStates, streamed: int) -> int:
     """Return the same where Muon updates some: a slot holds the largest matrix, and one more scratch serves all."""
-    form, is_own_master = FORMS[states], has_own_masters(run)
-    each_bytes = form.signed_bytes(MUON_MOMENTS, is_own_master=is_own_master)
+    each_bytes = matrix_element_bytes(run, states)
     chunk = max(int(sizes.STATE_CHUNK_BYTES // each_bytes), matrices.largest)
     slots = min(sizes.LEAST_SLOTS, -(-streamed // chunk))
-    has_half_masters = form.master_bytes < FP32_BYTES and not is_own_master
+    return round(each_bytes * slots * min(streamed, chunk)) + scratch_of_matrices(
+        run, matrices, states, min(streamed, chunk)
+    )
+
+
+def scratch_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStates, chunk: int) -> int:
+    """Return the GPU bytes that the update of a chunk of so many elements of matrices needs beside the slot."""
+    form = FORMS[states]
     # Momentum is widened for the update, one matrix at a time, so that a chunk's scratch is that of fp32.
     widened = FP32_BYTES * matrices.largest if form.moment_bytes < FP32_BYTES else 0
-    scratch = scratch_bytes(
+    each_bytes = scratch_bytes(
         run.precision.weight_bytes,
-        has_half_masters=has_half_masters,
+        has_half_masters=form.master_bytes < FP32_BYTES and not has_own_masters(run),
         is_rounded=False,
         is_compact=False,
         is_joined=False,
     )
-    return round((each_bytes * slots + scratch) * min(streamed, chunk)) + matrices.work_bytes + widened
+    return round(each_bytes * chunk) + matrices.work_bytes + widened
 
 
 def scratch_of(run: TrainingRun, states: StreamedStates) -> float:

@@ -12,6 +12,7 @@ from offload_arithmetic import sizes as buffers
 from offload_arithmetic.states import ADAM_BYTES, FP32_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.layout import LocalParameters
+from skill_tools.dialects.matrices import Matrices
 from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import streamed_states
@@ -147,6 +148,8 @@ def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
 
     A block's states on the host are cut into chunks of one length, and so are all that stay on the GPU.
     """
+    if run.matrices is not None:
+        return _slots_of_matrices(run, run.matrices, mode, size)
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
     most = buffers.STATE_CHUNK_BYTES // states_bytes
@@ -164,6 +167,30 @@ def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
         "streaming slots",
         round(slots_bytes + streamed_states.scratch_of(run, mode.streamed_states) * max(passes, stays)),
         f"{formula}, and the update's scratch",
+    )
+
+
+def _slots_of_matrices(run: TrainingRun, matrices: Matrices, mode: Mode, size: Sizes) -> Line:
+    """Return the same where Muon updates the blocks' matrices, whole ones, and AdamW what stands outside the blocks."""
+    gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
+    of_matrix = streamed_states.matrix_element_bytes(run, mode.streamed_states)
+    of_table = streamed_states.outside_element_bytes(run, mode.streamed_states)
+    # As many matrices as a chunk may have, of a block.
+    most = min(max(int(buffers.STATE_CHUNK_BYTES // of_matrix), matrices.largest), size.block)
+    table = longest_chunk(size.outside, buffers.STATE_CHUNK_BYTES // of_table)
+    slot_bytes = max((of_matrix + gradient_bytes) * most, (of_table + gradient_bytes) * table)
+    alone_bytes = gradient_bytes * max(most, table) if mode.states_resident else 0
+    scratch = max(
+        streamed_states.scratch_of_matrices(run, matrices, mode.streamed_states, most),
+        round(streamed_states.scratch_of(run, mode.streamed_states) * table) + matrices.work_bytes,
+    )
+    return Line(
+        Kind.OTHER_STATES,
+        "streaming slots",
+        round(buffers.LEAST_SLOTS * (slot_bytes + alone_bytes)) + scratch,
+        f"{buffers.LEAST_SLOTS} chunks of whole matrices, {most:,} elements"
+        + ", with their gradients" * bool(gradient_bytes)
+        + ", and the update's scratch",
     )
 
 

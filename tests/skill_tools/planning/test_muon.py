@@ -130,7 +130,20 @@ def test_a_plan_streams_both_parts_and_nothing_else(capsys):
     assert found["formula"] == "muon"
     assert 0 < found["offload_fraction"] < 1
     options = [plan["recommendation"]["option"], *plan["alternatives"]]
-    assert all("trained" not in each["label"] and "CPU" not in each["label"] for each in options)
+    assert all("CPU" not in each["label"] for each in options)
+
+
+@pytest.mark.parametrize("more", [[], ["--allow-other-numerics"]], ids=str)
+def test_where_the_gpu_is_small_layers_stream_with_both(capsys, more):
+    """Matrices are never updated on the CPU, and have no compact states."""
+    plan, code = planned(capsys, more=["--gpu-memory", "20GiB", "--host-memory", "256GiB", *more])
+    assert code == 0
+    found = plan["execute"]["trained_layers"]
+    assert found["formula"] == "muon"
+    assert found["streamed_states"] in {"exact", "packed"}
+    assert found.get("split", {}).get("cpu", 0) == 0
+    host = {line["name"]: line for line in plan["recommendation"]["option"]["memory"]["host_per_rank"]}
+    assert "masters and moments on the CPU" not in host
 
 
 def test_rounded_momentum_is_planned_where_any_numerics_are_allowed(capsys):
