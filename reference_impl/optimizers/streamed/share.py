@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.distributed.host_room import HostNeed, require_room
 from reference_impl.distributed.mesh import any_is_sharded
-from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import Algorithm
@@ -108,11 +106,6 @@ class StreamedShare:
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `add` takes of the host for these parts. Raises ValueError for a budget below three chunks."""
         return self._storage.host_bytes(self._with_held(parts))
-
-    def require_room(self, parts: Mapping[Member, Part], *, remedy: Callable[[float], str]) -> None:
-        """Raise HostMemoryError unless the host has what `add` takes, of ranks that train sharded members for all."""
-        need = HostNeed(items={"masters and moments": self.host_bytes(parts)})
-        require_room(need, RankGroup.of(member.param for member in parts), remedy=remedy)
 
     @torch.no_grad()
     def add(self, parts: Mapping[Member, Part]) -> None:
