@@ -107,6 +107,11 @@ class PinnedLimit(ClosedAtExit):
     """A limit on the pinned memory of this process, from its construction to `close()`; a context manager."""
 
     def __init__(self, limit_bytes: int) -> None:
+        if not isinstance(limit_bytes, int):
+            raise TypeError(
+                f"the limit on pinned memory is {limit_bytes!r}; expected a number of bytes; try {2**30}, or close() "
+                "of the limit before to lift it"
+            )
         if limit_bytes < LEAST_PINNED_LIMIT_BYTES:
             raise ValueError(
                 f"the limit on pinned memory is {limit_bytes} bytes; expected {LEAST_PINNED_LIMIT_BYTES} or more, for "
@@ -145,7 +150,7 @@ def limit_pinned_memory(limit_bytes: int) -> PinnedLimit:
     >>> with limit_pinned_memory(2**30):
     ...     train()
 
-    Values are those of a run without it, to the bit; copies take longer. Raises ValueError for less than 1 MiB, and
-    RuntimeError where there is a limit already, or more is pinned.
+    Values are those of a run without it, to the bit; copies take longer. Raises TypeError for what is no
+    integer, ValueError for less than 1 MiB, and RuntimeError where there is a limit already, or more is pinned.
     """
     return PinnedLimit(limit_bytes)

@@ -50,7 +50,8 @@ class ForwardWaits:
     A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
     when the model's first forward starts. Order inside of one is not learnt.
 
-    `has_run_since_step` says that a forward of the thread that steps has begun since its last step.
+    `has_run_since_step` says that a forward of the thread that steps has begun since its last step, `has_compiled` that
+    compiled code has read weights.
 
     Args:
         model: whose forward waits.
@@ -83,7 +84,7 @@ class ForwardWaits:
         self._has_run = False
         # The thread that steps, once one has: forwards of others, which only read, teach nothing.
         self._teacher: int | None = None
-        self.has_run_since_step = False
+        self.has_run_since_step = self.has_compiled = False
         self._wait = outside_transforms(forgetful(wait_for))
         refresh = forgetful(refresh_masters)
         everyone = list(members.values())
@@ -241,6 +242,7 @@ class ForwardWaits:
             for member in members:
                 is_late = member.order <= self._last_step and not member.is_compiled
                 # The next run of the code says it again.
+                self.has_compiled |= member.is_compiled
                 member.is_compiled = False
                 if is_late and member not in self._unannounced:
                     self._unannounced.append(member)

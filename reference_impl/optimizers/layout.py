@@ -24,6 +24,7 @@ from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.gradients.stand_in import unwrapped
+from reference_impl.optimizers.writes.awaited import has_arrived
 
 # The names that a state_dict has beside the algorithm's moments.
 MASTER = "master_param"
@@ -81,6 +82,11 @@ class Member:
             self.watched = None
         else:
             self.watched, self.version, self.address = local, local._version, local.data_ptr()
+
+    def has_arrived(self) -> None:
+        """Take note that somebody has waited for the new weight."""
+        self.pending = False
+        has_arrived(self.param)
 
     @property
     def gradient(self) -> torch.Tensor | None:

@@ -261,7 +261,7 @@ class Shares:
             self._streamed.wait_for(pending)
         self.cpu.wait_for([member for member in pending if member in self.cpu])
         for member in pending:
-            member.pending = False
+            member.has_arrived()
 
     def check(self) -> None:
         """Raise the error of a worker that has failed, see `DeadlineWorkers.check`."""

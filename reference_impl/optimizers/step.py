@@ -24,6 +24,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 import torch
 
 from reference_impl.device import device_is_lost
+from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 
@@ -262,8 +263,7 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
     """
     run = torch.optim.Optimizer.profile_hook_step(step)
 
-    @functools.wraps(step)
-    def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+    def carry_out(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
         computes = torch.is_grad_enabled()
         optimizer._step_thread = threading.get_ident()
         try:
@@ -278,6 +278,11 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
                 torch._C._set_grad_enabled(computes)
         finally:
             torch._C._set_grad_enabled(computes)
+
+    @functools.wraps(step)
+    def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+        # A compiler would trace kernels and copies of a begun step, and give up in their midst.
+        return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
 
     # As torch marks a method that has its hooks.
     call.hooked = True  # type: ignore[attr-defined]

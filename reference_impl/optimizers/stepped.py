@@ -367,7 +367,7 @@ class SteppedOptimizer(SavedOptimizer):
             )
             raise self._failures.first
         for member in members:
-            member.pending = False
+            member.has_arrived()
 
     @in_turn
     def synchronize(self) -> None:

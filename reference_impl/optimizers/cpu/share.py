@@ -29,6 +29,7 @@ from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
+from reference_impl.optimizers.writes.awaited import never_waits_here
 from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, can_add_up
 
 
@@ -225,6 +226,7 @@ class CpuShare:
 
     def run_task(self, task: Task, update: BucketUpdate) -> None:
         """Update a task's members on the calling worker, then send the new weights that are complete with it."""
+        never_waits_here()
         self._gradients.drain()
         step = update.step
         grad_scale, skip = step.scale_and_skip()
@@ -276,7 +278,7 @@ class CpuShare:
             if member.pending:
                 self._workers.wait_until(self._publisher.flag(member))
                 self._publisher.wait(member)
-                member.pending = False
+                member.has_arrived()
 
     def check(self) -> None:
         """Raise what a worker has failed with, see `DeadlineWorkers.check`, or that the share is closed."""

@@ -155,6 +155,7 @@ class LeavingGradients(StepGradients):
             used=not self.measures,
             recall=self._recalled(member) if may_come_back or is_shard else None,
             remedy=self._remedy,
+            owner=id(member),
         )
         member.put(member.placeholder)
 
@@ -245,7 +246,10 @@ class LeavingGradients(StepGradients):
         """
         changed = [member for member in members if not _has_stand_in(member)]
         for member in changed:
-            member.put(GradientStandIn(member.param_local, None, used=True, remedy=self._remedy))
+            stand_in = GradientStandIn(
+                member.param_local, None, used=True, remedy=self._remedy, owner=id(member)
+            )
+            member.put(stand_in)
         if changed:
             raise checks.used_is_replaced(changed[0].param)
 
@@ -334,7 +338,7 @@ class LeavingGradients(StepGradients):
 
 def _has_stand_in(member: Member) -> bool:
     stands = member.gradient
-    return isinstance(stands, GradientStandIn) and not stands.dropped
+    return isinstance(stands, GradientStandIn) and stands.owner in (None, id(member)) and not stands.dropped
 
 
 def _own_memory(member: Member) -> None:

@@ -42,6 +42,7 @@ class GradientStandIn(torch.Tensor):
         recall: returns the gradient, with what it has been multiplied by, on its device again, told whether a backward
             adds to it; None where it cannot.
         remedy: the advice of an error to whoever needs values.
+        owner: the id of the member whose gradient it is; None where nobody asks.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
@@ -78,8 +79,10 @@ class GradientStandIn(torch.Tensor):
         used: bool = False,
         recall: Callable[[bool], torch.Tensor] | None = None,
         remedy: str = REMEDY,
+        owner: int | None = None,
     ) -> None:
         self.l2_norm = norm
+        self.owner = owner
         self.recall = recall
         self.remedy = remedy
         self._made_in = torch._C._current_graph_task_id()

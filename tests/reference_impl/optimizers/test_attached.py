@@ -37,8 +37,8 @@ def test_attached_step_returns_while_weights_are_on_their_way(device, make, monk
     assert_same_weights(model, plain)
 
 
-def test_use_outside_the_owning_forward_is_caught(device, make, monkeypatch):
-    model, _ = twins(device)
+def test_use_outside_the_owning_forward_waits(device, make, monkeypatch):
+    model, plain = twins(device)
     optimizer = make(model)
     optimizer.attach(model)
     gate = hold_updates(monkeypatch)
@@ -46,11 +46,32 @@ def test_use_outside_the_owning_forward_is_caught(device, make, monkeypatch):
     model(ids).backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="synchronize"):
-        torch.nn.functional.linear(
-            torch.ones(1, 48, dtype=torch.bfloat16).to(ids.device), model.first.weight
-        ).sum().backward()
-    gate.set()
+    threading.Timer(0.2, gate.set).start()
+    weight = model.first.weight
+    assert isinstance(weight, torch.nn.Parameter)
+    assert weight.shape == plain.first.weight.shape
+    assert optimizer.members[weight].pending
+    ones = torch.ones(1, 48, dtype=torch.bfloat16).to(ids.device)
+    found = torch.nn.functional.linear(ones, weight)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), [ids])
+    assert torch.equal(found, torch.nn.functional.linear(ones, plain.first.weight))
+    assert type(weight) is torch.nn.Parameter
+
+
+def test_copies_of_weights_on_their_way_are_new_and_ordinary(device, make, monkeypatch):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = hold_updates(monkeypatch)
+    ids = batches(device.torch_device, 1)[0]
+    model(ids).backward()
+    optimizer.step()
+    threading.Timer(0.2, gate.set).start()
+    model.zero_grad()
+    copied = copy.deepcopy(model)
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), [ids])
+    assert_same_weights(copied, plain)
+    assert {type(param) for each in (copied, model) for param in each.parameters()} == {torch.nn.Parameter}
 
 
 def test_state_dict_and_evaluation_see_finished_weights(device, make):

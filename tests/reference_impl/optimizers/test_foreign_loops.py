@@ -236,12 +236,15 @@ def test_parameters_of_the_root_are_copied_when_they_are_new(device, build):
         for _ in range(2):
             model.weight.grad = torch.ones_like(model.weight)
             optimizer.step()
-            with pytest.raises(RuntimeError, match=r"synchronize\(\) before"):
-                pickle.dumps(model)
+            pickled = pickle.dumps(model)
+            optimizer.synchronize()
+            assert torch.equal(pickle.loads(pickled).weight, model.weight)
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
             copied = copy.deepcopy(model)
             optimizer.synchronize()
             assert torch.equal(copied.weight, model.weight)
-            pickle.dumps(model)
+            assert type(copied.weight) is nn.Parameter
 
 
 @pytest.mark.parametrize("first", [half, streaming])

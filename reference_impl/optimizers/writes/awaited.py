@@ -1,0 +1,128 @@
+"""A parameter whose new weight is on its way: whoever reads or writes it waits first, whatever way he goes.
+
+Behind an attached `step()` the model's forward waits for each weight. Others read weights too, or write them: an
+average, a clamp through `.data`, a logger. Until a weight has arrived, its parameter is of a class of its own, whose
+`__torch_function__` waits; then it is an `nn.Parameter` again. So nothing is asked of anybody, and nothing is there
+once weights are new. Parameters of other classes (a DTensor, one of the user's) keep their class.
+
+Explained in docs/optimizer-offloading.md, "Writing weights yourself".
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+# What says nothing of a weight's elements, nor gives a way to them: attributes, some of which are written, and methods.
+_WRITTEN = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_leaf", "grad_fn", "_version"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "output_nr", "retains_grad"),
+)
+_METHODS = (
+    *("size", "stride", "numel", "nelement", "dim", "element_size", "storage_offset", "get_device"),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_inference", "is_shared", "requires_grad_"),
+    *("register_hook", "register_post_accumulate_grad_hook"),
+)
+_HARMLESS: frozenset[Any] = frozenset(
+    [
+        *(
+            getattr(getattr(torch.Tensor, name), access)
+            for name in _WRITTEN
+            for access in ("__get__", "__set__", "__delete__")
+        ),
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    ]
+)
+
+
+class Waiter(Protocol):
+    """An optimizer whose weights are on their way."""
+
+    _failures: Any
+    _members: dict[torch.Tensor, Any]
+
+    @property
+    def _closed(self) -> bool: ...
+
+    def _wait_for(self, members: Iterable[Any]) -> None: ...
+
+
+# Who has the new weights, by the id of each parameter that is of the class below.
+_waiters: dict[int, weakref.ref[Any]] = {}
+_workers = threading.local()
+
+
+class AwaitedParameter(nn.Parameter):
+    """A parameter whose new weight is on its way."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, once all weights that it uses are new; one that asks for a shape or a gradient uses none."""
+        kwargs = kwargs or {}
+        if func not in _HARMLESS and not getattr(_workers, "is_one", False):
+            found = list(_awaited_in([*args, *kwargs.values()]))
+            waited = [_wait_for(param) for param in found]
+            if all(waited):
+                return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
+    """Let whoever uses one of `params` wait for it, which `waiter` has; not kept alive."""
+    reference = weakref.ref(waiter)
+    for param in params:
+        if type(param) is nn.Parameter:
+            _waiters[id(param)] = reference
+            param.__class__ = AwaitedParameter
+
+
+def has_arrived(param: torch.Tensor) -> None:
+    """Note that the weight of `param` is new, so that nobody waits for it any more."""
+    if type(param) is AwaitedParameter:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+        _waiters.pop(id(param), None)
+
+
+def never_waits_here() -> None:
+    """Note that the calling thread makes new weights."""
+    _workers.is_one = True
+
+
+def _awaited_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if type(value) is AwaitedParameter:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _awaited_in(value)
+
+
+def _wait_for(param: torch.Tensor) -> bool:
+    """Wait for a weight; return whether it has arrived."""
+    reference = _waiters.get(id(param))
+    waiter: Waiter | None = None if reference is None else reference()
+    if waiter is not None and waiter._failures.has_turn:
+        # The optimizer itself looks at it.
+        return False
+    if waiter is not None and not waiter._closed:
+        member = waiter._members[param]
+        waiter._wait_for([member])
+        if member.pending:
+            return False
+    # Of a copy nobody knows, and an optimizer may be gone.
+    has_arrived(param)
+    return True
