@@ -53,7 +53,8 @@ class BackwardHooks:
         """Hear of gradients that autograd accumulates for `members`, or only of those that leave then."""
         gradients = self._gradients
         sent = [member for member in members if member.pieces and gradients.leave_in_backward(member)]
-        kept = [m for m in members if m not in sent and m.param not in gradients.reduced_later]
+        leaving = set(sent)
+        kept = [m for m in members if m not in leaving and m.param not in gradients.reduced_later]
         if gradients.may_leave and any(member.pieces for member in kept):
             checks.warn_kept_gradients()
         self._hear(sent if where_they_leave else members)
