@@ -3,6 +3,7 @@
 Autograd's version counter sees some of these ways only.
 """
 
+import functools
 import re
 from contextlib import suppress
 
@@ -120,9 +121,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def batches_on(device):
+    torch.manual_seed(0)
+    return [torch.randint(512, (2, 16)).to(device.torch_device) for _ in range(4)]
+
+
 @pytest.fixture
 def batches(device):
-    return [torch.randint(512, (2, 16)).to(device.torch_device) for _ in range(4)]
+    return batches_on(device)
 
 
 def decoder(device, *, lora=False):
@@ -137,6 +143,13 @@ def losses_of(model, batches, write, *, param):
     """Train, and write `param` after two of the steps."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return trained_by(torch.optim.AdamW(trained, lr=1e-2, fused=True), model, batches, lambda _: write(param))
+
+
+@functools.cache
+def plain_losses(device, way, name, *, lora=False):
+    """Losses of AdamW where the parameter `name` is written and nothing is offloaded, to compare with."""
+    model = decoder(device, lora=lora)
+    return losses_of(model, batches_on(device), WAYS[way], param=model.get_parameter(name))
 
 
 def trained_by(optimizer, model, batches, write):
@@ -160,16 +173,11 @@ def trained_by(optimizer, model, batches, write):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_offloaded_layers_have_what_was_written(device, batches, way, frozen):
-    def run(offloads):
-        model = decoder(device, lora=frozen)
-        linear = model.layers[0].gate
-        param = linear.base.weight if frozen else linear.weight
-        if not offloads:
-            return losses_of(model, batches, WAYS[way], param=param)
-        with ActivationOffloader(model, num_layers=2, weights=True, min_bytes=1024):
-            return losses_of(model, batches, WAYS[way], param=param)
-
-    assert run(offloads=True) == run(offloads=False)
+    model = decoder(device, lora=frozen)
+    name = "layers.0.gate.base.weight" if frozen else "layers.0.gate.weight"
+    with ActivationOffloader(model, num_layers=2, weights=True, min_bytes=1024):
+        found = losses_of(model, batches, WAYS[way], param=model.get_parameter(name))
+    assert found == plain_losses(device, way, name, lora=frozen)
 
 
 def test_offloaded_layers_have_what_was_written_through_what_was_held_before(device, batches):
@@ -207,48 +215,41 @@ def test_offloaded_layers_have_what_their_own_forward_has_written(device, batche
     assert run(offloads=True) == run(offloads=False)
 
 
-def plain_or_refused(run, refusal=_REFUSAL):
-    """Check that `run(streams=True)` is what `run(streams=False)` is, or that an error names the weight."""
+def plain_or_refused(run, expected, refusal=_REFUSAL):
+    """Check that `run()` gives the losses that are `expected`, or that its error names the weight."""
     try:
-        found = run(streams=True)
+        found = run()
     except RuntimeError as error:
         found = str(error)
-    if isinstance(found, str):
-        assert re.search(refusal, found)
-    else:
-        assert found == run(streams=False)
+    assert re.search(refusal, found) if isinstance(found, str) else found == expected
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_streamed_frozen_layers_have_what_was_written_or_name_it(device, batches, way, layer):
-    def run(streams):
+    name = f"layers.{layer}.gate.base.weight"
+
+    def run():
         model = decoder(device, lora=True)
-        param = model.layers[layer].gate.base.weight
-        if not streams:
-            return losses_of(model, batches, WAYS[way], param=param)
+        param = model.get_parameter(name)
         with FrozenLayerStreamer(model, prefetch=1):
             return losses_of(model, batches, WAYS[way], param=param)
 
-    plain_or_refused(run)
+    plain_or_refused(run, plain_losses(device, way, name, lora=True))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_streamed_frozen_layers_have_what_was_written_where_they_are_gathered(device, batches, way):
-    def run(streams):
-        model = decoder(device, lora=True)
-        param = model.layers[1].gate.base.weight
-        if not streams:
-            return losses_of(model, batches, WAYS[way], param=param)
-        with FrozenLayerStreamer(model, prefetch=1) as streamer:
+    model, name = decoder(device, lora=True), "layers.1.gate.base.weight"
+    param = model.get_parameter(name)
+    with FrozenLayerStreamer(model, prefetch=1) as streamer:
 
-            def write(param):
-                with streamer.gathered(model.layers[1]):
-                    WAYS[way](param)
+        def write(param):
+            with streamer.gathered(model.layers[1]):
+                WAYS[way](param)
 
-            return losses_of(model, batches, write, param=param)
-
-    assert run(streams=True) == run(streams=False)
+        found = losses_of(model, batches, write, param=param)
+    assert found == plain_losses(device, way, name, lora=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -292,7 +293,7 @@ def test_nobody_looks_at_streamed_weights_that_nobody_touches(device, batches, m
 def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batches, way, name, overlap):
     """A block that lingers, one that is away, and what never leaves."""
 
-    def run(streams):
+    def run():
         model = decoder(device)
         param = model.get_parameter(name)
 
@@ -300,12 +301,10 @@ def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batche
             WAYS[way](param)
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        if not streams:
-            return trained_by(optimizer, model, batches, write)
         with TrainableLayerStreamer(model, optimizer, prefetch=1, backward_overlap=overlap) as streamer:
             return trained_by(streamer.optimizer, model, batches, write)
 
-    plain_or_refused(run)
+    plain_or_refused(run, plain_losses(device, way, name))
 
 
 OPTIMIZERS = {
@@ -344,11 +343,8 @@ def written_beside(device, batches, make, way, *, attached, name="layers.1.gate.
 def test_masters_follow_what_was_written(device, batches, kind, way, attached):
     if device.is_accelerator and kind not in ("resident", "streamed"):
         pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
-    expected = written_beside(
-        device, batches, lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True), way, attached=False
-    )
     found = written_beside(device, batches, OPTIMIZERS[kind], way, attached=attached)
-    assert found == expected
+    assert found == plain_losses(device, way, "layers.1.gate.weight")
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -512,19 +508,19 @@ MASTERS = {
 _UNCOUNTED = {".data in place": "clamp_", "its storage": "in place"}
 
 
-@pytest.mark.parametrize("name", ["layers.1.gate.weight", "layers.1.attention_norm.weight"])
 @pytest.mark.parametrize("way", _UNCOUNTED)
 @pytest.mark.parametrize("place", MASTERS)
-def test_every_master_follows_what_nothing_counts(device, batches, place, way, name):
+def test_every_master_follows_what_nothing_counts(device, batches, place, way):
+    """A matrix is written after one step, and a vector after the next: neither write shows the other."""
     make, dtype = MASTERS[place]
 
     def states_after(way, *, saves):
         model = decoder(device).to(dtype)
         optimizer = make(list(model.parameters()))
-        saved = []
+        saved, names = [], iter(["layers.1.gate.weight", "layers.1.attention_norm.weight"])
 
         def write(optimizer):
-            WAYS[way](model.get_parameter(name))
+            WAYS[way](model.get_parameter(next(names)))
             if saves:
                 saved.append(optimizer.state_dict()["state"])
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ BROKEN = ROOT / "examples" / "broken_bridge.yaml"
 STATED = ("NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS")
 
 
+@cache
 def printed(*words: str | Path, **environment: str) -> str:
-    """What the command prints into a pipe."""
+    """Return the text that the command prints into a pipe."""
     bare = {name: value for name, value in os.environ.items() if name not in STATED}
     command = [sys.executable, ROOT / "skill_tools", *words]
     return subprocess.run(

@@ -1,5 +1,6 @@
 """`status` tells the truth, and what the page says to do for it neither uses gradients twice nor loses a step."""
 
+import functools
 import signal
 import weakref
 
@@ -70,8 +71,9 @@ EACH = pytest.mark.parametrize("build", [*BUILDS, *LAYERS])
 ATTACHED = pytest.mark.parametrize("attached", [False, True])
 
 
+@functools.cache
 def plain_states(device, build, count):
-    """What the masters and moments are after `count` batches without a fault."""
+    """Return the masters and moments after `count` batches without a fault."""
     with Loop(device, build) as loop:
         for index in range(count):
             loop.backward(index)
