@@ -45,6 +45,7 @@ _OF_MEGATRON = frozenset(
     {"tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"}
 )
 _TRUE = ("true", "y", "1")
+_FORMS: dict[type, str] = {list: "list", dict: "mapping"}
 _FOLDERS_ABOVE = 4  # files are named as seen from where the run starts, mostly the root of the repository
 
 
@@ -152,7 +153,7 @@ def _write_script(draft: Draft, source: Source) -> None:
         if release is not None and is_before(release, _OVERRIDES_SINCE):
             draft.note_unknown(word.text, Place(source.name, word.line, word.column), nearest=())
         else:
-            _write_override(draft, word, source.name)
+            _write_override(draft, word, source.name, named)
 
 
 def _trains_at(command: Command) -> int:
@@ -198,8 +199,11 @@ def _write_overrides(draft: Draft, words: Sequence[Argument]) -> None:
         _write_override(draft, word, _OVERRIDES)
 
 
-def _write_override(draft: Draft, word: Argument, file: str) -> None:
-    """Write a word behind a YAML: `x=y`; `--x` is the name of an argument that nobody knows, and `x` is one, null."""
+def _write_override(draft: Draft, word: Argument, file: str, base: Source | None = None) -> None:
+    """Write a word behind a YAML: `x=y`; `--x` is the name of an argument that nobody knows, and `x` is one, null.
+
+    Raises `UnusableInput` for a list over a mapping in the file `base`, or a mapping over a list.
+    """
     name, equals, text = word.text.partition("=")
     place = Place(file, word.line, word.column)
     if not word.resolved and not equals:
@@ -210,6 +214,13 @@ def _write_override(draft: Draft, word: Argument, file: str) -> None:
         return
     known = word.resolved and word.certain
     node = _parsed(text, place) if known else Node(UNREADABLE, place.line, place.column)
+    held = entries_of(single_document(base)).get(name) if base is not None else None
+    if held is not None and {type(held.value), type(node.value)} == {list, dict}:
+        raise UnusableInput(
+            f"{file}:{place.line} puts a {_FORMS[type(node.value)]} over a {_FORMS[type(held.value)]}: {word.text}",
+            expected="one form for both: OmegaConf merges a mapping into a mapping, and a list takes a list's place",
+            attempt=f"{name} in the file alone, or on the command line alone",
+        )
     _write(draft, name, node, place, Parser.CALL)
 
 
