@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers import shares
+from reference_impl.optimizers import placement
 
 BLOCKS, WIDTH, STEPS, MAX_NORM = 8, 64, 3, 0.05
 # How many blocks' gradients stay.
@@ -120,13 +120,13 @@ def left_blocks(split, ranks, data):
 
 def carry_over(ranks, data):
     """Load states into an optimizer whose parameters are divided one by one, and back."""
-    known = shares.reductions
+    known = placement.reductions
     for saves, loads in ((known, dict), (dict, known)):
         one, other = sharded(ranks), sharded(ranks)
-        shares.reductions = saves
+        placement.reductions = saves
         with optimizer_of(one, (0.0, 0.5, 0.5)) as saving:
             trained(one, saving, data)
-            shares.reductions = loads
+            placement.reductions = loads
             other.load_state_dict(one.state_dict())
             with optimizer_of(other, (0.0, 0.5, 0.5)) as loading:
                 assert [m.streamed for m in saving.members.values()] != [
@@ -135,7 +135,7 @@ def carry_over(ranks, data):
                 loading.load_state_dict(saving.state_dict())
                 losses, others = (trained(one, saving, data)[0], trained(other, loading, data)[0])
                 assert all(map(torch.equal, losses, others)), "a loss differs"
-    shares.reductions = known
+    placement.reductions = known
 
 
 def main(rank, ranks, store):

@@ -6,7 +6,7 @@ that is given a policy has it. A process group that is made elsewhere, or of a c
 
 from collections.abc import Sequence
 
-from skill_tools.configs.config import Config
+from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.values import Section
@@ -38,7 +38,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     _write_backend(draft, [each for each in made if each.kind == _GROUP])
     for each in [each for each in made if each.kind == _CLIP][:1]:
         draft.set_key("fsdp2.clips", True, _CLIP, each.place)
-    draft.set_key("fsdp2.threads", any(name in source.text for name in _THREADS), _THREADS[0], made[0].place)
+    draft.set_key(
+        "fsdp2.threads", any(name in source.text for name in _THREADS), _THREADS[0], Place(source.name, 1, 1)
+    )
     if any(name in source.text for name in ("cpu_offloading", "reference_impl")):
         for each in [each for each in made if each.kind in _OURS][:1]:
             draft.set_key("fsdp2.beside", each.kind, each.kind, each.place)
