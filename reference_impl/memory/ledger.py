@@ -8,6 +8,7 @@ buffers of collectives).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
 _open_on_allocators: list[Ledger] = []
+# How many `unseen` each thread is in: what others make meanwhile counts.
+_unseen = threading.local()
 _resize = torch.UntypedStorage.resize_
 
 
@@ -33,7 +36,6 @@ class _StorageWatch(TorchDispatchMode):
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes
-        self.is_paused = False
         self.live_bytes = 0
         self.peak_bytes = 0
         self.marked_peak_bytes = 0
@@ -48,7 +50,7 @@ class _StorageWatch(TorchDispatchMode):
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Start following the storages of `tensors` that are not followed yet; on `meta` none has memory."""
-        if self.is_paused:
+        if getattr(_unseen, "depth", 0):
             return
         for tensor in tensors:
             if tensor.is_meta:
@@ -126,14 +128,12 @@ def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> torch.Unty
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Leave out what is made inside, which only the CPU twin takes, and nobody keeps."""
-    for watch in _active:
-        watch.is_paused = True
+    """Leave out what this thread makes inside, which only the CPU twin takes, and nobody keeps."""
+    _unseen.depth = getattr(_unseen, "depth", 0) + 1
     try:
         yield
     finally:
-        for watch in _active:
-            watch.is_paused = False
+        _unseen.depth -= 1
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
-from reference_impl.optimizers.writes.awaited import never_waits_here
+from reference_impl.optimizers.writes.awaited import new_weights_are_made
 from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, can_add_up
 
 
@@ -224,9 +224,9 @@ class CpuShare:
         self._workers.submit(jobs)
         step.queued.update(buckets)
 
+    @new_weights_are_made()
     def run_task(self, task: Task, update: BucketUpdate) -> None:
-        """Update a task's members on the calling worker, then send the new weights that are complete with it."""
-        never_waits_here()
+        """Update a task's members on the calling thread, then send the new weights that are complete with it."""
         self._gradients.drain()
         step = update.step
         grad_scale, skip = step.scale_and_skip()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -57,7 +58,7 @@ class Waiter(Protocol):
 
 # Who has the new weights, by the id of each parameter that is of the class below.
 _waiters: dict[int, weakref.ref[Any]] = {}
-_workers = threading.local()
+_makers = threading.local()
 
 
 class AwaitedParameter(nn.Parameter):
@@ -73,7 +74,7 @@ class AwaitedParameter(nn.Parameter):
     ) -> Any:
         """Run `func`, once all weights that it uses are new; one that asks for a shape or a gradient uses none."""
         kwargs = kwargs or {}
-        if func not in _HARMLESS and not getattr(_workers, "is_one", False):
+        if func not in _HARMLESS and not getattr(_makers, "is_one", False):
             found = list(_awaited_in([*args, *kwargs.values()]))
             waited = [_wait_for(param) for param in found]
             if all(waited):
@@ -98,9 +99,15 @@ def has_arrived(param: torch.Tensor) -> None:
         _waiters.pop(id(param), None)
 
 
-def never_waits_here() -> None:
-    """Note that the calling thread makes new weights."""
-    _workers.is_one = True
+@contextmanager
+def new_weights_are_made() -> Iterator[None]:
+    """Let this thread use weights inside that are on their way: it makes them, and would wait for itself."""
+    made_some = getattr(_makers, "is_one", False)
+    _makers.is_one = True
+    try:
+        yield
+    finally:
+        _makers.is_one = made_some
 
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +88,29 @@ def test_what_only_the_twin_takes_is_left_out():
         assert ledger.device_bytes == 0
         seen = torch.empty(MIB, dtype=torch.uint8)
         assert ledger.device_bytes == seen.nbytes == left_out.nbytes
+
+
+def test_what_one_thread_leaves_out_counts_where_another_makes_it():
+    """An optimizer's workers add up weights beside the backward that is measured."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def leave_out():
+        with unseen():
+            begun.set()
+            may_end.wait()
+
+    worker = threading.Thread(target=leave_out)
+    with Ledger(Device.of("cpu")) as ledger:
+        worker.start()
+        begun.wait()
+        with unseen():
+            with unseen():
+                pass
+            left_out = torch.empty(MIB, dtype=torch.uint8)
+        seen = torch.empty(2 * MIB, dtype=torch.uint8)
+        may_end.set()
+        worker.join()
+        assert ledger.device_bytes == seen.nbytes == 2 * left_out.nbytes
 
 
 def test_host_tier_is_apart_from_the_device_tier(device):

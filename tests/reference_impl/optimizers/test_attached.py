@@ -18,6 +18,7 @@ from optimizer_training import (
 )
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer
+from reference_impl.optimizers.writes.awaited import new_weights_are_made
 
 
 def test_attached_step_returns_while_weights_are_on_their_way(device, make, monkeypatch):
@@ -56,6 +57,22 @@ def test_use_outside_the_owning_forward_waits(device, make, monkeypatch):
     train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), [ids])
     assert torch.equal(found, torch.nn.functional.linear(ones, plain.first.weight))
     assert type(weight) is torch.nn.Parameter
+
+
+def test_a_thread_that_has_made_new_weights_waits_for_those_of_others(device, make, monkeypatch):
+    model, plain = twins(device)
+    optimizer = make(model)
+    optimizer.attach(model)
+    gate = hold_updates(monkeypatch)
+    ids = batches(device.torch_device, 1)[0]
+    model(ids).backward()
+    optimizer.step()
+    with new_weights_are_made():
+        assert torch.equal(model.first.weight, plain.first.weight)
+    threading.Timer(0.2, gate.set).start()
+    found = model.first.weight.detach().clone()
+    train(plain, MasterAdamW(plain, on_cpu=True, **OPTIONS), [ids])
+    assert torch.equal(found, plain.first.weight)
 
 
 def test_copies_of_weights_on_their_way_are_new_and_ordinary(device, make, monkeypatch):
