@@ -269,11 +269,6 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
         try:
             try:
                 return run(optimizer, *args, **named)
-            except BaseException as error:
-                # A hook of the user's may have raised in front of it.
-                optimizer._step_has_raised(*args, **named)
-                optimizer._failures.tell(error)
-                raise
             finally:
                 torch._C._set_grad_enabled(computes)
         finally:
@@ -281,8 +276,14 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
 
     @functools.wraps(step)
     def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
-        # A compiler would trace kernels and copies of a begun step, and give up in their midst.
-        return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
+        try:
+            # A compiler would trace kernels and copies of a begun step, and give up in their midst.
+            return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
+        except BaseException as error:
+            # A hook of the user's may have raised in front of it.
+            optimizer._step_has_raised(*args, **named)
+            optimizer._failures.tell(error)
+            raise
 
     # As torch marks a method that has its hooks.
     call.hooked = True  # type: ignore[attr-defined]

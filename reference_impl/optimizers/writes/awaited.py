@@ -125,7 +125,8 @@ def _wait_for(param: torch.Tensor) -> bool:
     if waiter is not None and waiter._failures.has_turn:
         # The optimizer itself looks at it.
         return False
-    if waiter is not None and not waiter._closed:
+    # Of one that has lost its work weights are as they are: it has said so, and a checkpoint can be loaded into them.
+    if waiter is not None and not waiter._closed and waiter._failures.first is None:
         member = waiter._members[param]
         waiter._wait_for([member])
         if member.pending:

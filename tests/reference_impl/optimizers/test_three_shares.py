@@ -246,18 +246,20 @@ def test_states_that_come_in_during_backward_change_no_bit(device, backward_over
         assert_same_weights(model, plain)
 
 
-def test_a_weight_used_before_it_is_new_is_refused(device):
-    model, _ = twins(device)
-    with build(model, split=(0, 1, 0)) as optimizer:
+def test_a_weight_used_before_it_is_new_is_waited_for(device):
+    model, other = twins(device)
+    ids = batches(device.torch_device, 1)[0]
+    with build(model, split=(0, 1, 0)) as optimizer, build(other, split=(0, 1, 0)) as at_once:
         optimizer.attach(model)
-        model(batches(device.torch_device, 1)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        param = next(iter(optimizer.members))
-        (param.float() ** 2).sum().backward()
-        with pytest.raises(RuntimeError, match="used before its new weight had arrived"):
-            optimizer.step()
-        optimizer.zero_grad()
+        for each, stepping in ((other, at_once), (model, optimizer)):
+            each(ids).backward()
+            stepping.step()
+            stepping.zero_grad()
+            (next(each.parameters()).float() ** 2).sum().backward()
+            stepping.step()
+            stepping.zero_grad()
+        optimizer.synchronize()
+        assert_same_weights(model, other)
 
 
 def held_bytes(device):
@@ -320,6 +322,11 @@ def test_a_parameter_is_old_all_over_when_its_cpu_part_dies(device, dtype, split
     assert split_members
     for member, old in zip(split_members, before, strict=True):
         assert torch.equal(member.param, old)
+    with torch.no_grad():
+        # As a checkpoint is loaded for a new optimizer.
+        for member, old in zip(split_members, before, strict=True):
+            member.param.copy_(old + 1)
+            assert torch.equal(member.param, old + 1)
     optimizer.close()
 
 
