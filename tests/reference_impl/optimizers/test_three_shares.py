@@ -262,6 +262,27 @@ def test_a_weight_used_before_it_is_new_is_waited_for(device):
         assert_same_weights(model, other)
 
 
+class OwnParameter(torch.nn.Parameter):
+    """A parameter of a user's class, which keeps it."""
+
+
+def test_a_parameter_of_another_class_that_is_used_before_it_is_new_is_refused(device):
+    model, _ = twins(device)
+    model.first.weight = OwnParameter(model.first.weight.detach().clone())
+    with build(model, split=(0, 1, 0)) as optimizer:
+        optimizer.attach(model)
+        model(batches(device.torch_device, 1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert type(model.first.weight) is OwnParameter
+        (model.first.weight.float() ** 2).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"shape \(131, 48\) was used before its new weight had arrived"
+        ):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
 def held_bytes(device):
     """Bytes on the device, reserved there, and live and reserved on the host."""
     device.synchronize()
