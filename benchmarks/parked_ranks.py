@@ -3,13 +3,16 @@
 `torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,
 parks it between steps, and prints the slowest rank. The link is measured by all ranks together, in both directions, so
 that `ratio` says how much longer parking takes than its bytes. `left_gb` is what the driver counts as taken on a
-rank's device while it is parked. Explained in docs/distributed.md.
+rank's device while it is parked. After the timed rounds another process takes all free memory of each rank's GPU while
+both are parked, writes it and gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in
+docs/distributed.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import time
@@ -21,12 +24,15 @@ import torch
 import torch.distributed as dist
 from distributed import leave, of_all_ranks, rates
 from distributed_rows import Layout, loss_of, rows
+from parking import take_all
 
 from reference_impl import park
 from reference_impl.device import Device
+from reference_impl.parking import ParkedTraining
 from reference_impl.verification.model import DecoderShape
 
 ROUNDS = 5
+SHARED_ROUNDS = 5
 
 
 def seconds(act: Callable[[], object], device: Device) -> float:
@@ -66,8 +72,39 @@ def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) ->
         optimizer.zero_grad()
         step()
     moved_bytes = sum(parked.report.parked_bytes.values())
+
+    def train() -> None:
+        optimizer.zero_grad()
+        step()
+
+    taken_gb = shared_with_another(parked, train) if device.is_accelerator else 0.0
     parked.close()
-    return {"away_s": away, "back_s": back, "bytes": moved_bytes, "left_gb": left, "loss": losses}
+    return {
+        "away_s": away,
+        "back_s": back,
+        "bytes": moved_bytes,
+        "left_gb": left,
+        "taken_gb": taken_gb,
+        "loss": losses,
+    }
+
+
+def shared_with_another(parked: ParkedTraining, train: Callable[[], None]) -> float:
+    """Let another process take this rank's GPU between park() and restore(); return the least that it took, in GB."""
+    spawned = multiprocessing.get_context("spawn")
+    ours, theirs = spawned.Pipe()
+    other = spawned.Process(target=take_all, args=(theirs, torch.cuda.current_device()), daemon=True)
+    other.start()
+    taken_bytes = []
+    for _ in range(SHARED_ROUNDS):
+        dist.barrier()
+        with parked:
+            ours.send(True)
+            taken_bytes.append(ours.recv())
+        train()
+    ours.send(False)
+    other.join()
+    return min(taken_bytes) / 1e9
 
 
 def line(engine: str, ranks: list[dict[str, Any]], machine: list[dict[str, Any]]) -> dict[str, object]:
@@ -79,7 +116,8 @@ def line(engine: str, ranks: list[dict[str, Any]], machine: list[dict[str, Any]]
         if all(f"{rate}_gb_per_s" in each for each in machine):
             link = max(r["bytes"] / 1e9 / m[f"{rate}_gb_per_s"] for r, m in zip(ranks, machine, strict=True))
             found[f"{name}_ratio"] = float(str(found[f"{name}_s"])) / link
-    return {**found, "left_gb": max(rank["left_gb"] for rank in ranks), "loss": ranks[0]["loss"]}
+    found["left_gb"] = max(rank["left_gb"] for rank in ranks)
+    return {**found, "taken_gb": min(rank["taken_gb"] for rank in ranks), "loss": ranks[0]["loss"]}
 
 
 def main() -> None:

@@ -168,8 +168,9 @@ def row(
     }
 
 
-def take_all(connection: Connection) -> None:
-    """Be the other process: whenever asked, take all the memory that is free, write it, and give it back."""
+def take_all(connection: Connection, index: int = 0) -> None:
+    """Be the other process on GPU `index`: whenever asked, take all memory that is free, write it, and give it back."""
+    torch.cuda.set_device(index)
     while connection.recv():
         free, _ = torch.cuda.mem_get_info()
         taken = torch.full((free - 2**28,), 7, dtype=torch.uint8, device="cuda")
