@@ -19,6 +19,8 @@ from reference_impl.device.base import REACHED, Device, Event, EventGroup, Mark,
 # Where a user says how torch's allocator is to work.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING = "expandable_segments"
+# With these a long block is not cut into such as are asked for, or blocks are longer than asked.
+_CUTTING = ("max_split_size_mb", "roundup_power2_divisions")
 # The allocator compares what is asked for with its limit, and then lets a segment grow by whole pages.
 _PAGE_BYTES = 20 * 2**20
 # Sizes of allocations are multiples of it.
@@ -183,6 +185,8 @@ class CachingAllocator:
 
     def make_room(self, sizes: Iterable[int]) -> None:
         """Allocate and free it; what is smaller than a mebibyte the allocator takes from elsewhere."""
+        if any(each in _allocator_settings() for each in _CUTTING):
+            return
         rounded = (
             -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES for size_bytes in sizes if size_bytes > 2**20
         )

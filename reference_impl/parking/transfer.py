@@ -27,9 +27,14 @@ from reference_impl.parking.tensors import FoundStorage, Kind
 from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
-# The next piece is allocated while this one is filled, in 10 ms of the link. To give back 21.8 GB takes 0.035 s in
-# pieces as torch makes them and 0.02 s in one; but to allocate one delays the first copy by 0.03 s (one H200).
-_PIECE_BYTES = 2**29
+# To give back 21.8 GB takes 0.035 s in pieces as torch makes them and 0.02 s in one; but to allocate one delays the
+# first copy by 0.03 s (one H200). So the first piece is small, and each is allocated while the one before it is filled,
+# which takes ten times as long for as many bytes.
+_FIRST_PIECE_BYTES = 2**26
+_LAST_PIECE_BYTES = 2**32
+# Copies in of up to about 24 kB pass the copy engine by, which waits for them in between; they come last, in one row.
+# Up to here the allocator has memory of its own for them.
+_SMALL_BYTES = 2**20
 
 
 class Transfer:
@@ -249,17 +254,20 @@ class Transfer:
 
 
 def _neighbours(storages: Sequence[ParkedStorage]) -> Iterator[list[ParkedStorage]]:
-    """Yield `storages` in groups that are worth a piece of memory of their own.
+    """Yield `storages` in groups that get a piece of memory each, every piece twice as large as the one before it.
 
-    Of one kind each: gradients are freed together, and the memory that they leave is to be in few pieces.
+    Of one kind each: gradients are freed together, and the memory that they leave is to be in few pieces. Small ones
+    are a group of their own, the last.
     """
     group: list[ParkedStorage] = []
-    size_bytes = 0
+    size_bytes, piece_bytes = 0, _FIRST_PIECE_BYTES
     for each in storages:
-        if group and (size_bytes >= _PIECE_BYTES or each.kind != group[0].kind):
+        if each.size_bytes <= _SMALL_BYTES:
+            continue
+        if group and (size_bytes >= piece_bytes or each.kind != group[0].kind):
             yield group
-            group, size_bytes = [], 0
+            group, size_bytes, piece_bytes = [], 0, min(2 * piece_bytes, _LAST_PIECE_BYTES)
         group.append(each)
         size_bytes += each.size_bytes
-    if group:
-        yield group
+    small = [each for each in storages if each.size_bytes <= _SMALL_BYTES]
+    yield from (each for each in (group, small) if each)

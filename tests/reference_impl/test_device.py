@@ -322,6 +322,25 @@ def test_segments_grow_unless_the_user_has_chosen(monkeypatch, said, chosen):
     assert allocator.segments_grow == before
 
 
+@pytest.mark.parametrize(
+    ("said", "makes"),
+    [
+        ("", True),
+        ("garbage_collection_threshold:0.8", True),
+        # The long block would be nobody's: what is shorter than the limit is not cut from it.
+        ("max_split_size_mb:128", False),
+        ("roundup_power2_divisions:4", False),
+    ],
+)
+def test_room_is_made_where_the_allocator_cuts_it(monkeypatch, said, makes):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", said)
+    made = []
+    monkeypatch.setattr(torch, "empty", lambda size_bytes, **kwargs: made.append(size_bytes))
+    CachingAllocator(torch.device("cuda", 0)).make_room([2**20, 2**20 + 1, 2**20 - 1, 2**20])
+    assert made == ([2**20 + 512] if makes else [])
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
     "attached",

@@ -7,11 +7,14 @@ import time
 import pytest
 import torch
 from small_net import loss_of, net
+from torch import nn
 
 from reference_impl import park
 from reference_impl.device import Device
+from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger, resize_storage
+from reference_impl.parking import transfer
 from reference_impl.parking.storage import Fingerprints
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -118,6 +121,50 @@ def test_prepared_memory_is_that_of_the_first_parking(model):
     with parked:
         assert parked.status == "parked"
     assert loss_of(model, 0).isfinite()
+    parked.close()
+
+
+class WithRoom(CpuTwin):
+    """A twin whose allocator notes for which storages room was made, and whose copies are noted behind them."""
+
+    segments_grow = False
+
+    def __init__(self, torch_device):
+        super().__init__(torch_device)
+        self.noted = []
+
+    @property
+    def allocator(self):
+        return self
+
+    def make_room(self, sizes):
+        self.noted.append([*sizes])
+
+    def give_back(self):
+        pass
+
+    def private_segments(self):
+        return []
+
+
+def test_memory_comes_back_in_pieces_that_grow_and_small_storages_last(monkeypatch):
+    """The link begins when the first piece is there; the driver takes few long ones back sooner."""
+    twin = WithRoom(torch.device("cpu"))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda device: twin))
+    monkeypatch.setattr(transfer, "_FIRST_PIECE_BYTES", 2**21)
+    monkeypatch.setattr(transfer, "_LAST_PIECE_BYTES", 2**23)
+    large, small = 2**19, 2**18
+    model = nn.Sequential(*(nn.Linear(1, size, bias=False) for size in [large, small] * 10))
+    for param in list(model.parameters())[:4]:
+        param.grad = torch.ones_like(param)
+    before = [param.clone() for param in model.parameters()]
+    with park(model) as parked:
+        pass
+    assert all(map(torch.equal, model.parameters(), before))
+    weights, gradients = [4 * large] * 10, [4 * large] * 2
+    # 2, 4, then 8 MB of weights; gradients are freed together, so they have a piece of their own.
+    pieces = [weights[:1], weights[:2], weights[:4], weights[:3], gradients, [4 * small] * 12]
+    assert twin.noted == pieces
     parked.close()
 
 
