@@ -30,6 +30,7 @@ from skill_tools.__main__ import main as offload  # noqa: E402 - found by the li
 
 SEED, HELD_OUT = 51, 10
 NOTHING = "no failure"  # what is right where nothing failed
+FAULT = 3  # the exit code of an internal error, which is no answer
 GRADES = ("right", "partly", "silent", "wrong", "misleading")
 PREFACE = """\
 # Public reports
@@ -52,7 +53,8 @@ right, 6 silent and 1 wrong: what was wrong in one had been advice on an option 
 answers are better now through faults of the tool that these ten showed, and that hold for any run: a `--target` of a
 distribution of which only `diagnose` knows faults was refused, and an option for the rollout's memory was taken for an
 offload of the optimizer. The facts behind both answers (vLLM's and SGLang's sleep) are from other threads; none of the
-ten is in the tables.
+ten is in the tables. Five more are right since the tool has faults that were mined from what frameworks changed; that
+was done with these ten in view, so they measure no more.
 
 The third collection's ten, of which 1 was right and 3 were partly right when they were asked, stand among the others
 now: the tool learnt to read series of metrics with their silent ones in view, five of which were wrong numbers. So do
@@ -92,7 +94,9 @@ def answer(report: Mapping[str, Any]) -> str:
         stated = [word for target in targets for word in ("--target", target)]
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-            offload(["diagnose", "train.log", *inputs, *stated])
+            code = offload(["diagnose", "train.log", *inputs, *stated])
+    if code == FAULT:
+        raise RuntimeError(f"{report['id']}: diagnose has a fault of its own; run it with --show")
     return out.getvalue()
 
 

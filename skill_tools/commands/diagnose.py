@@ -32,7 +32,7 @@ from skill_tools.commands.plan_request import Predicted
 from skill_tools.configs.config import Config
 from skill_tools.configs.files import read_text
 from skill_tools.configs.source import looks_like_configuration
-from skill_tools.diagnosis import diagnosis, memory_owners
+from skill_tools.diagnosis import diagnosis, memory_owners, releases_in_log
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.dialects.assumptions import Assumption
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             attempt="the run's configuration after the log, which is planned for",
         )
     log = _log(args)
-    read = _read(args)
+    read = _read(args, releases_in_log.releases(log))
     found = diagnosis.diagnose(
         log,
         findings=read.findings,
@@ -207,10 +207,14 @@ def _texts(paths: Sequence[str]) -> dict[str, str]:
     return texts
 
 
-def _read(args: argparse.Namespace) -> _Read:
-    """Read and lint the configuration; a loop of the user's own has none, and its log says enough by itself."""
+def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
+    """Read and lint the configuration; a loop of the user's own has none, and its log says enough by itself.
+
+    `ran` are the releases that the log states; what the user or the configuration states goes before them.
+    """
+    said = {**ran, **{name: each.version for name, each in releases.stated_by_user(args).items()}}
     if not args.inputs:
-        return _Read(args.framework or "")
+        return _Read(args.framework or "", releases=said)
     from skill_tools.rules.lint import lint
 
     try:
@@ -220,8 +224,9 @@ def _read(args: argparse.Namespace) -> _Read:
             raise
         print(f"offload: {problem}; the log is read without it", file=sys.stderr)
         unread, args.inputs = _texts(args.inputs), []
-        return _Read("", unread=unread)
-    stated = {name: each.version for name, each in releases.of_run(args, config, args.inputs).items()}
+        return _Read("", releases=said, unread=unread)
+    of_run = releases.of_run(args, config, args.inputs)
+    stated = {**ran, **{name: each.version for name, each in of_run.items()}}
     return _Read(config.framework, config, lint(config, versions=stated).findings, stated)
 
 

@@ -110,7 +110,8 @@ def _known() -> Mapping[str, tuple[str, ...]]:
     """
     facts = knowledge.index()["releases"]
     of_faults = (
-        name for fault in knowledge.index()["numbers"]["faults"] for name in fault.get("releases", ())
+        *(name for fault in knowledge.index()["numbers"]["faults"] for name in fault.get("releases", ())),
+        *(fix["package"] for fix in knowledge.index()["fixes"]),
     )
     known = {name: tuple(releases) for name, releases in facts["known"].items()}
     return known | {name: () for name in (*facts["replaces"], *of_faults) if name not in known}

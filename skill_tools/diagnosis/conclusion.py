@@ -17,6 +17,7 @@ from skill_tools.diagnosis.anomalies import Anomaly
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import Owners
@@ -43,7 +44,8 @@ class Evidence(NamedTuple):
     """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
 
     `said` is the text of the failure from its first line on, `offloads` has what shows each kind of offload of the run.
-    `anomalies` are what is wrong with its numbers, `faults` those that are known to give such.
+    `anomalies` are what is wrong with its numbers, `faults` those that are known to give such. `mended` are faults of
+    libraries that the failure shows, and that a later release mends.
     """
 
     failure: Failure | None
@@ -62,6 +64,7 @@ class Evidence(NamedTuple):
     offloads: Mapping[str, str] = MappingProxyType({})
     anomalies: Sequence[Anomaly] = ()
     faults: Sequence[Found] = ()
+    mended: Sequence[Shown] = ()
 
 
 class Conclusion(NamedTuple):
@@ -88,6 +91,8 @@ def conclude(evidence: Evidence) -> Conclusion | None:
     outside = _of_the_rest(evidence)
     if outside is not None or evidence.failure is None or evidence.failure.is_aftermath:
         return outside
+    if evidence.mended:
+        return _of_mended(evidence.mended[0], evidence.mended[1:])
     return _of_symptom(evidence, evidence.failure) or _unknown(evidence, evidence.failure)
 
 
@@ -102,6 +107,8 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
     exact = next((each for each in seen if each.message.frames), None)
     if exact is not None:
         return _of_message(exact.message, evidence, errors)
+    if evidence.mended and evidence.mended[0].fix.is_exact:
+        return _of_mended(evidence.mended[0], evidence.mended[1:])
     return _known(errors, seen, evidence)
 
 
@@ -110,6 +117,8 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
     failed = evidence.failure is not None and not evidence.failure.is_aftermath
     errors = [error for error in evidence.errors if not error.ended_the_run]
     seen = [each for each in evidence.seen if not each.ended_the_run and each.message.role in ANSWERS]
+    if not failed and evidence.mended and evidence.mended[0].fix.is_exact:
+        return _of_mended(evidence.mended[0], evidence.mended[1:])
     if failed:
         # Another's exception, or an earlier one, is not why this one was raised; a host without memory may be.
         seen = [each for each in seen if each.message.kind in HOST_RAN_OUT]
@@ -276,7 +285,7 @@ def _of_numbers(evidence: Evidence) -> Conclusion | None:
     What a healthy run may show too counts only beside one that is known to give it.
     """
     if not evidence.anomalies:
-        return None
+        return _of_silent_fault(evidence)
     seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
     proven = [each for each in evidence.faults if each.fault.has_evidence]
     finding = _that_gives(evidence)
@@ -288,6 +297,14 @@ def _of_numbers(evidence: Evidence) -> Conclusion | None:
     if not any(each.is_strong for each in evidence.anomalies):
         return None
     return _unexplained(seen, evidence)
+
+
+def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
+    """Return a conclusion about a fault that each such run has, though no number of this log shows it."""
+    if not evidence.faults or evidence.failure is not None:
+        return None
+    first, *others = evidence.faults
+    return _of_fault(first, others, "nothing failed, and no number of this log stands out", evidence)
 
 
 def _that_gives(evidence: Evidence) -> Finding | None:
@@ -308,7 +325,7 @@ def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Eviden
     return Conclusion(
         f"{seen}; {sure} {fault.cause}; shown by {', '.join(found.shown_by)}",
         "",
-        tuple(change[:_SHOWN]),
+        tuple(change),
         others=(f"to be sure: {fault.tell}", *_others(others)),
     )
 
@@ -341,6 +358,20 @@ def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
     )
     cause = f"not known. {seen}; this run has {by}"
     return Conclusion(cause, "", change, is_known=False, others=_others(evidence.faults))
+
+
+def _of_mended(shown: Shown, others: Sequence[Shown]) -> Conclusion:
+    """Return a conclusion about a fault of a library that a later release mends."""
+    fix = shown.fix
+    sure = f"if this is {' and '.join(shown.depends_on)}, most likely" if shown.depends_on else "most likely"
+    by = f"; shown by {', '.join(shown.by)}" if shown.by else ""
+    change = (fix.change, *([f"or {fix.instead}"] if fix.instead else []))
+    return Conclusion(
+        f"{sure} a fault of {fix.package}: {fix.cause}{by}",
+        "",
+        change[:_SHOWN],
+        others=tuple(f"or {each.fix.cause} ({each.fix.change})" for each in others[:_MOST_OTHERS]),
+    )
 
 
 def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:

@@ -15,6 +15,7 @@ from skill_tools.diagnosis import (
     builds,
     code,
     failures,
+    fixes,
     known_errors,
     machine_in_log,
     memory,
@@ -140,7 +141,8 @@ def diagnose(
     times = steps.times_s(log)
     wrong = anomalies.find(log)
     texts = symptoms.read(log, (config.sources if config else unread).items())
-    offloads = symptoms.running(texts, failure, config) if failure or wrong else {}
+    offloads = symptoms.running(texts, failure, config)
+    said = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else ""
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -160,10 +162,11 @@ def diagnose(
         config=config,
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
         mechanisms=code.runs(config),
-        said=log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else "",
+        said=said,
         offloads=offloads,
         anomalies=wrong,
-        faults=numbers.explain(wrong, offloads, texts, releases) if wrong else (),
+        faults=numbers.explain(wrong, offloads, texts, releases),
+        mended=fixes.shown_by(failure, said or log.text, phase, texts, releases),
     )
     evidence = evidence._replace(
         mechanisms=evidence.mechanisms | {each.message.shows for each in evidence.seen if each.message.shows}

@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
 
-# What stands in front of a line: a timestamp of the container, a rank of torchrun, a Ray actor, a task of Slurm or MPI.
+# What stands in front of a line: a timestamp or the name of the container, a rank of torchrun, a Ray actor and the
+# engine in it, a task of Slurm or MPI, and the head of a logger that prints each line of a traceback.
+_PROCESS = r"\(\w[^()\n]{0,80}?pid=\d+[^()\n]{0,60}\)"
 _PREFIX = re.compile(
     r"(?:\d{4}-\d\d-\d\dT[\d:.]+Z (?:std(?:err|out) F )?)?"
-    r"(?P<rank>(?:\[(?:rank|default)\d+\]:|\(\w[^()\n]{0,80}?pid=\d+[^()\n]{0,60}\)(?: \[repeated [^\]\n]{1,90}\])?"
-    r"|\[\d+,\d+\]<std(?:err|out)>:|[\w.-]{1,40}: (?=\[rank\d+\]:|  File|Traceback)"
+    rf"(?P<rank>(?:\[(?:rank|default)\d+\]:|{_PROCESS}(?: \[repeated [^\]\n]{{1,90}}\])?(?: {_PROCESS})?"
+    r"|\[\d+,\d+\]<std(?:err|out)>:|[\w.-]{1,40} {1,8}\| |[\w.-]{1,40}: (?=\[rank\d+\]:|  File|Traceback)"
     r"|\d+: (?=\[rank|  ?File|Traceback|\w+Error))?)"
     r"(?: ?\[rank\d+\]:)? ?"
+    r"(?:(?:ERROR|CRITICAL) \d\d-\d\d [\d:]{8} (?:\[[\w./-]{1,60}:\d+\] ?)?)?"
 )
 _FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\s\n]+))?"""
                     r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+))""")  # fmt: skip

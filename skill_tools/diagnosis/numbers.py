@@ -15,13 +15,14 @@ from skill_tools.rules.versions import Standing, standing
 
 ANYWHERE = "none"  # the offload of a fault that has nothing to do with one
 _AND = "+"
+_AT_RESUME = "jump-at-resume"
 
 
 class Fault(NamedTuple):
     """One known fault. `shows` are kinds of anomalies, any of which it gives; `a+b` are two that come together.
 
     Of each group in `needs` one word must stand in the run's files or log. `tell` is one cheap experiment that tells
-    this fault from others.
+    this fault from others. Where `always` is true, each run that shows what it needs has it, whatever its numbers show.
     """
 
     id: str
@@ -33,11 +34,12 @@ class Fault(NamedTuple):
     tell: str
     change: tuple[str, ...]
     source: str
+    always: bool
 
     @property
     def has_evidence(self) -> bool:
-        """Whether more than the offload has to be seen for it: words, or two kinds of anomalies together."""
-        return bool(self.needs) or all(_AND in each for each in self.shows)
+        """Whether more than the offload has to be seen for it: words, a resume, or two kinds of anomalies together."""
+        return bool(self.needs) or all(_AND in each or each == _AT_RESUME for each in self.shows)
 
 
 class Found(NamedTuple):
@@ -68,6 +70,7 @@ def load_faults() -> tuple[Fault, ...]:
             entry["tell"],
             tuple(entry["change"]),
             entry["source"],
+            entry.get("always", False),
         )
         for entry in knowledge.index()["numbers"]["faults"]
     )
@@ -85,14 +88,16 @@ def explain(
     texts: Iterable[tuple[str, str]],
     releases: Mapping[str, str],
 ) -> tuple[Found, ...]:
-    """Return the faults that give `anomalies` and that the run may have, the likeliest first.
+    """Return the faults that give `anomalies` and that the run may have, the likeliest first; without any, those that
+    each such run has.
 
     `running` shows each offload of the run, `texts` are its files and its log by name, `releases` those that ran.
     """
     read = tuple(texts)
     found = []
     for order, fault in enumerate(load_faults()):
-        if fault.offload not in (ANYWHERE, *running) or not _gives(fault, anomalies):
+        gives = _gives(fault, anomalies) if anomalies else fault.always
+        if fault.offload not in (ANYWHERE, *running) or not gives:
             continue
         signs = [sign_in(group, read) for group in fault.needs]
         if not all(signs):

@@ -20,9 +20,12 @@ from skill_tools.diagnosis.texts import position
 from skill_tools.rules.fixes import spell
 
 _ANY = "any"
+_DEVICES = ("cpu", "nvme", "disk", "true", "auto", "legacy", "hidden_states")
 _MOST_TEXT = 1 << 20  # characters of a log in which signs are looked for, at its beginning and at its end
 # What stands behind an option that is switched off.
 _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
+_ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
+_COUNTED = "accumulation"  # what is counted from one on: one is none
 _COMMENT = re.compile(r"^\s*(?:#|//)")
 
 
@@ -51,6 +54,7 @@ class Cause(NamedTuple):
 class Symptom(NamedTuple):
     """A kind of failure: what it says, frames that it always has, and its causes, most exact first."""
 
+    id: str
     texts: tuple[str, ...]
     frames: tuple[str, ...]
     causes: tuple[Cause, ...]
@@ -86,6 +90,7 @@ def load_symptoms() -> tuple[Symptom, ...]:
     """Return every kind of failure, in the file's order."""
     return tuple(
         Symptom(
+            entry["symptom"],
             tuple(entry["text"]),
             tuple(entry.get("frames", ())),
             tuple(
@@ -149,11 +154,16 @@ def running(
 def switched_off(offload: Offload, config: Config | None) -> str:
     """Return how the run's own configuration switches `offload` off, else how it is switched off anywhere."""
     setting = _setting(offload, config)
-    if setting is None or config is None:
+    # A text that is no device, such as the name of a rollout engine, shows the offload and does not switch it.
+    if setting is None or config is None or not _is_a_switch(setting.value):
         return offload.without
     if setting.written.startswith("--") and isinstance(setting.value, bool):
         return f"without {setting.written}"
     return spell(config.framework, setting.written, _off(setting.value))
+
+
+def _is_a_switch(value: object) -> bool:
+    return isinstance(value, int | float) or str(value).lower() in _DEVICES
 
 
 def _off(value: object) -> object:
@@ -188,10 +198,15 @@ def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None
             start = text.find(sign)
             while start >= 0:
                 line = text[text.rfind("\n", 0, start) + 1 : start]
-                if not _COMMENT.match(line) and not _OFF.match(text, start + len(sign)):
+                if not _COMMENT.match(line) and not _is_off(sign, text, start + len(sign)):
                     return f"{sign} ({name}:{text.count(chr(10), 0, start) + 1})"
                 start = text.find(sign, start + 1)
     return None
+
+
+def _is_off(sign: str, text: str, end: int) -> bool:
+    """Return whether what stands at `end`, behind `sign`, switches it off."""
+    return bool(_OFF.match(text, end) or (_COUNTED in sign and _ONE.match(text, end)))
 
 
 def _says(said: str, texts: Sequence[str]) -> bool:

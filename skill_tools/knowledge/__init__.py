@@ -41,6 +41,7 @@ SECTIONS = (
     "offloads",
     "symptoms",
     "numbers",
+    "fixes",
 )  # of the index, in this order
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 
@@ -80,6 +81,12 @@ def load_keys() -> list[dict[str, Any]]:
 def load_messages() -> list[dict[str, Any]]:
     """Return the entries of the files in `messages/` as plain data."""
     paths = sorted(knowledge_path("messages").glob("*.yaml"))
+    return [entry for path in paths for entry in load_yaml_file(path)]
+
+
+def load_fixes() -> list[dict[str, Any]]:
+    """Return the entries of the files in `fixes/` as plain data."""
+    paths = sorted(knowledge_path("fixes").glob("*.yaml"))
     return [entry for path in paths for entry in load_yaml_file(path)]
 
 

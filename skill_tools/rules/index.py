@@ -40,6 +40,7 @@ def build() -> dict[str, Any]:
         "offloads": knowledge.load_yaml("offloads.yaml"),
         "symptoms": knowledge.load_yaml("symptoms.yaml"),
         "numbers": knowledge.load_yaml("numbers.yaml"),
+        "fixes": knowledge.load_fixes(),
     }
 
 

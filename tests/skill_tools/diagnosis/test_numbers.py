@@ -258,6 +258,40 @@ def test_each_fault_is_told_of_a_run_that_shows_it_alone(fault: numbers.Fault) -
         )
 
 
+HOOKED = """\
+from accelerate import cpu_offload
+model = cpu_offload(model, "cuda")
+loss.backward()
+optimizer.step()
+"""
+
+
+def test_a_fault_that_each_such_run_has_is_told_though_no_number_shows_it() -> None:
+    quiet = steps(loss=(3.41, 3.39, 3.40))
+    found = concluded(quiet, {"train.py": HOOKED})
+    assert found.is_known
+    assert "no number of this log stands out" in found.cause
+    assert "for inference" in found.cause
+    assert (
+        answer(quiet, {"train.py": HOOKED.replace("loss.backward()\noptimizer.step()", "")}).conclusion
+        is None
+    )
+
+
+def test_one_step_of_accumulation_is_none() -> None:
+    run = "torchrun finetuning.py --enable_fsdp --fsdp_config.fsdp_cpu_offload --gradient_accumulation_steps {}\n"
+    quiet = steps(loss=(3.41, 3.39, 3.40))
+    assert "replaces the gradient" in concluded(quiet, {"run.sh": run.format(16)}).cause
+    assert answer(quiet, {"run.sh": run.format(1)}).conclusion is None
+
+
+def test_a_jump_at_a_resume_under_an_offloaded_optimizer_is_told_as_the_load_s() -> None:
+    log = "step 58 loss: 1.2\nINFO Resuming training from checkpoint step 58\nstep 59 loss: 3.4\nstep 60 loss: 3.5\n"
+    found = concluded(log, {"rl.toml": "[model]\noptim_cpu_offload = true\n"})
+    assert found.is_known
+    assert "put back a part of the offloaded optimizer" in found.cause
+
+
 def test_a_fault_with_evidence_of_its_own_is_the_cause() -> None:
     found = concluded(
         NAN, {"run.toml": "[policy.parallelism]\ndp_shard_size = 4\n[train]\nact_offload = true\n"}

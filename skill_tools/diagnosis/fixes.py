@@ -1,0 +1,145 @@
+"""Faults of libraries that a later release mends, and which of them a failure shows.
+
+Each was read from the commit that mends it: the code that it changes, the functions in a traceback through which the
+fault is met, what the failure says, and the first release that has the commit. A fault is told where all that it asks
+for is there and the run's release, where it is stated, is an older one. Facts are in `knowledge/fixes/*.yaml`.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.symptoms import load_symptoms, sign_in
+from skill_tools.diagnosis.texts import position
+from skill_tools.rules.versions import Standing, standing
+
+_NUMBER = re.compile(r"/(?:pull|issues|commit)/(\w+)$")
+_SHORT = 9  # characters of a commit's hash
+_EXACT = 3  # kinds of evidence that outweigh a text that says the same in any run
+
+
+class Fix(NamedTuple):
+    """One fault. `code` are parts of files and `functions` names, of each of which a frame has one where it has any.
+
+    `texts` are what the failure says, any of them; of each group in `needs` one word stands in the run's files or log.
+    `release` is the first of `package` without the fault, "" where none was known; `since` the first that has it.
+    """
+
+    id: str
+    package: str
+    release: str
+    since: str
+    code: tuple[str, ...]
+    functions: tuple[str, ...]
+    texts: tuple[str, ...]
+    phases: tuple[str, ...]
+    needs: tuple[tuple[str, ...], ...]
+    cause: str
+    instead: str
+    source: str
+
+    @property
+    def asked(self) -> int:
+        """How many kinds of evidence it asks for."""
+        return len(self.needs) + sum(map(bool, (self.code, self.functions, self.texts, self.phases)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it asks for more than a text that says the same in any run."""
+        return self.asked >= _EXACT
+
+    @property
+    def change(self) -> str:
+        """What to install: the first release that mends it, and by which change."""
+        number = _NUMBER.search(self.source)
+        by = f"#{number[1]}" if number and "/commit/" not in self.source else number and number[1][:_SHORT]
+        if self.release:
+            return f"{self.package} {self.release} or newer ({by})"
+        return f"a {self.package} with {by}, which no release had when this was written"
+
+    @property
+    def range(self) -> dict[str, str]:
+        """The releases that have the fault, by distribution; none where all that are known have it."""
+        bounds = [f">={self.since}"] * bool(self.since) + [f"<{self.release}"] * bool(self.release)
+        return {self.package: ",".join(bounds)} if bounds else {}
+
+
+class Shown(NamedTuple):
+    """A fault that a failure shows, what shows it, and the release that it depends on if nobody stated one."""
+
+    fix: Fix
+    by: tuple[str, ...]
+    depends_on: tuple[str, ...]
+
+
+@knowledge.derived
+def load_fixes() -> tuple[Fix, ...]:
+    """Return every fault, in the files' order."""
+    says = {symptom.id: symptom.texts for symptom in load_symptoms()}
+    return tuple(
+        Fix(
+            entry["fix"],
+            entry["package"],
+            entry.get("release", ""),
+            entry.get("since", ""),
+            tuple(entry.get("code", ())),
+            tuple(entry.get("functions", ())),
+            (*entry.get("text", ()), *(says[entry["symptom"]] if "symptom" in entry else ())),
+            tuple(entry.get("phases", ())),
+            tuple(tuple(group) for group in entry.get("needs", ())),
+            entry["cause"],
+            entry.get("instead", ""),
+            entry["source"],
+        )
+        for entry in knowledge.index()["fixes"]
+    )
+
+
+def shown_by(
+    failure: Failure | None,
+    said: str,
+    phase: Phase,
+    texts: Iterable[tuple[str, str]],
+    releases: Mapping[str, str],
+) -> tuple[Shown, ...]:
+    """Return the faults that a failure shows, whose text begins `said`: those that ask for most first.
+
+    Where nothing was raised (`failure` is None), `said` is the log. `texts` are the run's files and its log by name,
+    `releases` those that ran.
+    """
+    read = tuple(texts)
+    found = []
+    for order, fix in enumerate(load_fixes()):
+        if fix.phases and phase not in fix.phases:
+            continue
+        place = _place(fix, failure)
+        if place is None or not _says(fix, said):
+            continue
+        signs = [sign_in(group, read) for group in fix.needs]
+        if not all(signs):
+            continue
+        stands, depends_on = standing(fix.range, releases)
+        if stands is Standing.ABSENT:
+            continue
+        by = tuple(dict.fromkeys(filter(None, (place, *signs))))
+        found.append(((bool(depends_on), -fix.asked, order), Shown(fix, by, depends_on)))
+    return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
+
+
+def _place(fix: Fix, failure: Failure | None) -> str | None:
+    """Return the innermost frame that is in the fault's code, "" where it names none, and None where none is."""
+    if not fix.code and not fix.functions:
+        return ""
+    for frame in reversed(failure.frames if failure else ()):
+        path = frame.path.replace("\\", "/")
+        in_code = not fix.code or any(part in path for part in fix.code)
+        if in_code and (not fix.functions or frame.function.rpartition(".")[2] in fix.functions):
+            return f"{path.rpartition('/')[2]}:{frame.line} {frame.function}".rstrip()
+    return None
+
+
+def _says(fix: Fix, said: str) -> bool:
+    return not fix.texts or any(position(said, text) >= 0 for text in fix.texts)

@@ -1,0 +1,100 @@
+"""A library's fault that a later release mends is told where all that it asks for is there, and to older releases."""
+
+import json
+from collections.abc import Mapping
+
+import jsonschema
+
+from skill_tools import knowledge
+from skill_tools.bundle import schema_path
+from skill_tools.commands.releases import check
+from skill_tools.diagnosis import fixes, symptoms
+from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
+from skill_tools.diagnosis.failures import Failure, Frame
+from skill_tools.diagnosis.fixes import Fix
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.phases import Phase
+from tests.support.for_each import for_each
+
+STALE = "IndexError: pop from an empty deque"
+FRAMES = (
+    ("transformers/trainer.py", "training_step"),
+    ("deepspeed/runtime/zero/partitioned_param_coordinator.py", "reset_step"),
+)
+
+
+def raised(error: str, *frames: tuple[str, str]) -> str:
+    lines = [f'  File "/e/site-packages/{path}", line 9, in {function}' for path, function in frames]
+    return "\n".join(["Traceback (most recent call last):", *lines, error, ""])
+
+
+def answer(log: str, releases: Mapping[str, str] | None = None) -> Diagnosis:
+    return diagnose(Log("train.log", log), releases=releases or {})
+
+
+def shows(fix: Fix) -> tuple[Failure, str, Phase, list[tuple[str, str]]]:
+    """A failure that has all that `fix` asks for, and the files of its run."""
+    path = f"/e/{fix.code[0]}.py" if fix.code else "/e/other.py"
+    function = fix.functions[0] if fix.functions else "other"
+    said = fix.texts[0].replace("{..}", "x") if fix.texts else "RuntimeError: something"
+    failure = Failure("", 0, 0, len(said), "Error", said, (Frame(path, 9, function),), is_aftermath=False)
+    phase = Phase(fix.phases[0]) if fix.phases else Phase.LATER
+    return failure, said, phase, [("run.sh", "\n".join(group[0] for group in fix.needs))]
+
+
+def test_the_facts_are_what_their_schema_says() -> None:
+    schema = json.loads(schema_path("fixes").read_text(encoding="utf-8"))
+    jsonschema.validate(knowledge.load_fixes(), schema)
+
+
+def test_each_names_what_there_is() -> None:
+    known = {symptom.id for symptom in symptoms.load_symptoms()}
+    entries = knowledge.load_fixes()
+    assert len({entry["fix"] for entry in entries}) == len(entries)
+    for entry in entries:
+        assert entry.get("symptom", next(iter(known))) in known, entry["fix"]
+        assert set(entry.get("phases", ())) <= {*Phase}, entry["fix"]
+        check([f"{entry['package']}=={entry.get('release', '1.0')}"])
+
+
+@for_each(fixes.load_fixes(), name=lambda fix: fix.id)
+def test_each_is_told_of_a_failure_that_shows_it(fix: Fix) -> None:
+    failure, said, phase, texts = shows(fix)
+    assert fix.id in {each.fix.id for each in fixes.shown_by(failure, said, phase, texts, {})}
+
+
+@for_each([fix for fix in fixes.load_fixes() if fix.release], name=lambda fix: fix.id)
+def test_none_is_told_to_a_release_that_mends_it(fix: Fix) -> None:
+    failure, said, phase, texts = shows(fix)
+    told = fixes.shown_by(failure, said, phase, texts, {fix.package: fix.release})
+    assert fix.id not in {each.fix.id for each in told}
+
+
+@for_each([fix for fix in fixes.load_fixes() if fix.needs], name=lambda fix: fix.id)
+def test_none_is_told_of_a_run_without_what_it_needs(fix: Fix) -> None:
+    failure, said, phase, _ = shows(fix)
+    assert fix.id not in {each.fix.id for each in fixes.shown_by(failure, said, phase, [("run.sh", "x")], {})}
+
+
+def test_a_release_that_nobody_states_is_a_condition() -> None:
+    found = answer(raised(STALE, *FRAMES)).conclusion
+    assert found is not None
+    assert found.is_known
+    assert "if this is deepspeed<0.19.2" in found.cause
+    assert "partitioned_param_coordinator.py:9 reset_step" in found.cause
+    assert found.change[0] == "deepspeed 0.19.2 or newer (#8043)"
+
+
+def test_a_release_that_is_stated_is_none() -> None:
+    found = answer(raised(STALE, *FRAMES), {"deepspeed": "0.19.0"}).conclusion
+    assert found is not None
+    assert "if this is" not in found.cause
+    newer = answer(raised(STALE, *FRAMES), {"deepspeed": "0.19.2", "trl": "1.5.0"}).conclusion
+    assert newer is not None
+    assert not newer.is_known
+
+
+def test_the_same_words_in_other_code_are_not_the_fault() -> None:
+    found = answer(raised(STALE, ("mine/queue.py", "reset_step"))).conclusion
+    assert found is not None
+    assert "deepspeed" not in found.cause

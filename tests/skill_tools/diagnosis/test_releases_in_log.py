@@ -1,0 +1,47 @@
+"""The releases that a log states are those of the run."""
+
+import pytest
+
+from skill_tools.__main__ import main
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.releases_in_log import releases
+
+
+def stated(text: str) -> dict[str, str]:
+    return releases(Log("train.log", text))
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("[INFO] [Rank 0] DeepSpeed info: version=0.18.4, git-hash=unknown", {"deepspeed": "0.18.4"}),
+        ("deepspeed info ................... 0.18.4, unknown, unknown", {"deepspeed": "0.18.4"}),
+        ("torch version .................... 2.8.0+cu128", {"torch": "2.8.0"}),
+        ("- PyTorch version (GPU?): 2.8.0+cu128 (True)", {"torch": "2.8.0"}),
+        ("- `transformers` version: 4.57.1", {"transformers": "4.57.1"}),
+        ("- `Accelerate` version: 1.10.0", {"accelerate": "1.10.0"}),
+        ("==((====))==  Unsloth 2025.8.1: Fast Qwen2 patching. Transformers: 4.57.1.",
+         {"unsloth": "2025.8.1", "transformers": "4.57.1"}),
+        ("trl==0.24.0", {"trl": "0.24.0"}),
+        ("INFO 08-22 12:00:00 V1 LLM engine (v0.11.0) with config", {"vllm": "0.11.0"}),
+        ("requires accelerate version 1.2 or newer", {}),
+        ("loading torch: 3 shards", {}),
+        ("/opt/torch/2.8.0/lib", {}),
+        ("trl==0.24.0\ntrl==0.25.0", {}),
+    ],
+)  # fmt: skip
+def test_what_a_line_states(line: str, found: dict[str, str]) -> None:
+    assert stated(line) == found
+
+
+def test_they_decide_which_fault_it_is(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = (
+        "Traceback (most recent call last):\n"
+        '  File "/e/deepspeed/runtime/zero/partitioned_param_coordinator.py", line 9, in reset_step\n'
+        "IndexError: pop from an empty deque\n"
+    )
+    for release, told in (("0.18.4", True), ("0.19.3", False)):
+        (tmp_path / "train.log").write_text(f"DeepSpeed info: version={release}\n{trace}", encoding="utf-8")
+        assert main(["diagnose", "train.log", "--target", "trl==1.16.0"]) == 1
+        assert ("#8043" in capsys.readouterr().out) is told
