@@ -1,6 +1,7 @@
 """The releases that a log states: DeepSpeed's first line, Unsloth's banner, `pip freeze`, and reports of environments.
 
-Only an exact release counts that the log does not contradict: where it states two of one distribution, neither does.
+Apart because no configuration is read for it. Only an exact release counts that the log does not contradict: where it
+states two of one distribution, neither does.
 """
 
 import re
