@@ -7,6 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ settings.load_profile("untimed")
 
 
 MODULE = pytest.StashKey[Path]()
+NEED_CUDA = pytest.StashKey[int]()
 
 # No test depends on what somebody has probed on this machine.
 os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
@@ -27,20 +29,31 @@ for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that need a CUDA device where there is none: as skips they would cost a report each."""
     wanted = [item for item in items if item.get_closest_marker("cuda")]
-    if not wanted:
+    if not wanted or has_cuda():
         return
-    if importlib.util.find_spec("torch") is None:
-        reason = "needs torch: pip install -c constraints.txt '.[reference]'"
-    else:
-        import torch
+    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=wanted)
+    config.stash[NEED_CUDA] = len(wanted)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["need_cuda"] = len(wanted)
 
-        if torch.cuda.is_available():
-            return
-        reason = "needs a CUDA device"
-    for item in wanted:
-        item.add_marker(pytest.mark.skip(reason=reason))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Learn from a worker of xdist how many cases were left out; each has collected all."""
+    node.config.stash[NEED_CUDA] = getattr(node, "workeroutput", {}).get("need_cuda", 0)
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device, and torch to use it."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collection_finish() -> None:
@@ -89,9 +102,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = Counter(reason_of(report) for report in terminalreporter.stats.get("skipped", ()))
-    if counts:
+    left_out = config.stash.get(NEED_CUDA, 0)
+    if counts or left_out:
         terminalreporter.section("skipped")
+    if left_out:
+        terminalreporter.line(f"{left_out:5d}  need a CUDA device, and torch to use it")
     for reason, count in counts.most_common():
         terminalreporter.line(f"{count:5d}  {reason}")
