@@ -10,6 +10,7 @@ Terms:
 - gate: makes one gather wait until its own shards are updated.
 - gathered group: the modules whose parameters FSDP2 gathers together, by one collective.
 - DDP's bucket: the gradients that DDP reduces by one collective, in memory that it keeps for the whole run.
+- cut: how the ranks of a mesh share each matrix of a parameter; owner: the rank that has one whole for a while.
 - replica: a rank that holds the same shards as another (HSDP, DDP).
 
 Explained in docs/distributed.md.

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from offload_arithmetic.division import alternate, offload_last, offload_last_units
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS
 from reference_impl.device import REACHED, Event
+from reference_impl.distributed.matrix_owners import Cut, cut_of
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.memory.absent import is_absent
 from reference_impl.memory.weight_home import WeightHome
@@ -43,7 +44,9 @@ class Member:
     loaded that does not: the weight follows it, and not the other way round. `watched` is the weight as
     autograd counts its writes, at `version` and `address` when its master was the same; None where nobody can write it
     but the optimizer. `home` is where the weight lives that only visits the device. `matrices` is the formula that
-    updates it as whole matrices, on the device alone; None where the optimizer's formula of elements does.
+    updates it as whole matrices, on the device alone; None where the optimizer's formula of elements does. `cut` says
+    how ranks share each of its matrices, None where this rank has whole ones; the states of a cut one `stay` on the
+    device on all ranks, or stream on all of them, though some rank has no element of it.
     """
 
     param: torch.Tensor
@@ -67,9 +70,12 @@ class Member:
     address: int = 0
     home: WeightHome | None = None
     matrices: MatrixAlgorithm | None = None
+    stays: bool = False
+    cut: Cut | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
+        self.cut = None if self.matrices is None else cut_of(self.param)
         self.stride = self.param_local.stride()
         self.dtype = self.param.dtype
         self.note_weight()
@@ -102,17 +108,24 @@ class Member:
 
     @property
     def unit(self) -> int:
-        """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other."""
+        """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other.
+
+        Of what ranks share it is the longest shard of all of it, on each of them, so that they make the same chunks.
+        """
         if self.matrices is None:
             return 1
+        if self.cut is not None:
+            return self.cut.longest_shard
         local = self.param_local
         matrix = local[0].numel() if local.dim() == 3 and len(local) else local.numel()
         is_stack = local.dim() == 3 and self.stride[0] == matrix and matrix % ALIGNMENT_ELEMENTS == 0
         return matrix if is_stack else local.numel()
 
     def matrices_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices whose elements `flat` has, whole ones, with the strides of the parameter."""
+        """Return the matrices, or of what ranks share the shards, of `flat`, with the strides of the parameter."""
         shape = self.param_local.shape
+        if self.cut is not None and len(shape) == 3:
+            return list(flat.as_strided(shape, self.stride).unbind())
         if len(shape) == 2:
             return [flat.as_strided(shape, self.stride)]
         matrix = shape[1] * shape[2]
@@ -229,7 +242,8 @@ def members_of(
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
     before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
     whose gradients are reduced with others. `matrices` has the formula of each group that updates matrices: of these
-    the last `fraction` is offloaded, too, in whole ones, and all of it streams.
+    the last `fraction` is offloaded, too, in whole ones, and all of it streams. What ranks share is divided by itself,
+    in numbers that all of them have.
     """
     members = [
         Member(
@@ -241,17 +255,28 @@ def members_of(
         )
         for index, (param, group) in enumerate(params)
     ]
-    cut, whole = ([m for m in members if (m.matrices is None) == is_cut] for is_cut in (True, False))
+    elements = [member for member in members if member.matrices is None]
+    shared = [member for member in members if member.cut is not None]
+    whole = [member for member in members if member.matrices is not None and member.cut is None]
+    for member in shared:
+        member.resident = member.unit
     if offload is not None:
         for member in members:
             if offload(member.param):
                 member.resident = 0
     else:
-        for alike, leave in ((cut, offload_last), (whole, offload_last_units)):
+        for alike, leave in (
+            (elements, offload_last),
+            (whole, offload_last_units),
+            (shared, offload_last_units),
+        ):
             leave(alike, round(fraction * sum(member.resident for member in alike)))
-    for member in whole:
+    for member in shared:
+        member.stays = member.resident > 0
+        member.resident = local_numel(member.param) if member.stays else 0
+    for member in (*whole, *shared):
         member.streamed = member.on_cpu
-    alternate(_units(cut, reductions or {}), streamed, ahead)
+    alternate(_units(elements, reductions or {}), streamed, ahead)
     return members
 
 

@@ -12,6 +12,7 @@ import torch
 
 from offload_arithmetic.states import state_bytes
 from reference_impl.distributed.host_room import HostNeed, require_room
+from reference_impl.distributed.mesh import local_of
 from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.shown import Report, size
 from reference_impl.optimizers.options import STATES, Streaming
@@ -47,23 +48,24 @@ def host_bytes(
     gradients_leave: bool = True,
     shares: StateShares = NOTHING_STAYS,
 ) -> HostBytes:
-    """Return what `storages` of blocks and trained `params` with states of this format take."""
+    """Return what `storages` of blocks and this rank's part of trained `params` with states of this format take."""
     listed, matrices = list(params), wrapped.matrices_by_param
     states = 0.0
     for param in listed:
+        numel = local_of(param).numel()
         formula = matrices.get(param)
         moments = len((formula or wrapped.algorithm).moments)
         each = state_bytes([(1, param.element_size())], moments=moments, streams_as=state_format.form)
         if param in shares.on_cpu:
-            states += (each.cpu_host - each.staging) * param.numel()
+            states += (each.cpu_host - each.staging) * numel
             continue
         streamed = each.streamed
         if formula is not None:
             streamed = state_format.form.signed_bytes(moments, is_own_master=param.element_size() == 4)
-        states += streamed * (param.numel() - shares.held.get(param, 0))
+        states += streamed * (numel - shares.held.get(param, 0))
     return HostBytes(
         weights=sum(layout(block)[1] for block in storages),
-        gradients=sum(param.nbytes for param in listed) if gradients_leave else 0,
+        gradients=sum(local_of(param).nbytes for param in listed) if gradients_leave else 0,
         states=round(states),
     )
 

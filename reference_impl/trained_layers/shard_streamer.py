@@ -11,7 +11,7 @@ Explained in docs/distributed.md.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from offload_arithmetic.sizes import PREFETCHED_GATHERS, SHARD_CHUNK_BYTES
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import Shard, gathered_groups, missing_shard_name, shards_by_gather
-from reference_impl.distributed.mesh import local_of
 from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.closing import ClosedAtExit, close_behind, register_undoably, undo_all
 from reference_impl.memory.shown import Shown
@@ -55,7 +54,8 @@ class ShardStreamer(Shown, ClosedAtExit):
 
     Args:
         model: after `fully_shard`, without an offload policy.
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, with or without states; or a list of one and
+            `torch.optim.Muon`, which has whole matrices by turns, see `distributed.matrix_owners`.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         prefetch: how many modules' shards may wait on the device, or be on their way, beside those being gathered.
@@ -70,7 +70,7 @@ class ShardStreamer(Shown, ClosedAtExit):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         max_grad_norm: float | None = None,
         streaming: Streaming | None = None,
@@ -98,7 +98,7 @@ class ShardStreamer(Shown, ClosedAtExit):
                 _check_shards(model)
                 shards = shards_by_gather(model)
                 storages = [storages_of(each) for each in shards]
-                needed = host_bytes(storages, [local_of(param) for param in trained], wrapped, state_format)
+                needed = host_bytes(storages, trained, wrapped, state_format)
             check_room(needed, storages, streaming, ranks)
             with alike(ranks):
                 self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)
@@ -112,7 +112,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         self,
         device: Device,
         shards: list[list[Shard]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         max_grad_norm: float | None,
         streaming: Streaming,
         prefetch: int,

@@ -3,7 +3,8 @@
     python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume
 
 SAVED says which optimizers save, in which dtype: `adamw`, `hybrid`, `streamed` or `everything` (off, and sharded even
-alone). Each is resumed by all of them, from shards and from whole tensors.
+alone), and with Muon for the matrices `muon` and `muon-everything`. Each is resumed by all, those with Muon by
+themselves, from shards and from whole tensors.
 Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
 what it ends with is written to a folder of its own in FOLDER, where `resume` compares.
 """
@@ -27,11 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from reference_impl import ShardStreamer
+from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 KINDS = ("hybrid", "streamed", "everything", "adamw")
+MUON_KINDS = ("muon", "muon-everything")
 SAVED = [
+    *((kind, dtype) for kind in MUON_KINDS for dtype in (torch.float32, torch.bfloat16)),
     *((kind, torch.float32) for kind in KINDS),
     *((kind, torch.bfloat16) for kind in ("hybrid", "streamed")),
 ]
@@ -40,19 +43,31 @@ SAVED = [
 def net(dtype, ranks, kind):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(13, 70), nn.Tanh(), nn.Linear(70, 5)).to(dtype)
-    if ranks > 1 or kind == "everything":
+    if ranks > 1 or kind.endswith("everything"):
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
     return model
 
 
 def optimizer_of(kind, model, lr):
+    if kind in MUON_KINDS:
+        return muon_of(kind, model, lr)
     if kind == "hybrid":
         return hybrid(model, offload_fraction=0.6, lr=lr)
     if kind == "streamed":
         return streaming(model, hyper={**OPTIONS, "lr": lr})
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **{**OPTIONS, "lr": lr})
     return ShardStreamer(model, adamw).optimizer if kind == "everything" else adamw
+
+
+def muon_of(kind, model, lr):
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    rest = [param for param in model.parameters() if param.dim() != 2]
+    if kind == "muon":
+        groups = [{"params": matrices, "use_muon": True, "lr": lr}, {"params": rest, **OPTIONS, "lr": lr}]
+        return HybridDeviceOptimizer(groups, split=(0.3, 0.7, 0), streaming=Streaming(chunk_bytes=4096))
+    adamw = torch.optim.AdamW(rest, fused=True, **{**OPTIONS, "lr": lr})
+    return ShardStreamer(model, [torch.optim.Muon(matrices, lr=lr), adamw]).optimizer
 
 
 def train(model, optimizer, steps):
@@ -138,7 +153,10 @@ def main(rank, ranks, store, folder, what):
             save(case, saved, dtype, ranks)
             continue
         # Plain AdamW in bf16 has no masters, so its numbers are others.
-        for kind in KINDS if dtype is torch.float32 else KINDS[:-1]:
+        kinds = KINDS if dtype is torch.float32 else KINDS[:-1]
+        # Torch's checkpoints want the same keys, and groups of torch's own Muon have no `use_muon`.
+        kinds = (saved,) if saved in MUON_KINDS else kinds
+        for kind in kinds:
             for whole_tensors in (False, True):
                 print(f"{kind} resumes {case.name}, {whole_tensors=}", file=sys.stderr, flush=True)
                 resume(case, kind, dtype, ranks, whole_tensors=whole_tensors)

@@ -6,6 +6,8 @@ three dimensions, as those of experts) is updated one matrix after the other.
 
 An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped, which
 the host does not know. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
+One that consists of three parts, of which only the second needs the whole matrix (`ShardedMatrixAlgorithm`), updates
+matrices that ranks hold shards of, too.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
@@ -19,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from reference_impl.distributed.matrix_owners import cut_of
 from reference_impl.optimizers.algorithms.base import AnyAlgorithm
 
 # Of the places that are handed out: vectorised kernels and products read whole lines.
@@ -55,6 +58,32 @@ class MatrixAlgorithm(AnyAlgorithm, Protocol):
         step is skipped, may be overwritten. `step` (0-dim, on the device) counts this step. What it takes of `work`
         depends on shape and strides alone.
         """
+
+
+class ShardedMatrixAlgorithm(MatrixAlgorithm, Protocol):
+    """A formula whose first and last part are of elements, so that ranks compute them on their shards."""
+
+    @property
+    def crosses_as(self) -> torch.dtype:
+        """The dtype of what `of_whole` takes and gives, in which it crosses between ranks."""
+
+    def before(
+        self, gradient: torch.Tensor, moments: Sequence[torch.Tensor], group: Mapping[str, Any], work: Work
+    ) -> torch.Tensor:
+        """Update moments in place, and return what `of_whole` is computed of; `gradient` may be overwritten."""
+
+    def of_whole(self, matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
+        """Return what a matrix becomes, of which this rank has all; it may be overwritten."""
+
+    def after(
+        self,
+        master: torch.Tensor,
+        result: torch.Tensor,
+        shape: Sequence[int],
+        group: Mapping[str, Any],
+        work: Work,
+    ) -> None:
+        """Update the master in place by a result of the same elements; `shape` is that of the whole matrix."""
 
 
 class Work:
@@ -131,19 +160,20 @@ def work_bytes(algorithm: MatrixAlgorithm, shape: Sequence[int], stride: Sequenc
     return work.used_bytes
 
 
-def check_shapes(name: str, group: Mapping[str, Any], *, instead: str) -> None:
-    """Raise ValueError unless all parameters of a group are whole matrices or stacks of them.
+def check_shapes(name: str, group: Mapping[str, Any], *, instead: str, sharded: bool = False) -> None:
+    """Raise ValueError unless all parameters of a group are matrices or stacks of them: whole ones, or `sharded` ones.
 
     `instead` is what updates others.
     """
-    for param in group["params"]:
-        if isinstance(param, DTensor) and not _is_whole(param):
-            raise ValueError(
-                f"{name} updates whole matrices, and a parameter of shape {tuple(param.shape)} is sharded as "
-                f"{param.placements}; expected all of it on this rank; try {instead}, or DistributedDataParallel"
-            )
     others = [param for param in group["params"] if param.dim() not in (2, 3)]
     if not others:
+        for param in group["params"]:
+            if cut_of(param) is not None and not sharded:
+                assert isinstance(param, DTensor)
+                raise ValueError(
+                    f"{name} updates whole matrices, and a parameter of shape {tuple(param.shape)} is sharded as "
+                    f"{param.placements}; expected all of it on this rank; try Muon, or DistributedDataParallel"
+                )
         return
     shapes = ", ".join(str(tuple(param.shape)) for param in others[:3])
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
@@ -151,12 +181,4 @@ def check_shapes(name: str, group: Mapping[str, Any], *, instead: str) -> None:
     raise ValueError(
         f"{name} updates matrices, and {len(others)} of {len(group['params'])} parameters of its group are none: "
         f"{shapes}{more}; expected two dimensions, or three for a stack of matrices; try {instead} for these{view}"
-    )
-
-
-def _is_whole(param: DTensor) -> bool:
-    """Return whether each rank has all of `param`: the same on all of them."""
-    return all(
-        placement.is_replicate() or size == 1
-        for placement, size in zip(param.placements, param.device_mesh.shape, strict=True)
     )

@@ -19,7 +19,7 @@ from reference_impl.optimizers.algorithms.base import (
     check_switches,
     is_number,
 )
-from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm, Work, check_shapes
+from reference_impl.optimizers.algorithms.matrices import ShardedMatrixAlgorithm, Work, check_shapes
 
 _ADJUSTS = (None, "original", "match_rms_adamw")
 # From so many on torch refuses.
@@ -27,7 +27,7 @@ _MOST_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
-class Muon(MatrixAlgorithm):
+class Muon(ShardedMatrixAlgorithm):
     """Muon for matrices and stacks of them; embeddings, heads and vectors are AdamW's."""
 
     @property
@@ -69,7 +69,7 @@ class Muon(MatrixAlgorithm):
             raise ValueError(f"ns_steps is {iterations!r}; expected 0 to {_MOST_ITERATIONS - 1}; try 5")
         if adjust not in _ADJUSTS:
             raise ValueError(f"adjust_lr_fn is {adjust!r}; expected one of {_ADJUSTS}")
-        check_shapes("Muon", group, instead="AdamW")
+        check_shapes("Muon", group, instead="AdamW", sharded=True)
 
     def update_matrix(
         self,
@@ -85,31 +85,58 @@ class Muon(MatrixAlgorithm):
         Where the step is skipped momentum stands for the gradient, of which the mean with itself is itself; the
         direction is zero, and nothing decays. So one kernel a matrix more than torch's keeps both as they were.
         """
+        direction = self.before(gradient, moments, group, work)
+        rounded = work.like(direction, self.crosses_as)
+        work.launch(rounded.copy_, direction)
+        self.after(master, self.of_whole(rounded, group, work), master.shape, group, work)
+
+    @property
+    def crosses_as(self) -> torch.dtype:
+        """The dtype of Newton and Schulz's iteration."""
+        return torch.bfloat16
+
+    def before(
+        self, gradient: torch.Tensor, moments: Sequence[torch.Tensor], group: Mapping[str, Any], work: Work
+    ) -> torch.Tensor:
+        """Update the mean of gradients, and return what is made orthogonal, in fp32."""
         (average,) = moments
-        lr, momentum = float(group["lr"]), group["momentum"]
+        momentum = group["momentum"]
         if work.skipped is not None:
             work.launch(torch.where, work.skipped, average, gradient, out=gradient)
         work.launch(average.lerp_, gradient, 1 - momentum)
         if group["nesterov"]:
             work.launch(torch.lerp, gradient, average, momentum, out=gradient)
-        direction = orthogonal(gradient if group["nesterov"] else average, group, work)
+        return gradient if group["nesterov"] else average
+
+    def of_whole(self, matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
+        """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape."""
+        return orthogonal(matrix, group, work)
+
+    def after(
+        self,
+        master: torch.Tensor,
+        result: torch.Tensor,
+        shape: Sequence[int],
+        group: Mapping[str, Any],
+        work: Work,
+    ) -> None:
+        """Let the master decay, and add the direction."""
+        lr = float(group["lr"])
         # The form of lists takes a number on the device at the speed of one on the host.
         kept = work.number(1 - lr * group["weight_decay"], if_skipped=1.0)
         work.launch(torch._foreach_mul_, [master], kept)
-        rate = lr * _ratio(master.shape, group["adjust_lr_fn"])
-        work.launch(master.add_, direction, alpha=-rate)
+        rate = lr * _ratio(shape, group["adjust_lr_fn"])
+        work.launch(master.add_, result, alpha=-rate)
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
-    """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape.
+    """Return about the nearest matrix to `matrix` (bf16, overwritten) with orthogonal rows or columns, of its shape.
 
     Where the step is skipped it is zero: the norm of a finite `matrix` counts as infinite.
     """
     a, b, c = group["ns_coefficients"]
     is_tall = matrix.size(0) > matrix.size(1)
-    rounded = work.like(matrix, torch.bfloat16)
-    work.launch(rounded.copy_, matrix)
-    flat = rounded.T if is_tall else rounded
+    flat = matrix.T if is_tall else matrix
     norm = work.new((), torch.bfloat16)
     work.launch(torch.linalg.vector_norm, flat, out=norm)
     work.launch(norm.clamp_, min=work.number(group["eps"], if_skipped=inf, dtype=norm.dtype))
@@ -127,7 +154,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> to
     return flat.T if is_tall else flat
 
 
-def _ratio(shape: torch.Size, adjust: str | None) -> float:
+def _ratio(shape: Sequence[int], adjust: str | None) -> float:
     """Return what the learning rate of a matrix is multiplied by."""
     rows, columns = shape
     if adjust == "match_rms_adamw":

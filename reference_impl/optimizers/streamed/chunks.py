@@ -144,6 +144,11 @@ class Chunk:
         return self.pieces[0].member.matrices
 
     @property
+    def exchanges(self) -> bool:
+        """Whether its update is a collective: ranks share its matrices."""
+        return self.pieces[0].member.cut is not None
+
+    @property
     def comes_in(self) -> bool:
         """Whether its update needs a slot: for states that are on the host, or for gradients alone."""
         return not self.resident or self.gradients is not None
@@ -312,7 +317,8 @@ def plan_chunks(
     that visit the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks
     are as long but the last: a short one would have its copies and kernels all the same. Lengths and the places of
     pieces in a chunk are multiples of `alignment`, itself one of `ALIGNMENT_ELEMENTS`. Pieces follow the order of the
-    forward. Matrices that a formula updates as such are not cut, and a chunk has at least one of them.
+    forward. Matrices that a formula updates as such are not cut, and a chunk has at least one of them. What ranks share
+    is one piece, however short this rank's shard is, and takes the place of the longest: all ranks have these chunks.
     """
     plans: list[tuple[tuple[Piece, ...], int]] = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):
@@ -348,6 +354,13 @@ def _plan_matrices(
     offset = 0
     for member, left in ranges.items():
         start, stop = left.start, left.stop
+        if member.cut is not None:
+            if pieces and offset + member.unit > elements(member):
+                yield tuple(pieces), offset
+                pieces, offset = [], 0
+            pieces.append(Piece(member, start, stop, offset))
+            offset += _rounded_up(member.unit, alignment)
+            continue
         while start < stop:
             fitting = max(elements(member) - offset, 0) // member.unit
             if pieces and not fitting:
@@ -412,5 +425,6 @@ def _follows(piece: Piece, before: Piece) -> bool:
     return end == home.host.data_ptr() + piece.start * home.host.itemsize
 
 
-def _kind(member: Member) -> tuple[int, str, int]:
-    return member.group, str(member.param.dtype), -1 if member.home is None else member.home.block_index
+def _kind(member: Member) -> tuple[int, str, int, str]:
+    visit = -1 if member.home is None else member.home.block_index
+    return member.group, str(member.param.dtype), visit, "" if member.cut is None else member.cut.key

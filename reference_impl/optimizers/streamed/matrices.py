@@ -1,5 +1,8 @@
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
+Of matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
+exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
+
 A formula changes nothing where the device has found that the step is skipped. Matrices run one after the other, so one
 scratch, as long as the longest matrix takes, serves all. Moments that are kept in bf16 are widened there, and rounded
 behind the formula.
@@ -9,15 +12,16 @@ Explained in docs/optimizer-state-offloading.md, "Matrices".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
 from offload_arithmetic.division import aligned
 from reference_impl.device import Device
+from reference_impl.distributed.matrix_owners import Cut, Exchange
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
-from reference_impl.optimizers.algorithms.matrices import Work, work_bytes
+from reference_impl.optimizers.algorithms.matrices import ShardedMatrixAlgorithm, Work, work_bytes
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.streamed.chunks import Chunk, is_rounded
 from reference_impl.optimizers.streamed.packing import Packer, Rounding, integers
@@ -36,6 +40,24 @@ class MatrixStates(NamedTuple):
     moments: Sequence[Sequence[torch.Tensor]]
 
 
+class _Matrix(NamedTuple):
+    """What an update reads and writes of one matrix, or of this rank's shard of it: the one at `place` in its piece."""
+
+    piece: Piece
+    place: int
+    gradient: torch.Tensor
+    master: torch.Tensor
+    moments: Sequence[torch.Tensor]
+
+
+def _matrices_in(states: MatrixStates) -> Iterator[_Matrix]:
+    for index, piece in enumerate(states.pieces):
+        tensors = (states.gradients[index], states.masters[index], *(each[index] for each in states.moments))
+        each = zip(*map(piece.member.matrices_of, tensors), strict=True)
+        for place, (gradient, master, *moments) in enumerate(each):
+            yield _Matrix(piece, place, gradient, master, moments)
+
+
 class MatrixUpdate:
     """Runs formulas of matrices on the live current stream."""
 
@@ -44,10 +66,13 @@ class MatrixUpdate:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._skipped = torch.zeros((), dtype=torch.bool)
         self._packer = Packer(device)
+        self._exchanges: dict[Chunk, Exchange] = {}
+        self._crossing = torch.empty(0)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch that the longest matrix of `chunks`, all there are, takes. No update may be running."""
         listed = [chunk for chunk in chunks if chunk.matrices is not None]
+        self._prepare_exchanges(listed)
         needed = max((_work_bytes(chunk) for chunk in listed), default=0)
         if needed <= self._buffer.numel():
             return
@@ -58,6 +83,25 @@ class MatrixUpdate:
         if self._device.compiles:
             for algorithm in {chunk.matrices for chunk in listed if chunk.matrices is not None}:
                 self._build(algorithm)
+
+    def _prepare_exchanges(self, chunks: Sequence[Chunk]) -> None:
+        """Give each matrix that ranks share its owner, and allocate what the longest exchange takes.
+
+        All ranks have the same `chunks`, in the same order. A collective where they have exchanged none of a mesh yet.
+        """
+        loads: dict[str, list[int]] = {}
+        exchanges = {chunk: Exchange(cuts, loads) for chunk in chunks if (cuts := _cuts(chunk))}
+        numel = max((exchange.numel for exchange in exchanges.values()), default=0)
+        if not numel:
+            return
+        (dtype,) = {cast(ShardedMatrixAlgorithm, chunk.matrices).crosses_as for chunk in exchanges}
+        crossing = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        for exchange in exchanges.values():
+            exchange.place(crossing)
+        # With the first one a communicator takes its memory, which a step that has begun may not.
+        for exchange in {exchange.key: exchange for exchange in exchanges.values()}.values():
+            exchange.to_owners()
+        self._crossing, self._exchanges = crossing, exchanges
 
     def _build(self, algorithm: MatrixAlgorithm) -> None:
         """Update a small matrix where updates run: libraries of products take their memory with their first call."""
@@ -94,34 +138,71 @@ class MatrixUpdate:
         if step.grad_scale is not None:
             self._device.launch(torch._foreach_div_, list(states.gradients), step.grad_scale)
         skipped = None if step.found_inf is None else self._skipped
-        algorithm, work = chunk.matrices, Work(self._buffer, self._device.launch, skipped)
+        work = Work(self._buffer, self._device.launch, skipped)
+        if chunk.exchanges:
+            self._run_shared(chunk, states, step, work)
+        else:
+            self._run_whole(chunk, states, step, work)
+
+    def _run_whole(self, chunk: Chunk, states: MatrixStates, step: StreamedStep, work: Work) -> None:
+        """Update matrices one after the other."""
+        algorithm, group = chunk.matrices, step.groups[chunk.group]
         assert algorithm is not None
-        for index, piece in enumerate(states.pieces):
-            member = piece.member
-            each = zip(
-                member.matrices_of(states.gradients[index]),
-                member.matrices_of(states.masters[index]),
-                *(member.matrices_of(moment[index]) for moment in states.moments),
-                strict=True,
-            )
-            for place, (gradient, master, *stored) in enumerate(each):
-                work.reuse()
-                moments = [self._widened(moment, work) for moment in stored]
-                algorithm.update_matrix(
-                    master, gradient, moments, step.steps[member], step.groups[chunk.group], work
+        for matrix in _matrices_in(states):
+            work.reuse()
+            moments = [self._widened(moment, work) for moment in matrix.moments]
+            counter = step.steps[matrix.piece.member]
+            algorithm.update_matrix(matrix.master, matrix.gradient, moments, counter, group, work)
+            self._round(chunk, matrix, moments, step)
+
+    def _run_shared(self, chunk: Chunk, states: MatrixStates, step: StreamedStep, work: Work) -> None:
+        """Update this rank's shards of matrices, each of which its owner has whole between.
+
+        What crosses of a parameter that has no gradient, on any rank, is of no use.
+        """
+        algorithm, group = cast(ShardedMatrixAlgorithm, chunk.matrices), step.groups[chunk.group]
+        exchange, launch = self._exchanges[chunk], self._device.launch
+        number = {piece: index for index, piece in enumerate(chunk.pieces)}
+        crossing = [
+            (matrix, exchange.shards[number[matrix.piece]][matrix.place]) for matrix in _matrices_in(states)
+        ]
+        for matrix, shard in crossing:
+            work.reuse()
+            moments = [self._widened(moment, work) for moment in matrix.moments]
+            launch(shard.copy_, algorithm.before(matrix.gradient, moments, group, work))
+            self._round(chunk, matrix, moments, step)
+        exchange.to_owners()
+        for cut, shards in exchange.owned:
+            work.reuse()
+            whole = work.new(cut.shape, algorithm.crosses_as)
+            for shard, part in zip(shards, cut.parts_of(whole), strict=True):
+                launch(part.copy_, shard)
+            result = algorithm.of_whole(whole, group, work)
+            for shard, part in zip(shards, cut.parts_of(result), strict=True):
+                launch(shard.copy_, part)
+        exchange.to_ranks()
+        for matrix, shard in crossing:
+            work.reuse()
+            shape = matrix.piece.member.param.shape[-2:]
+            algorithm.after(matrix.master, shard, shape, group, work)
+
+    def _round(
+        self, chunk: Chunk, matrix: _Matrix, moments: Sequence[torch.Tensor], step: StreamedStep
+    ) -> None:
+        """Round moments that were widened to what is stored of them."""
+        member = matrix.piece.member
+        for number, (moment, new) in enumerate(zip(matrix.moments, moments, strict=True)):
+            if new is not moment:
+                rounding = Rounding(
+                    integers(member.flat(moment)),
+                    integers(member.flat(new)),
+                    chunk.noise_offsets[matrix.piece],
+                    step.steps[member],
+                    self._skipped,
+                    shift=matrix.place * moment.numel(),
+                    moment=number,
                 )
-                for number, (moment, new) in enumerate(zip(stored, moments, strict=True)):
-                    if new is not moment:
-                        rounding = Rounding(
-                            integers(member.flat(moment)),
-                            integers(member.flat(new)),
-                            chunk.noise_offsets[piece],
-                            step.steps[member],
-                            self._skipped,
-                            shift=place * master.numel(),
-                            moment=number,
-                        )
-                        self._packer.round(rounding)
+                self._packer.round(rounding)
 
     def _widened(self, moment: torch.Tensor, work: Work) -> torch.Tensor:
         """Return a moment in fp32: itself, or a copy."""
@@ -134,6 +215,12 @@ class MatrixUpdate:
     def close(self) -> None:
         """Drop the scratch. No update may be running."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._crossing, self._exchanges = torch.empty(0), {}
+
+
+def _cuts(chunk: Chunk) -> list[Cut]:
+    """Return how ranks share the parameters of a chunk; none where this rank has whole matrices."""
+    return [piece.member.cut for piece in chunk.pieces if piece.member.cut is not None]
 
 
 def _work_bytes(chunk: Chunk) -> int:
@@ -144,8 +231,12 @@ def matrix_work_bytes(members: Iterable[Member], *, widens: bool) -> int:
     """Return the device bytes of the scratch that the longest matrix takes, with its moments in fp32 if it `widens`."""
     kinds = set()
     for member in members:
-        if member.matrices is not None and member.unit:
+        if member.matrices is None or not member.unit:
+            continue
+        if member.cut is None:
             kinds.add((member.matrices, member.param_local.shape[-2:], member.stride[-2:]))
+        else:
+            kinds.add((member.matrices, torch.Size(member.cut.shape), (member.cut.shape[1], 1)))
     return max(
         (
             work_bytes(algorithm, shape, stride)

@@ -24,9 +24,10 @@ Explained in docs/optimizer-state-offloading.md, "What happens in a step".
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import torch
@@ -44,6 +45,8 @@ from reference_impl.optimizers.streamed.update import NO_NUMBERS, ChunkUpdate, S
 
 # Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
+# Chunks whose updates are collectives, likewise: their number may not depend on what else a rank has.
+_EXCHANGES_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -51,7 +54,8 @@ class ChunkQueue:
     """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
 
     `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
-    `numbers` are those of the kernels.
+    `numbers` are those of the kernels. Chunks whose updates are collectives have these `exchanges` places, counted from
+    1; `due` counts, for each member, how many of them are to be queued with it, by the order of the forward alone.
     """
 
     chunks: list[Chunk]
@@ -59,6 +63,18 @@ class ChunkQueue:
     step: StreamedStep | None
     at_once: int
     numbers: StepNumbers = NO_NUMBERS
+    exchanges: Sequence[int] = ()
+    due: Mapping[Member, int] = field(default_factory=dict)
+
+    def with_exchanges(self, count: int, exchanges: int) -> int:
+        """Return how many chunks are to be queued, about `count`, so that so many `exchanges` are among them.
+
+        All ranks queue as many at the same place of the program, whatever chunks they have beside these: otherwise one
+        would wait in an exchange, and another in a gather, for each other.
+        """
+        least = self.exchanges[min(exchanges, len(self.exchanges)) - 1] if self.exchanges and exchanges else 0
+        most = self.exchanges[exchanges] - 1 if exchanges < len(self.exchanges) else len(self.chunks)
+        return min(max(count, least), most)
 
 
 class StreamedPipeline:
@@ -74,6 +90,7 @@ class StreamedPipeline:
         """Queue chunks of at most `ahead` launches beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
         self._device = device
         self._launches_ahead = _QUEUED_AHEAD if ahead is None else ahead
+        self._exchanges_ahead = _EXCHANGES_AHEAD if self._launches_ahead else 0
         # The chunks that so many launches are.
         self._ahead = 0
         self._update = ChunkUpdate(device, algorithm, follows_writes=follows_writes)
@@ -157,7 +174,13 @@ class StreamedPipeline:
         self._gradient_slots.restore()
         until = {piece.member: count for count, chunk in enumerate(chunks, start=1) for piece in chunk.pieces}
         numbers = self._update.numbers(step, chunks)
-        return ChunkQueue(list(chunks), until, step, max(at_once, self._ahead), numbers)
+        queue = ChunkQueue(list(chunks), until, step, max(at_once, self._ahead), numbers)
+        queue.exchanges = [place for place, chunk in enumerate(chunks, start=1) if chunk.exchanges]
+        if queue.exchanges:
+            deadlines = [chunks[place - 1].deadline for place in queue.exchanges]
+            # As they are now: a forward that waits for members learns when it uses them.
+            queue.due = {member: bisect_right(deadlines, member.order) for member in until}
+        return queue
 
     def begin(self, queue: ChunkQueue) -> None:
         """Begin a step that was planned, behind the live current stream, once the last one is finished.
@@ -179,23 +202,29 @@ class StreamedPipeline:
 
     def start(self) -> None:
         """Queue what has come in, behind the live current stream, so that the link is busy from here on."""
-        self._queue_until(min(LEAST_SLOTS, self._queue.at_once))
+        self._queue_until(self._queue.with_exchanges(min(LEAST_SLOTS, self._queue.at_once), 0))
 
     def advance(self) -> None:
         """Queue what is to be queued at once, behind the live current stream."""
-        self._queue_until(self._queue.at_once)
+        self._queue_until(self._queue.with_exchanges(self._queue.at_once, self._exchanges_ahead))
 
     def queue_for(self, members: Iterable[Member], *, ahead: bool = True) -> None:
         """Queue the update of `members`, and unless told not to, of as many chunks that follow as are queued ahead."""
-        until = self._queue.chunks_until
-        wanted = max((until.get(member, 0) for member in members), default=0)
+        listed, until = list(members), self._queue.chunks_until
+        wanted = max((until.get(member, 0) for member in listed), default=0)
+        exchanges = max((self._queue.due.get(member, 0) for member in listed), default=0)
         # Without a chunk, as an empty shard is, they wait for the step's beginning alone.
-        self._queue_until(wanted + self._ahead if ahead and wanted else wanted)
+        count = wanted + self._ahead if ahead and wanted else wanted
+        if exchanges and ahead:
+            exchanges += self._exchanges_ahead
+        self._queue_until(max(wanted, self._queue.with_exchanges(count, exchanges)))
         self._slots.free_retired()
 
     def queue_what_stays(self) -> None:
         """Queue the chunks at the head whose weights are on the device for good: nothing has to be brought for them."""
-        count = sum(1 for _ in takewhile(lambda chunk: chunk.home is None, self._unqueued))
+        count = sum(
+            1 for _ in takewhile(lambda chunk: chunk.home is None and not chunk.exchanges, self._unqueued)
+        )
         self._queue_until(len(self._queue.chunks) - len(self._unqueued) + count)
 
     def finish(self) -> None:

@@ -215,11 +215,14 @@ class StreamedShare:
         """All chunks in the order of their updates: that of the next forward.
 
         Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
-        first that come in: their copies out and the next ones in begin at once.
+        first that come in: their copies out and the next ones in begin at once. Where updates are collectives there is
+        no order but the deadlines', which all ranks have.
         """
         by_deadline = sorted(
             self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)
         )
+        if any(chunk.exchanges for chunk in by_deadline):
+            return tuple(by_deadline)
         ordered = mixed(by_deadline)
         first = [chunk for chunk in ordered if chunk.comes_in][:LEAST_SLOTS]
         return (*first, *(chunk for chunk in ordered if chunk not in first))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
-from offload_arithmetic.states import Form, form
+from offload_arithmetic.states import BF16_BYTES, Form, form
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
 from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
@@ -169,17 +170,22 @@ class StateFormat:
 
 
 class Kind(NamedTuple):
-    """What chunks of members have in common: how their states are stored, and the longest unit that nothing cuts."""
+    """What chunks of members have in common: how their states are stored, and the longest unit that nothing cuts.
+
+    `whole` are the elements of a matrix that ranks share, 0 where they share none.
+    """
 
     dtype: torch.dtype
     is_sharded: bool = False
     matrices: MatrixAlgorithm | None = None
     unit: int = 1
+    whole: int = 0
 
     @classmethod
     def of(cls, member: Member) -> Kind:
         """Return that of a member."""
-        return cls(member.dtype, isinstance(member.param, DTensor), member.matrices, member.unit)
+        whole = 0 if member.cut is None else prod(member.cut.shape)
+        return cls(member.dtype, isinstance(member.param, DTensor), member.matrices, member.unit, whole)
 
 
 class StateStorage:
@@ -227,12 +233,17 @@ class StateStorage:
         return slot_bytes(bytes_of(self._fields(kind), elements), elements * self._gradient_bytes(kind.dtype))
 
     def scratch_bytes(self, kind: Kind) -> int:
-        """Return the device bytes that the update of one such chunk needs beside its slot and a matrix's `Work`."""
+        """Return the device bytes that the update of one such chunk needs beside its slot and a matrix's `Work`.
+
+        What ranks share crosses in as many elements as a rank has of a chunk, and as many, or a matrix, that it owns.
+        """
         is_joined = kind.is_sharded and self._device.compiles and not self._host_gradients
         each_bytes = scratch_bytes_an_element(
             self._fields(kind), kind.dtype, is_joined=is_joined, in_matrices=kind.matrices is not None
         )
-        return self.chunk_elements(kind) * each_bytes
+        elements = self.chunk_elements(kind)
+        crossing = elements + max(elements, kind.whole) if kind.whole else 0
+        return elements * each_bytes + crossing * BF16_BYTES
 
     def work_bytes(self, members: Iterable[Member]) -> int:
         """Return the device bytes of the `Work` that one matrix of `members` at a time needs."""
@@ -240,14 +251,14 @@ class StateStorage:
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""
-        return round(
-            sum(
-                len(part.streamed) * self.state_bytes(member)
-                + sum(map(len, (part.streamed, part.resident, part.held)))
-                * self._gradient_bytes(member.dtype)
-                for member, part in parts.items()
-            )
-        )
+        total_bytes = 0.0
+        for member, part in parts.items():
+            leaving, staying = len(part.streamed), len(part.resident) + len(part.held)
+            if member.cut is not None:
+                leaving, staying = (0, member.unit) if member.stays else (member.unit, 0)
+            total_bytes += leaving * self.state_bytes(member)
+            total_bytes += (leaving + staying) * self._gradient_bytes(member.dtype)
+        return round(total_bytes)
 
     def state_bytes(self, member: Member) -> float:
         """Return the bytes of the states of one streamed element of `member`."""
@@ -266,14 +277,15 @@ class StateStorage:
                 members = [member for member in parts if self._format.keeps_exact(member.param) == exact]
                 # Packing saves copies, and a resident chunk has none. The compact format saves memory too.
                 saves_memory = not exact and self._format.compact_low_bits is not None
-                resident = {each: parts[each].resident for each in members}
+                # Of what ranks share, a rank may have no element, and has chunks as the others.
+                stay = [each for each in members if each.cut is None or each.stays]
+                leave = [each for each in members if not each.stays]
+                resident = {each: parts[each].resident for each in stay}
                 chunks += self._make(resident, resident=True, packed=saves_memory)
-                chunks += self._make(
-                    {each: parts[each].held for each in members}, resident=True, packed=not exact
-                )
-                chunks += self._make(
-                    {each: parts[each].streamed for each in members}, resident=exact, packed=not exact
-                )
+                held = {each: parts[each].held for each in members if each.cut is None}
+                chunks += self._make(held, resident=True, packed=not exact)
+                streamed = {each: parts[each].streamed for each in leave}
+                chunks += self._make(streamed, resident=exact, packed=not exact)
         except BaseException:
             self.discard()
             raise
