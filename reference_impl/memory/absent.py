@@ -16,14 +16,18 @@ weights off the device use it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 # What these read is not about the tensor but its elements, in the form of another tensor.
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+# Where a tensor that is away has what was detached from it: the same memory in another object.
+_ALIASES = "_detached_while_absent"
 # Methods that answer from the description of a tensor alone, or only change it.
 _DESCRIBING_METHODS = {
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset"),
@@ -36,12 +40,19 @@ _DESCRIBING_METHODS = {
 def mark_absent(tensor: torch.Tensor, name: str, remedy: str) -> None:
     """Make `tensor`, which is `name` in its model, refuse to be computed with; `remedy` ends the message."""
     if not is_absent(tensor):
-        tensor.__class__ = _absent_class(_own_class(tensor), name, remedy)
+        tensor.__class__ = _absent_class(own_class(tensor), name, remedy)
 
 
 def mark_present(tensor: torch.Tensor) -> None:
     """Give `tensor` its own class back."""
-    tensor.__class__ = _own_class(tensor)
+    tensor.__class__ = own_class(tensor)
+    detached_meanwhile(tensor)
+
+
+def detached_meanwhile(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return once what was detached from `tensor` while it was absent: absent, too, and of the memory of that time."""
+    references = vars(tensor).pop(_ALIASES, ())
+    return [alias for alias in (reference() for reference in references) if alias is not None]
 
 
 def is_absent(tensor: torch.Tensor) -> bool:
@@ -54,9 +65,9 @@ def seal(tensor: torch.Tensor) -> None:
 
     One that wraps others stays open.
     """
-    own_class = _own_class(tensor)
-    if own_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        tensor.__class__ = _sealed_class(own_class)
+    present_class = own_class(tensor)
+    if present_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        tensor.__class__ = _sealed_class(present_class)
 
 
 def is_sealed(tensor: torch.Tensor) -> bool:
@@ -73,7 +84,19 @@ def describes(function: Any) -> bool:
     )
 
 
-def _own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
+def parts_of_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that `tensor` wraps, none where it wraps none; a DTensor has its mesh for a part, too."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for part in (getattr(tensor, name) for name in names):
+            if is_traceable_wrapper_subclass(part):
+                yield from parts_of_wrapper(cast("torch.Tensor", part))
+            elif isinstance(part, torch.Tensor):
+                yield part
+
+
+def own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """Return the class that `tensor` has where it is neither absent nor sealed."""
     return getattr(type(tensor), "_present_class", type(tensor))
 
 
@@ -95,7 +118,12 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
             # What a state_dict is made of: the same tensor in another object, absent as well.
             with torch._C.DisableTorchFunctionSubclass():
                 alias: torch.Tensor = func(*args, **(kwargs or {}))
-            mark_absent(alias, name, remedy)
+            # The parts of one that wraps others are new, too.
+            aliases = vars(args[0]).setdefault(_ALIASES, [])
+            for each in (alias, *parts_of_wrapper(alias)):
+                mark_absent(each, name, remedy)
+                vars(each)[_ALIASES] = aliases
+                aliases.append(weakref.ref(each))
             return alias
         if not describes(func):
             raise RuntimeError(f"{name} is not on the device; {remedy}")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
-from reference_impl.memory.absent import describes
+from reference_impl.memory.absent import describes, own_class
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.storage import ParkedStorage
 
@@ -42,12 +42,7 @@ class HostStates:
 
         A shard is a DTensor whose part is on the CPU, as those of torch's `StateDictOptions(cpu_offload=True)`.
         """
-        copies = {
-            key: tree_map(
-                lambda leaf: leaf.detach().to("cpu", copy=True) if _is_tensor(leaf) else leaf, states
-            )
-            for key, states in self._where_they_are().items()
-        }
+        copies = {key: tree_map(_copied, states) for key, states in self._where_they_are().items()}
         return {key: each[0] if len(each) == 1 else each for key, each in copies.items()}
 
     def write(self, theirs: object) -> None:
@@ -124,13 +119,30 @@ def _reader(parked: Iterable[ParkedStorage]) -> _Read:
         if not _is_tensor(leaf):
             return leaf
         if is_traceable_wrapper_subclass(leaf):
-            return transform_subclass(leaf, lambda _, part: read(part))
+            return _of_parts(leaf, read)
         if leaf.layout is not torch.strided:
             return leaf
         found = by_storage.get(leaf.untyped_storage()._cdata)
         return leaf if found is None else found.on_host(leaf)
 
     return read
+
+
+def _of_parts(wrapper: Any, made_of: _Read) -> Any:
+    """Return `wrapper` with what `made_of` makes of its parts, of the class that computes."""
+    names, context = wrapper.__tensor_flatten__()
+    parts = {name: made_of(getattr(wrapper, name)) for name in names}
+    cls: Any = own_class(wrapper)
+    return cls.__tensor_unflatten__(parts, context, wrapper.size(), wrapper.stride())
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of `leaf` on the CPU, part by part: quantized states do not copy from the CPU to itself."""
+    if not _is_tensor(leaf):
+        return leaf
+    if is_traceable_wrapper_subclass(leaf):
+        return _of_parts(leaf, _copied)
+    return leaf.detach().to("cpu", copy=True)
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -20,7 +20,14 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.device.base import device_is_full
-from reference_impl.memory.absent import mark_absent, mark_present, storage_of
+from reference_impl.memory.absent import (
+    detached_meanwhile,
+    is_absent,
+    mark_absent,
+    mark_present,
+    parts_of_wrapper,
+    storage_of,
+)
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.parking.tensors import FoundStorage, Kind
@@ -109,10 +116,11 @@ class ParkedStorage:
         To a graph that has saved one of them it looks written, so that a backward raises before it reads the memory.
         """
         assert self.found is not None
-        counted = [tensor for _, tensor in self.found.tensors if not tensor.is_inference()]
+        wrappers = [each for each in self.found.wrappers if not is_absent(each[1])]
+        counted = [tensor for _, tensor in (*self.found.tensors, *wrappers) if not tensor.is_inference()]
         self.versions = [(tensor, tensor._version) for tensor in counted]
         set_versions([(tensor, version + _AWAY) for tensor, version in self.versions])
-        for name, tensor in self.found.tensors:
+        for name, tensor in (*self.found.tensors, *wrappers):
             mark_absent(tensor, name, REMEDY)
 
     def abandon(self) -> None:
@@ -146,7 +154,10 @@ class ParkedStorage:
         """
         if self.found is not None:
             for _, tensor in self.found.tensors:
-                mark_present(tensor)
+                _mark_present(tensor)
+            for _, wrapper in self.found.wrappers:
+                if not any(map(is_absent, parts_of_wrapper(wrapper))):
+                    _mark_present(wrapper)
         self.is_parked, self.found, self.versions = False, None, []
 
     @property
@@ -170,6 +181,11 @@ class ParkedStorage:
         """The bytes on the host, flat uint8."""
         assert self._block is not None
         return self._block.view(torch.uint8, (self.size_bytes,))
+
+
+def _mark_present(tensor: torch.Tensor) -> None:
+    for each in (*detached_meanwhile(tensor), tensor):
+        mark_present(each)
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import Device
+from reference_impl.memory.absent import parts_of_wrapper, storage_of
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.host import host_storages
 from reference_impl.optimizers.cpu.update import Task
@@ -41,7 +42,8 @@ _NOT_FOLLOWED = (nn.Module, Device, HostArena, Task, type, types.ModuleType)
 class FoundStorage:
     """One storage of `size_bytes` on the device, and the tensors of training that lie on it, each with its name.
 
-    `may_change` says that training writes it: a trained weight, a gradient, a state.
+    `may_change` says that training writes it: a trained weight, a gradient, a state. `wrappers` are the tensors that
+    have one of those for a part, as DTensors and quantized weights do: they have no memory of their own.
     """
 
     kind: Kind
@@ -49,6 +51,7 @@ class FoundStorage:
     size_bytes: int
     may_change: bool = False
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    wrappers: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -81,7 +84,11 @@ def find(
     ]
     device = _device_of(tensor for _, _, tensor, _ in named)
     by_storage: dict[int, FoundStorage] = {}
+    wrappers: list[tuple[str, torch.Tensor]] = []
     for kind, name, tensor, part in named:
+        if is_traceable_wrapper_subclass(tensor):
+            wrappers.append((name, tensor))
+            continue
         if tensor.device != device.torch_device:
             continue
         storage = _storage_of(part)
@@ -103,8 +110,20 @@ def find(
         for lies_on_it in (part,) if part is tensor else (part, tensor):
             if not any(each is lies_on_it for _, each in found.tensors):
                 found.tensors.append((name, lies_on_it))
+    for name, wrapper in wrappers:
+        add_wrapper(by_storage, name, wrapper)
     ordered = sorted(by_storage.values(), key=lambda found: KINDS.index(found.kind))
     return Found(device, ordered, unmovable)
+
+
+def add_wrapper(by_storage: Mapping[int, FoundStorage], name: str, wrapper: torch.Tensor) -> bool:
+    """Add `wrapper` to the storages on which its parts lie, and return whether there are any."""
+    parts = [part for part in parts_of_wrapper(wrapper) if part.layout is torch.strided]
+    on = [found for part in parts if (found := by_storage.get(storage_of(part)._cdata)) is not None]
+    for found in on:
+        if not any(each is wrapper for _, each in found.wrappers):
+            found.wrappers.append((name, wrapper))
+    return bool(on)
 
 
 def _named(
@@ -150,7 +169,9 @@ def _named(
 def tensors_in(
     root: object, name: str, *, but: Collection[int] = (), into_objects: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors that `root` leads to, each once and with a name that begins with `name`.
+    """Yield the tensors that `root` leads to, each once and with a name that begins with `name`.
+
+    Of a tensor that wraps others, which has no memory, first itself and then what it wraps.
 
     Args:
         root: a tensor, a container, an optimizer or an object of this package.
@@ -176,6 +197,7 @@ def tensors_in(
                     waiting.append((inner, each, into))
             continue
         if is_traceable_wrapper_subclass(held):
+            yield path, held
             parts, _ = held.__tensor_flatten__()
             waiting.extend((f"{path}.{part}", getattr(held, part), into) for part in parts)
         elif not _is_of(type(held), _PACKAGE):
@@ -290,7 +312,7 @@ def _device_of(tensors: Iterable[torch.Tensor]) -> Device:
 
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Return the tensors whose storages `tensor` has: a sparse gradient's indices and values, or itself."""
-    if tensor.layout is torch.sparse_coo:
+    if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     return (tensor,)
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 import torch
 
 from reference_impl.memory.absent import storage_of
-from reference_impl.parking.tensors import FoundStorage
+from reference_impl.parking.tensors import FoundStorage, add_wrapper
 
 
 class UnnamedViews:
@@ -27,6 +27,8 @@ class UnnamedViews:
     def __init__(self) -> None:
         # By storage. Objects, and not ids, which come again.
         self._seen: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        # Tensors that wrap such views, and have no memory of their own.
+        self._wrappers: list[weakref.ref[torch.Tensor]] = []
         # Storages of which something else than objects of Python holds a reference: how many.
         self._held_elsewhere: dict[int, int] = {}
 
@@ -42,14 +44,28 @@ class UnnamedViews:
             for view in (reference() for reference in seen):
                 if view is not None and key in by_key and storage_of(view)._cdata == key:
                     _add(by_key[key], view)
+        wrappers = [each for each in (reference() for reference in self._wrappers) if each is not None]
         unknown = {key: each for key, each in by_key.items() if self._unnamed(each)}
         if unknown:
             for tensor in _all_tensors():
+                if hasattr(type(tensor), _WRAPS):
+                    wrappers.append(tensor)
+                    continue
                 with suppress(RuntimeError, NotImplementedError):
                     found = unknown.get(storage_of(tensor)._cdata)
                     if found is not None:
                         _add(found, tensor)
+        self._add_wrappers(by_key, wrappers)
         self._note(by_key)
+
+    def _add_wrappers(self, by_key: Mapping[int, FoundStorage], wrappers: Iterable[torch.Tensor]) -> None:
+        """Add `wrappers` to the storages of which they have a part, and keep those in mind."""
+        self._wrappers = []
+        for each in wrappers:
+            # Somebody may have left one half made.
+            with suppress(Exception):
+                if add_wrapper(by_key, f"{_PREFIX}training memory", each):
+                    self._wrappers.append(weakref.ref(each))
 
     def _unnamed(self, found: FoundStorage) -> bool:
         return _references(found) > self._held_elsewhere.get(found.storage._cdata, 0)
@@ -63,6 +79,8 @@ class UnnamedViews:
 
 
 _PREFIX = "a view of "
+# The method of a tensor that wraps others, by which torch asks for them.
+_WRAPS = "__tensor_flatten__"
 
 
 def _add(found: FoundStorage, tensor: torch.Tensor) -> None:
@@ -76,15 +94,14 @@ def _references(found: FoundStorage) -> int:
 
 
 def _all_tensors() -> Iterable[torch.Tensor]:
-    """Return the tensors of this process that have memory of their own."""
-    is_plain: dict[type, bool] = {}
+    """Return the tensors of this process that have memory of their own, or wrap such tensors."""
+    counts: dict[type, bool] = {}
     for each in gc.get_objects():
         cls = type(each)
-        plain = is_plain.get(cls)
-        if plain is None:
+        counted = counts.get(cls)
+        if counted is None:
             # Asked of the class: a proxy answers for something else.
-            plain = is_plain[cls] = (
-                issubclass(cls, torch.Tensor) and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-            )
-        if plain:
+            is_plain = getattr(cls, "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+            counted = counts[cls] = issubclass(cls, torch.Tensor) and (is_plain or hasattr(cls, _WRAPS))
+        if counted:
             yield each

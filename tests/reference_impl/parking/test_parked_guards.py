@@ -347,6 +347,21 @@ def test_a_view_that_nobody_has_named_refuses_too(model):
     parked.close()
 
 
+def test_what_is_detached_while_parked_can_be_used_behind_restore(model):
+    parked = park(model)
+    for _ in range(2):
+        with parked:
+            first = model[0][0].weight.detach()
+            second = first.detach()
+            del first
+            with pytest.raises(RuntimeError, match=r"is not on the device.*try restore\(\)"):
+                second.sum()
+        assert torch.equal(second, model[0][0].weight)
+        assert type(second) is torch.Tensor
+        assert not vars(second)
+    parked.close()
+
+
 def test_a_view_is_looked_for_where_one_is_new_and_is_not_kept(model, monkeypatch):
     looked = []
     real = views._all_tensors
