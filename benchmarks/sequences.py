@@ -2,12 +2,16 @@
 
     python benchmarks/sequences.py --model qwen3-4b --tokens 32768 --old CHECKOUT  # with older code beside, large GPU
     python benchmarks/sequences.py --model qwen3-4b --tokens 131072 --layers 12  # fewer layers, less time
+    python benchmarks/sequences.py --model llama-3-8b --lora --tokens 131072 --layers 8  # adapters of attention
+    python benchmarks/sequences.py --model qwen3-30b-a3b --lora --tokens 8192 --layers 12  # a mixture of experts
     python benchmarks/sequences.py --model qwen3-4b --tokens 256 --layers 2 --hidden 64  # toy size, any machine
 
 A row is full training in bf16 with `TrainableLayerStreamer`, compact states of 8 low bits, inputs on the host, exact
 clipping and the loss in chunks: forward, backward with each layer recomputed, step, zero_grad. `today` has no more;
-`attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both. `old` is `today` with the
-package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms up, since
+`attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both; `groups` is both and
+`HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
+`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. `old` is `today`
+with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms up, since
 an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the driver; host
 memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise. The models are
 those of Transformers, with random weights.
@@ -29,23 +33,66 @@ from typing import Any
 
 import torch
 from caches import forget_caches
-from larger_than_gpu_rows import TRACES, Row, Setting, attached, versions
+from larger_than_gpu_rows import (
+    TRACES,
+    Row,
+    Setting,
+    Training,
+    WithLoss,
+    attached,
+    layers_of,
+    versions,
+)
 from machine import machine, print_table
 from torch import nn
 
+from reference_impl import CheckpointOffloader, FrozenLayerStreamer
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.hugging_face import model_from, read_config
 
-TODAY, ATTENTION, TILES, BOTH = "today", "attention", "tiles", "both"
+TODAY, ATTENTION, TILES, BOTH, GROUPS = "today", "attention", "tiles", "both", "groups"
+RESIDENT = "resident"
+ROWS = (RESIDENT, TODAY, ATTENTION, TILES, BOTH, GROUPS)
 # What of a layer of Llama or Qwen3 does not mix positions, and keeps more than its input.
 TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm"
-MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b")
+MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b")
+RANK = 16
 
 
-def build(model: str, layers: int | None, hidden: int | None, device: Device) -> nn.Module:
-    """Return the bf16 model with random weights, made on the device, on the host."""
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter, arranged as peft arranges it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.base = base
+        self.a, self.b = (
+            nn.Linear(base.in_features, RANK, **like),  # type: ignore[arg-type]
+            nn.Linear(RANK, base.out_features, **like),  # type: ignore[arg-type]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (..., in_features) to (..., out_features)."""
+        adapted: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return adapted
+
+
+def adapt(model: nn.Module) -> None:
+    """Freeze `model` but for adapters of attention's linear layers."""
+    model.requires_grad_(False)
+    for layer in layers_of(model):
+        attention: Any = layer.self_attn
+        for name, child in list(attention.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(attention, name, Adapted(child))
+
+
+def build(
+    model: str, layers: int | None, hidden: int | None, device: Device, *, lora: bool, on_device: bool
+) -> nn.Module:
+    """Return the bf16 model with random weights, made on the device, on the host unless `on_device`."""
     forget_caches(device)
     torch.manual_seed(0)
     entries = {**read_config(TRACES / f"{model}.json"), "use_cache": False}
@@ -54,26 +101,54 @@ def build(model: str, layers: int | None, hidden: int | None, device: Device) ->
     if hidden:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": hidden // 4}
         entries |= {"hidden_size": hidden, "intermediate_size": 4 * hidden, "vocab_size": 512, **heads}
-    return model_from(entries, "bfloat16", device.torch_device).cpu()
+    made = model_from(entries, "bfloat16", device.torch_device)
+    if lora:
+        adapt(made)
+    return made if on_device else made.cpu()
+
+
+def adapters(row: Row, model: nn.Module, setting: Setting, last: ExitStack, *, resident: bool) -> Training:
+    """Return what trains adapters, with frozen layers that stream unless they are `resident`; `last` undoes it."""
+    if not resident:
+        last.enter_context(FrozenLayerStreamer(model, device=setting.device.torch_device))
+    last.enter_context(CheckpointOffloader(model, keep_attention=row.keep_attention))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return Training(WithLoss(model, setting.chunk_tokens), torch.optim.AdamW(trained, lr=1e-4, fused=True))
 
 
 def measure(
-    name: str, model: nn.Module, setting: Setting, tiles: list[str], tile_tokens: int
+    name: str,
+    model: nn.Module,
+    setting: Setting,
+    tiles: list[str],
+    tile_tokens: int,
+    head_groups: int,
+    *,
+    lora: bool,
 ) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
     device = setting.device
-    row = Row(form="lo8", inputs="host", keep_attention=name in (ATTENTION, BOTH))
+    row = Row(form="lo8", inputs="host", keep_attention=name in (ATTENTION, BOTH, GROUPS))
     with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
-        if name in (TILES, BOTH):
+        if name in (TILES, BOTH, GROUPS):
             from reference_impl import SequenceTiles
 
             present = {inner.rpartition(".")[2] for inner, _ in model.named_modules()}
             last.enter_context(
                 SequenceTiles(model, [each for each in tiles if each in present], tile_tokens=tile_tokens)
             )
-        training = attached(row, model, setting, last)
+        if name == GROUPS:
+            from reference_impl import HeadGroups
+
+            last.enter_context(HeadGroups(model, groups=head_groups, longer_than=tile_tokens))
+        if lora:
+            training = adapters(row, model, setting, last, resident=name == RESIDENT)
+        else:
+            training = attached(row, model, setting, last)
         config: Any = model.config
-        ids = setting.ids() % config.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (1, setting.tokens), generator=generator)
+        ids = ids.to(device.torch_device)
         losses: list[torch.Tensor] = []
 
         def step() -> None:
@@ -122,17 +197,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of the one sequence")
     parser.add_argument("--layers", type=int, help="in place of the model's own number")
     parser.add_argument("--hidden", type=int, help="toy size: this width, four heads, a small vocabulary")
-    parser.add_argument("--rows", default=",".join((TODAY, ATTENTION, TILES, BOTH)), help="some of these")
+    parser.add_argument(
+        "--rows",
+        default=",".join((TODAY, ATTENTION, TILES, BOTH, GROUPS)),
+        help="some of these, and resident",
+    )
     parser.add_argument("--tiles", default=TILED, help="last parts of names of modules; those that are there")
     parser.add_argument("--tile-tokens", type=int, default=4096)
+    parser.add_argument("--head-groups", type=int, default=4, help="of attention in the row `groups`")
+    parser.add_argument("--lora", action="store_true", help="train adapters of attention's linear layers")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--steps", type=int, default=2, help="steps that are timed")
     parser.add_argument("--old", type=Path, help="a checkout with older code, for a row beside these")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
     names = args.rows.split(",")
-    if not set(names) <= {TODAY, ATTENTION, TILES, BOTH}:
-        parser.error(f"--rows has {args.rows}; expected some of {TODAY}, {ATTENTION}, {TILES}, {BOTH}")
+    if not set(names) <= set(ROWS):
+        parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")
+    if RESIDENT in names and not args.lora:
+        parser.error(f"--rows has {RESIDENT}; expected it with --lora alone; try --lora")
     device = Device.available()
     setting = Setting(
         args.model, 1, 1, args.tokens, args.steps, device, own=False, chunk_tokens=args.chunk_tokens
@@ -160,9 +243,13 @@ def main() -> None:
         ]
         add(of_older_code(args.old, [*rest, f"--chunk-tokens={args.chunk_tokens}"]))
     for name in names:
-        model = build(args.model, args.layers, args.hidden, device)
+        model = build(
+            args.model, args.layers, args.hidden, device, lora=args.lora, on_device=name == RESIDENT
+        )
         try:
-            add({"row": name, **measure(name, model, setting, args.tiles.split(","), args.tile_tokens)})
+            tiles = args.tiles.split(",")
+            found = measure(name, model, setting, tiles, args.tile_tokens, args.head_groups, lora=args.lora)
+            add({"row": name, **found})
         except (MemoryError, torch.OutOfMemoryError) as error:
             add({"row": name, "failed": str(error).splitlines()[0]})
     print()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from reference_impl.fitting import fit
     from reference_impl.optimizers import OptimizerStateOffloader
     from reference_impl.parking import park
-    from reference_impl.sequences import SequenceTiles
+    from reference_impl.sequences import HeadGroups, SequenceTiles
     from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
     from reference_impl.verification.apply import apply_plan
     from reference_impl.verification.probe import probe
@@ -28,6 +28,7 @@ __all__ = [
     "CheckpointOffloader",
     "CpuUpdate",
     "FrozenLayerStreamer",
+    "HeadGroups",
     "HybridDeviceOptimizer",
     "OptimizerStateOffloader",
     "SequenceTiles",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 _LATER = {
+    "HeadGroups": "reference_impl.sequences",
     "OptimizerStateOffloader": "reference_impl.optimizers.state_offload",
     "SequenceTiles": "reference_impl.sequences",
     "ShardStreamer": "reference_impl.trained_layers",

@@ -10,14 +10,12 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from reference_impl.activations.attach import (
     Forward,
@@ -28,35 +26,13 @@ from reference_impl.activations.attach import (
     named_layers,
     refuse_checkpointing,
 )
+from reference_impl.activations.kept_results import ATTENTION, EXPENSIVE, KeptResults
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, EvenFraction
 from reference_impl.activations.recompute import recomputed, repeatable
 from reference_impl.activations.run import ForwardPass, MovedTensor
 from reference_impl.activations.tokens import KeptTensor
 from reference_impl.memory.closing import close_behind
-
-# Forward kernels that return the output and what backward needs beside it, whoever calls them: torch's own
-# (native_functions.yaml), and those that flash-attn registers (flash_attn_interface.py, since 2.7).
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-    # torch.nn.attention.varlen, of packed documents.
-    "torch_attn::_varlen_attn",
-}
-_EXPENSIVE = _ATTENTION | {
-    "aten::mm",
-    "aten::addmm",
-    "aten::bmm",
-    "aten::baddbmm",
-    "aten::convolution",
-    "aten::_scaled_mm",
-}
 
 
 class CheckpointOffloader(Offloader):
@@ -106,6 +82,7 @@ class CheckpointOffloader(Offloader):
             self._share = EvenFraction(keep_last_bytes=keep_last_bytes)
             self._results: list[KeptResults] = []
             self._keeps_attention = keep_attention
+            self._keeps_others = bool(kept)
             self._outside = AtMost(self._share)
             self._largest_input_bytes = 0
             for module in kept:
@@ -142,8 +119,12 @@ class CheckpointOffloader(Offloader):
         self._outside.limit_bytes = input_bytes
         self._largest_input_bytes = max(self._largest_input_bytes, input_bytes)
         # `attention` is active around all modules. An operation that both keep would be hidden from it by `results`.
-        attention = KeptResults(self._save, _ATTENTION) if self._keeps_attention else None
-        results = KeptResults(self._save, _EXPENSIVE - _ATTENTION if attention else _EXPENSIVE)
+        attention = (
+            KeptResults(self._save, ATTENTION, are_all=not self._keeps_others)
+            if self._keeps_attention
+            else None
+        )
+        results = KeptResults(self._save, EXPENSIVE - ATTENTION if attention else EXPENSIVE)
 
         def body(*inputs: Any) -> Any:
             results.start_pass()
@@ -212,65 +193,3 @@ class _BlockingCheckpoint(torch.autograd.Function):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward(outputs, gradients)
         return (None, None, hidden.grad, *(None for _ in ctx.rest))
-
-
-class KeptResults(TorchDispatchMode):
-    """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
-
-    Results of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
-    recomputed layer saves for backward exactly what it would have saved. Random numbers that an operation has taken,
-    for dropout, are skipped where its result is handed back.
-    """
-
-    def __init__(
-        self, save: Callable[[torch.Tensor], KeptTensor | MovedTensor], operations: Collection[str]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._save = save
-        self._operations = operations
-        # Each with the generator's state after it, if the operation has dropout.
-        self._results: list[tuple[Any, torch.Tensor | None]] = []
-        self._passes = 0
-        self._next = 0
-
-    def start_pass(self) -> None:
-        """Begin the layer's forward, or a recomputation of it."""
-        self._passes += 1
-        self._next = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.name().partition(".")[0] not in self._operations:
-            return func(*args, **(kwargs or {}))
-        if self._passes == 1:
-            result = func(*args, **(kwargs or {}))
-            drops = _argument(func, "dropout_p", args, kwargs or {})
-            random = _generator_of(args[0]).get_rng_state() if drops else None
-            self._results.append((tree_map(self._save_leaf, result), random))
-            return result
-        result, random = self._results[self._next]
-        self._next += 1
-        if random is not None:
-            _generator_of(args[0]).set_rng_state(random)
-        return tree_map(_restore_leaf, result)
-
-    def _save_leaf(self, leaf: Any) -> Any:
-        return self._save(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _restore_leaf(leaf: Any) -> Any:
-    return leaf.restore() if isinstance(leaf, KeptTensor | MovedTensor) else leaf
-
-
-def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the argument `name` of a call, its default where it is not given, or None where there is none."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
-    return None
-
-
-def _generator_of(tensor: torch.Tensor) -> Any:
-    """Return the module whose `get_rng_state` and `set_rng_state` are those of the tensor's current device."""
-    return torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -48,6 +49,16 @@ def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Cal
         return forward(*args, **kwargs)
 
     return call, leaves
+
+
+def refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
+    """Raise ValueError where a cache of keys and values is passed: recomputation would add to it again."""
+    for value in values:
+        if callable(getattr(value, "get_seq_length", None)):
+            raise ValueError(
+                f"{type(module).__name__} got a {type(value).__name__} while training; expected none, because a layer "
+                "that is computed twice would add its keys twice; try model.config.use_cache = False"
+            )
 
 
 def _first_call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:

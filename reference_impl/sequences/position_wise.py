@@ -53,7 +53,7 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
         return _with_positions(name, call(inputs), Leading(probe.batch, count))
 
     # What records or counts operations is not to see these.
-    with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), _buffers_kept(module):
+    with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), buffers_kept(module):
         _refuse_kept(name, module, call, few)
         surroundings = Surroundings(few)
         whole = outputs(few, probe.count)
@@ -120,7 +120,7 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
         Surroundings(few).again(),
         torch.enable_grad(),
         saved_tensors_hooks(pack, lambda tensor: tensor),
-        _buffers_kept(module),
+        buffers_kept(module),
     ):
         call(few)
     given = sum(each.nbytes for each in few if isinstance(each, torch.Tensor))
@@ -196,7 +196,7 @@ def _differs(
     is_float = expected.is_floating_point()
     other = (expected != found) & ~(expected.isnan() & found.isnan()) if is_float else expected != found
     if is_float:
-        bound = _rounding(expected.dtype) * expected.abs().nan_to_num(posinf=0.0).amax()
+        bound = rounding(expected.dtype) * expected.abs().nan_to_num(posinf=0.0).amax()
         other &= ~((expected - found).abs() <= bound)
     result = other.flatten(leading.dim + 1).any(-1) if other.dim() > leading.dim + 1 else other.clone()
     if except_at is not None:
@@ -205,7 +205,7 @@ def _differs(
     return result
 
 
-def _rounding(dtype: torch.dtype) -> float:
+def rounding(dtype: torch.dtype) -> float:
     """Return by how much kernels for other shapes may differ, of the largest output."""
     eps = torch.finfo(dtype).eps
     # Sums of 16-bit products are rounded once, in each of a few products. Those of others are added in another order.
@@ -213,7 +213,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
+def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Give every buffer of `module` what it has now back at the end: a module may count what passes."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

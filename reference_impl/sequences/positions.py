@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+# Stands for a tensor among a call's outputs.
+TENSOR = object()
+
 
 @dataclass(frozen=True)
 class Leading:

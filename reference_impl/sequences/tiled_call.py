@@ -12,8 +12,7 @@ Explained in docs/long-sequences.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward
 from reference_impl.activations.recompute import Surroundings
-from reference_impl.sequences.positions import Joined, Leading, part_of_gradient
+from reference_impl.sequences.gradients import Sum, of_input, refuse_other_leaves, stand_ins
+from reference_impl.sequences.positions import TENSOR, Joined, Leading, part_of_gradient
 
 
 class TiledCall:
@@ -67,7 +67,7 @@ class TiledCall:
         assert self._made is not None
         others, structure = self._made
         remaining = iter(made)
-        return tree_unflatten([next(remaining) if other is _TENSOR else other for other in others], structure)
+        return tree_unflatten([next(remaining) if other is TENSOR else other for other in others], structure)
 
     def outputs(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Compute all tiles; return each tensor of the outputs for all positions."""
@@ -86,7 +86,7 @@ class TiledCall:
         self._surroundings.append(surroundings)
         outputs = [each for each in made if isinstance(each, torch.Tensor)]
         if not joined:
-            self._made = [_TENSOR if isinstance(each, torch.Tensor) else each for each in made], structure
+            self._made = [TENSOR if isinstance(each, torch.Tensor) else each for each in made], structure
             count = tile.stop - tile.start
             joined += (Joined(self._name, self._leading, each, count) for each in outputs)
         for whole, output in zip(joined, outputs, strict=True):
@@ -107,8 +107,8 @@ class TiledCall:
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         sums = [
-            *(_of_positions(leaf, self._leading) for leaf in tensors),
-            *(_Sum(weight) for weight in self._trained),
+            *(of_input(leaf, self._leading) for leaf in tensors),
+            *(Sum(weight) for weight in self._trained),
         ]
         with stand_ins(self._module, self._trained) as weights:
             for tile, surroundings in zip(self._tiles, self._surroundings, strict=True):
@@ -122,7 +122,7 @@ class TiledCall:
         tile: slice,
         surroundings: Surroundings,
         gradients: Sequence[torch.Tensor | None],
-        sums: Sequence[_Sum],
+        sums: Sequence[Sum],
     ) -> None:
         """Add a tile's gradients to `sums`."""
         inputs = [
@@ -143,7 +143,7 @@ class TiledCall:
         if not pairs:
             return
         if tile.start == 0:
-            self._refuse_others([output for output, _ in pairs], [source for source, _ in wanted])
+            refuse_other_leaves(self._name, [output for output, _ in pairs], [source for source, _ in wanted])
         found = torch.autograd.grad(
             [output for output, _ in pairs],
             [source for source, _ in wanted],
@@ -153,36 +153,6 @@ class TiledCall:
         for (_, sum_), gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 sum_.add(gradient, tile)
-
-    def _refuse_others(self, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Raise RuntimeError where the graph of `outputs` has other leaves: their gradients would be lost."""
-        known = {id(source) for source in sources}
-        others = [leaf for leaf in _leaves_of(outputs) if id(leaf) not in known]
-        if others:
-            shapes = ", ".join(sorted(str(tuple(each.shape)) for each in others))
-            raise RuntimeError(
-                f"{self._name} computes with trained tensors that are none of its parameters, of shape {shapes}; "
-                f"expected parameters of {self._name}, or inputs of its forward; try leaving {self._name} out of tiles"
-            )
-
-
-def _leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the leaves that the graph of `outputs` ends in."""
-    pending = [output.grad_fn for output in outputs]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node is None:
-            continue
-        if hasattr(node, "variable"):
-            yield node.variable
-        new = {following for following, _ in node.next_functions} - seen
-        seen |= new
-        pending += new
-
-
-# Stands for a tensor among a call's outputs.
-_TENSOR = object()
 
 
 class _Inputs(torch.autograd.Function):
@@ -222,65 +192,3 @@ class _Outputs(torch.autograd.Function):
             )
         ctx.call.take_gradients(gradients)
         return torch.empty(0, device=ctx.device), None, None
-
-
-class _Sum:
-    """The gradient of what all tiles share, in fp32 at least until it is rounded once."""
-
-    def __init__(self, shared: torch.Tensor) -> None:
-        # A leaf's gradient may be asked for in another dtype than its own.
-        self._dtype = (shared.grad_dtype if shared.is_leaf else None) or shared.dtype
-        self._sum: torch.Tensor | None = None
-
-    def add(self, gradient: torch.Tensor, tile: slice) -> None:
-        """Add a tile's gradient."""
-        if self._sum is None:
-            # A copy in any case: autograd may have given the same tensor to others.
-            self._sum = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-        else:
-            self._sum.add_(gradient)
-
-    def result(self) -> torch.Tensor | None:
-        """Return the gradient, None where no tile has one, and forget it."""
-        sum_, self._sum = self._sum, None
-        return None if sum_ is None else sum_.to(self._dtype)
-
-
-class _Positions(_Sum):
-    """The gradient of an input that has positions: each tile has its own."""
-
-    def __init__(self, leaf: torch.Tensor, leading: Leading) -> None:
-        super().__init__(leaf)
-        self._leaf, self._leading = leaf, leading
-
-    def add(self, gradient: torch.Tensor, tile: slice) -> None:
-        """Write a tile's gradient."""
-        if self._sum is None:
-            self._sum = torch.zeros_like(self._leaf)
-        self._sum.narrow(self._leading.dim, tile.start, tile.stop - tile.start).copy_(gradient)
-
-
-def _of_positions(leaf: torch.Tensor, leading: Leading) -> _Sum:
-    return _Positions(leaf, leading) if leading.is_cut(leaf) else _Sum(leaf)
-
-
-@contextmanager
-def stand_ins(module: nn.Module, weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Have `module` compute with tensors that share memory with `weights`, and are leaves of their own; yield them.
-
-    Without them a hook on a weight's gradient would hear of every tile's part.
-    """
-    instead = {weight: weight.detach().requires_grad_() for weight in weights}
-    places = [
-        (inner._parameters, name, weight)
-        for inner in module.modules()
-        for name, weight in inner._parameters.items()
-        if weight is not None and weight in instead
-    ]
-    try:
-        for held, name, weight in places:
-            held[name] = instead[weight]  # type: ignore[assignment]
-        yield list(instead.values())
-    finally:
-        for held, name, weight in places:
-            held[name] = weight

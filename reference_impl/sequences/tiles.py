@@ -8,9 +8,7 @@ Explained in docs/long-sequences.md.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -24,6 +22,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoabl
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.shown import Shown
 from reference_impl.memory.transforms import running_transform
+from reference_impl.sequences.inside import inside, inside_of, is_inside
 from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
 from reference_impl.sequences.positions import Leading, leading_of
 from reference_impl.sequences.tiled_call import TiledCall
@@ -86,7 +85,6 @@ class SequenceTiles(Shown, ClosedAtExit):
         # Of modules that have been tried, whether they run in tiles; named ones are.
         self._runs_in_tiles: dict[nn.Module, bool] = {}
         self._named = 0 if tiles is None else len(modules)
-        self._here = threading.local()
         try:
             for module in modules:
                 around = partial(self._around, names[module])
@@ -122,30 +120,10 @@ class SequenceTiles(Shown, ClosedAtExit):
         leading = leading_of(leaves)
         if leading is None or leading.count <= self.tile_tokens or running_transform() is not None:
             return forward(*args, **kwargs)
-        if self._is_inside or not self._tries(name, forward, module, leaves, structure, leading):
+        if is_inside() or not self._tries(name, forward, module, leaves, structure, leading):
             return forward(*args, **kwargs)
-        call = TiledCall(name, module, self._inside_of(forward), leaves, structure, leading, self.tile_tokens)
+        call = TiledCall(name, module, inside_of(forward), leaves, structure, leading, self.tile_tokens)
         return uncompiled(call.run)(leaves)
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether this thread computes a tile: a module inside may join several sequences to more positions."""
-        return getattr(self._here, "tiles", 0) > 0
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._here.tiles = getattr(self._here, "tiles", 0) + 1
-        try:
-            yield
-        finally:
-            self._here.tiles -= 1
-
-    def _inside_of(self, forward: Forward) -> Forward:
-        def tile(*args: Any, **kwargs: Any) -> Any:
-            with self._inside():
-                return forward(*args, **kwargs)
-
-        return tile
 
     def _tries(
         self,
@@ -169,7 +147,7 @@ class SequenceTiles(Shown, ClosedAtExit):
             args, kwargs = tree_unflatten(list(inputs), structure)
             return plain(*args, **kwargs)
 
-        with self._inside():
+        with inside():
             if self._finds:
                 runs = uncompiled(gains_by_tiles)(name, module, call, leaves, leading)
             else:

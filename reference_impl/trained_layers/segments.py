@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward, wrap_forward
-from reference_impl.activations.recompute import recomputed, repeatable
+from reference_impl.activations.recompute import recomputed, refuse_caches, repeatable
 from reference_impl.memory.transforms import running_transform
 
 
@@ -62,7 +62,7 @@ def recompute_in_slices(
             if not is_gathered():
                 raise _refused(module, transform)
             return forward(*args, **kwargs)
-        _refuse_caches(module, (*args, *kwargs.values()))
+        refuse_caches(module, (*args, *kwargs.values()))
         if slices == 1:
             if not recomputes:
                 return forward(*args, **kwargs)
@@ -121,13 +121,3 @@ def _refused(module: nn.Module, transform: str) -> RuntimeError:
         f"{transform} was called through {type(module).__name__}, whose weights stream, and nothing says there when "
         "its backward needs them; expected weights that stay meanwhile; try `with streamer.gathered():` around it"
     )
-
-
-def _refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
-    """Raise ValueError where a cache of keys and values is passed: recomputation would add to it again."""
-    for value in values:
-        if callable(getattr(value, "get_seq_length", None)):
-            raise ValueError(
-                f"{type(module).__name__} got a {type(value).__name__} while training; expected none, because a layer "
-                "that is computed twice would add its keys twice; try model.config.use_cache = False"
-            )

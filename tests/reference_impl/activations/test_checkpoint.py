@@ -459,7 +459,7 @@ attend.register_autograd(
 
 def test_random_numbers_behind_kept_attention_are_those_of_the_first_call(device, monkeypatch):
     """The CPU's attention has no kernel with dropout, so one that takes random numbers stands in for it."""
-    monkeypatch.setattr(module, "_ATTENTION", {"offload_test::attend"})
+    monkeypatch.setattr(module, "ATTENTION", {"offload_test::attend"})
     model, step = attending(device, dropout=0.5)
     for layer in model:
         layer.out.register_forward_hook(lambda _, __, output: attend(output, 0.5))

@@ -1,0 +1,132 @@
+"""Results of one layer's forward that are kept and handed back where the layer is computed again.
+
+Explained in docs/activation-offloading.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
+
+from reference_impl.activations.run import MovedTensor
+from reference_impl.activations.tokens import KeptTensor
+
+# Forward kernels that return the output and what backward needs beside it, whoever calls them: torch's own
+# (native_functions.yaml), and those that flash-attn registers (flash_attn_interface.py, since 2.7).
+ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+    # torch.nn.attention.varlen, of packed documents.
+    "torch_attn::_varlen_attn",
+}
+EXPENSIVE = ATTENTION | {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::convolution",
+    "aten::_scaled_mm",
+}
+
+
+class KeptResults(TorchDispatchMode):
+    """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
+
+    Results of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
+    recomputed layer saves for backward exactly what it would have saved. Random numbers that an operation has taken,
+    for dropout, are skipped where its result is handed back.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[torch.Tensor], KeptTensor | MovedTensor],
+        operations: Collection[str],
+        *,
+        are_all: bool = False,
+    ) -> None:
+        """Keep results of `operations` by `save`; `are_all` says that the layer keeps no other results."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.are_all = are_all
+        self._save = save
+        self._operations = operations
+        # Each with its operation, and the generator's state after it if that has dropout.
+        self._results: list[tuple[Any, Any, torch.Tensor | None]] = []
+        self._passes = 0
+        self._next = 0
+
+    def start_pass(self) -> None:
+        """Begin the layer's forward, or a recomputation of it."""
+        self._passes += 1
+        self._next = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operation_of(func) not in self._operations:
+            return func(*args, **(kwargs or {}))
+        if not self.hands_back:
+            result = func(*args, **(kwargs or {}))
+            drops = _argument(func, "dropout_p", args, kwargs or {})
+            random = _generator_of(args[0]).get_rng_state() if drops else None
+            self._results.append((func, tree_map(self._save_leaf, result), random))
+            return result
+        _, result, random = self._results[self._next]
+        self._next += 1
+        if random is not None:
+            _generator_of(args[0]).set_rng_state(random)
+        return tree_map(_restore_leaf, result)
+
+    @property
+    def hands_back(self) -> bool:
+        """Whether the layer is computed again."""
+        return self._passes > 1
+
+    def take(self) -> tuple[Any, Any]:
+        """Return the next operation and its result, which hands them back without a call; for none with dropout."""
+        func, result, random = self._results[self._next]
+        assert random is None
+        self._next += 1
+        return func, tree_map(_restore_leaf, result)
+
+    def _save_leaf(self, leaf: Any) -> Any:
+        return self._save(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def operation_of(func: Any) -> str:
+    """Return the name of an operator, without its overload."""
+    return str(func.name()).partition(".")[0]
+
+
+def attention_handed_back() -> KeptResults | None:
+    """Return what hands attention's results back to the layer that is computed again here, and no other results."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, KeptResults):
+            return mode if mode.hands_back and mode.are_all else None
+    return None
+
+
+def _restore_leaf(leaf: Any) -> Any:
+    return leaf.restore() if isinstance(leaf, KeptTensor | MovedTensor) else leaf
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the argument `name` of a call, its default where it is not given, or None where there is none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
+    return None
+
+
+def _generator_of(tensor: torch.Tensor) -> Any:
+    """Return the module whose `get_rng_state` and `set_rng_state` are those of the tensor's current device."""
+    return torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)
