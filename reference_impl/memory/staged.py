@@ -32,8 +32,8 @@ from reference_impl.memory.pinned import at_end_of_limit, pinned_book
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.worker import Worker, is_done
 
-# Of each direction, where both are used.
-_BUFFERS = 8
+# Of each direction, where both are used. Eight of half the size took 4 to 12 percent more of a step (two hosts).
+_BUFFERS = 4
 # A copy to the host that takes longer is lost.
 _DEADLINE_S = 600.0
 

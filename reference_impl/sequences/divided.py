@@ -187,7 +187,7 @@ class _Seen:
         self._behind: dict[nn.Linear, tuple[int, set[int]]] = {}
         # Numbers of heads of queries, keys and values.
         self.heads: set[int] = set()
-        # The name of the module inside that has returned last, of those that the module itself calls.
+        # The name of the module that is called first behind the kernel.
         self.last: str | None = None
 
     def listen(self, call: Call, inputs: Sequence[Any]) -> None:
@@ -200,8 +200,8 @@ class _Seen:
             for inner in self._module.modules():
                 if isinstance(inner, nn.Linear):
                     stack.callback(inner.register_forward_pre_hook(self._linear).remove)
-            for name, child in self._module.named_children():
-                stack.callback(child.register_forward_hook(partial(self._returned, name)).remove)
+            for name, inner in self._module.named_modules():
+                stack.callback(inner.register_forward_pre_hook(partial(self._called, name)).remove)
             stack.enter_context(KernelCalls(self._kernel))
             made = [each for each in tree_flatten(call(inputs))[0] if isinstance(each, torch.Tensor)]
         if not self.heads:
@@ -216,8 +216,9 @@ class _Seen:
         _, others = found.setdefault(layer, (id(layer.weight), set()))
         others.update(id(leaf) for leaf in leaves_of(inputs))
 
-    def _returned(self, name: str, _: nn.Module, __: Any, ___: Any) -> None:
-        self.last = name if self.heads else None
+    def _called(self, name: str, _: nn.Module, __: Any) -> None:
+        if self.heads and self.last is None:
+            self.last = name
 
     def _kernel(self, func: Any, args: Sequence[Any], _: Any) -> None:
         if self._behind:

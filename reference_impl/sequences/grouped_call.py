@@ -25,7 +25,7 @@ from reference_impl.activations.kept_results import ATTENTION, attention_handed_
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.divided import Division, KernelCalls, forgetting_saved, merged
 from reference_impl.sequences.gradients import Joint, Place, Sum, refuse_other_leaves, replaced
-from reference_impl.sequences.inside import inside
+from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.positions import TENSOR, Leading
 
 # Of one call of a kernel: its name, and what it has returned.
@@ -120,7 +120,7 @@ class GroupedCall:
             for weight in self._trained
         }
         of_inputs = [Sum(each) for each in tensors]
-        with inside():
+        with A_PART.entered():
             for group in range(self._division.groups):
                 self._differentiate(group, gradient, tensors, kernels, of_inputs, of_weights)
         return [each.result() for each in (*of_inputs, *of_weights.values())]

@@ -25,7 +25,7 @@ from reference_impl.memory.shown import Shown
 from reference_impl.memory.transforms import running_transform
 from reference_impl.sequences.divided import Division, division_of
 from reference_impl.sequences.grouped_call import GroupedCall
-from reference_impl.sequences.inside import inside, is_inside
+from reference_impl.sequences.inside import A_PART, Inside
 from reference_impl.sequences.positions import Leading, leading_of
 
 
@@ -90,6 +90,7 @@ class HeadGroups(Shown, ClosedAtExit):
         # By kind of module; None for what runs as it is.
         self._divisions: dict[object, Division | None] = {}
         self._grouped: set[nn.Module] = set()
+        self._a_call = Inside()
         try:
             for module in modules:
                 do_undoably(partial(wrap_forward, module, partial(self._around, names[module])), self._undo)
@@ -122,7 +123,9 @@ class HeadGroups(Shown, ClosedAtExit):
     ) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
         leading = leading_of(leaves)
-        if leading is None or leading.count <= self.longer_than or not torch.is_grad_enabled() or is_inside():
+        if leading is None or leading.count <= self.longer_than or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if A_PART or self._a_call:
             return forward(*args, **kwargs)
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
         if running_transform() is not None or not any(
@@ -134,6 +137,8 @@ class HeadGroups(Shown, ClosedAtExit):
         if division is None:
             return forward(*args, **kwargs)
         self._grouped.add(module)
+        # In forward modules inside run as they are, or in tiles.
+        forward = self._a_call.around(forward)
         call = GroupedCall(name, module, forward, leaves, structure, leading, division)
         return uncompiled(call.run)(leaves)
 
@@ -162,7 +167,7 @@ class HeadGroups(Shown, ClosedAtExit):
             return plain(*args, **kwargs)
 
         try:
-            with inside():
+            with A_PART.entered():
                 found = division_of(name, module, call, leaves, leading, self.groups, exactly=not self._finds)
         except torch.OutOfMemoryError:
             raise

@@ -12,29 +12,33 @@ from typing import Any
 
 from reference_impl.activations.attach import Forward
 
-_here = threading.local()
+
+class Inside:
+    """Where a thread is: true inside a forward of `around`, or the context of `entered`."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def __bool__(self) -> bool:
+        return getattr(self._here, "depth", 0) > 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Be inside."""
+        self._here.depth = getattr(self._here, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            self._here.depth -= 1
+
+    def around(self, forward: Forward) -> Forward:
+        """Return `forward` that is inside while it runs."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self.entered():
+                return forward(*args, **kwargs)
+
+        return inside
 
 
-def is_inside() -> bool:
-    """Whether this thread computes a part."""
-    return getattr(_here, "parts", 0) > 0
-
-
-@contextmanager
-def inside() -> Iterator[None]:
-    """Compute a part."""
-    _here.parts = getattr(_here, "parts", 0) + 1
-    try:
-        yield
-    finally:
-        _here.parts -= 1
-
-
-def inside_of(forward: Forward) -> Forward:
-    """Return `forward` as the part of a call."""
-
-    def part(*args: Any, **kwargs: Any) -> Any:
-        with inside():
-            return forward(*args, **kwargs)
-
-    return part
+A_PART = Inside()

@@ -22,7 +22,7 @@ from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoabl
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.shown import Shown
 from reference_impl.memory.transforms import running_transform
-from reference_impl.sequences.inside import inside, inside_of, is_inside
+from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
 from reference_impl.sequences.positions import Leading, leading_of
 from reference_impl.sequences.tiled_call import TiledCall
@@ -120,9 +120,9 @@ class SequenceTiles(Shown, ClosedAtExit):
         leading = leading_of(leaves)
         if leading is None or leading.count <= self.tile_tokens or running_transform() is not None:
             return forward(*args, **kwargs)
-        if is_inside() or not self._tries(name, forward, module, leaves, structure, leading):
+        if A_PART or not self._tries(name, forward, module, leaves, structure, leading):
             return forward(*args, **kwargs)
-        call = TiledCall(name, module, inside_of(forward), leaves, structure, leading, self.tile_tokens)
+        call = TiledCall(name, module, A_PART.around(forward), leaves, structure, leading, self.tile_tokens)
         return uncompiled(call.run)(leaves)
 
     def _tries(
@@ -147,7 +147,7 @@ class SequenceTiles(Shown, ClosedAtExit):
             args, kwargs = tree_unflatten(list(inputs), structure)
             return plain(*args, **kwargs)
 
-        with inside():
+        with A_PART.entered():
             if self._finds:
                 runs = uncompiled(gains_by_tiles)(name, module, call, leaves, leading)
             else:
