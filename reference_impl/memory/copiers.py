@@ -4,7 +4,7 @@ One core reads and writes host memory at a fraction of the link's rate, so pagea
 many copy at a time as cores are idle: the threads of a CPU update keep theirs, also where they begin in the middle.
 
 All of them share each copy, a part at a time. Where a thread has a copy of its own (one H200's host, 16 cores), buffers
-are filled at 25 to 29 GB/s: no more threads work than there are buffers, and the first of eight is full when all are.
+are filled at 25 to 29 GB/s: no more threads work than there are buffers, and the first of several is full when all are.
 Threads that share fill one after the other, and what they have written is still in the cache when the link reads it.
 
 A part is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
