@@ -11,10 +11,10 @@ clipping and the loss in chunks: forward, backward with each layer recomputed, s
 `attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both; `groups` is both and
 `HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
 `FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. `old` is `today`
-with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms up, since
-an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the driver; host
-memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise. The models are
-those of Transformers, with random weights.
+with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
+up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the
+driver; host memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise.
+The models are those of Transformers, with random weights.
 """
 
 from __future__ import annotations
