@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from reference_impl.device import Device
-from reference_impl.device.base import device_is_full
+from reference_impl.device.base import Event, device_is_full
 from reference_impl.memory.absent import (
     detached_meanwhile,
     is_absent,
@@ -136,14 +136,18 @@ class ParkedStorage:
         self.is_parked = True
         resize_storage(self.found.storage, 0)
 
-    def start_copy_in(self) -> None:
-        """Have memory on the device again and start the H2D copy. Raises OutOfMemoryError."""
+    def take_memory(self) -> None:
+        """Have memory on the device again. Raises OutOfMemoryError."""
         assert self.found is not None
         resize_storage(self.found.storage, self.size_bytes)
-        self._device.copy(_flat(self.found.storage), self.host)
+
+    def start_copy_in(self, *, after: Event) -> None:
+        """Start the H2D copy once the memory that was taken is there, which `after` says."""
+        assert self.found is not None
+        self._device.copy_in(_flat(self.found.storage), self.host, after=[after])
 
     def free_again(self) -> None:
-        """Undo `start_copy_in`, once no copy runs, unless the tensors are present already."""
+        """Undo `take_memory`, once no copy runs, unless the tensors are present already."""
         if self.is_parked and self.found is not None and self.found.storage.nbytes():
             resize_storage(self.found.storage, 0)
 

@@ -1,6 +1,7 @@
 """Moves storages to the host and back as one transaction, and keeps the host memory for it.
 
-Copies run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs time.
+Copies out run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs
+time. Copies in take turns on the two copy streams: one fills the gaps between the other's, see `AlternatingStreams`.
 On the way out nothing is freed before all bytes are on the host. On the way back no tensor may be used before all bytes
 are on the device. So an error leaves all storages parked or all present, and what it leaves can go on.
 
@@ -27,14 +28,9 @@ from reference_impl.parking.tensors import FoundStorage, Kind
 from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
-# To give back 21.8 GB takes 0.035 s in pieces as torch makes them and 0.02 s in one; but to allocate one delays the
-# first copy by 0.03 s (one H200). So the first piece is small, and each is allocated while the one before it is filled,
-# which takes ten times as long for as many bytes.
-_FIRST_PIECE_BYTES = 2**26
-_LAST_PIECE_BYTES = 2**32
-# Copies in of up to about 24 kB pass the copy engine by, which waits for them in between; they come last, in one row.
-# Up to here the allocator has memory of its own for them.
-_SMALL_BYTES = 2**20
+# The next piece is allocated while this one is filled, in 10 ms of the link. To give back 21.8 GB takes 0.035 s in
+# pieces as torch makes them and 0.02 s in one; but to allocate one delays the first copy by 0.03 s (one H200).
+_PIECE_BYTES = 2**29
 
 
 class Transfer:
@@ -170,7 +166,10 @@ class Transfer:
                 for neighbours in _neighbours(storages):
                     self._make_room(neighbours)
                     for each in neighbours:
-                        each.start_copy_in()
+                        each.take_memory()
+                    there = self._device.record()
+                    for each in neighbours:
+                        each.start_copy_in(after=there)
                 self._device.synchronize()
                 return
             except Exception as error:
@@ -254,20 +253,17 @@ class Transfer:
 
 
 def _neighbours(storages: Sequence[ParkedStorage]) -> Iterator[list[ParkedStorage]]:
-    """Yield `storages` in groups that get a piece of memory each, every piece twice as large as the one before it.
+    """Yield `storages` in groups that are worth a piece of memory of their own.
 
-    Of one kind each: gradients are freed together, and the memory that they leave is to be in few pieces. Small ones
-    are a group of their own, the last.
+    Of one kind each: gradients are freed together, and the memory that they leave is to be in few pieces.
     """
     group: list[ParkedStorage] = []
-    size_bytes, piece_bytes = 0, _FIRST_PIECE_BYTES
+    size_bytes = 0
     for each in storages:
-        if each.size_bytes <= _SMALL_BYTES:
-            continue
-        if group and (size_bytes >= piece_bytes or each.kind != group[0].kind):
+        if group and (size_bytes >= _PIECE_BYTES or each.kind != group[0].kind):
             yield group
-            group, size_bytes, piece_bytes = [], 0, min(2 * piece_bytes, _LAST_PIECE_BYTES)
+            group, size_bytes = [], 0
         group.append(each)
         size_bytes += each.size_bytes
-    small = [each for each in storages if each.size_bytes <= _SMALL_BYTES]
-    yield from (each for each in (group, small) if each)
+    if group:
+        yield group

@@ -125,7 +125,7 @@ def test_prepared_memory_is_that_of_the_first_parking(model):
 
 
 class WithRoom(CpuTwin):
-    """A twin whose allocator notes for which storages room was made, and whose copies are noted behind them."""
+    """A twin whose allocator notes for which storages room was made."""
 
     segments_grow = False
 
@@ -147,24 +147,19 @@ class WithRoom(CpuTwin):
         return []
 
 
-def test_memory_comes_back_in_pieces_that_grow_and_small_storages_last(monkeypatch):
-    """The link begins when the first piece is there; the driver takes few long ones back sooner."""
+def test_memory_comes_back_in_few_pieces_of_one_kind_each(monkeypatch):
+    """The driver takes few long ones back sooner, and gradients are freed together."""
     twin = WithRoom(torch.device("cpu"))
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: twin))
-    monkeypatch.setattr(transfer, "_FIRST_PIECE_BYTES", 2**21)
-    monkeypatch.setattr(transfer, "_LAST_PIECE_BYTES", 2**23)
-    large, small = 2**19, 2**18
-    model = nn.Sequential(*(nn.Linear(1, size, bias=False) for size in [large, small] * 10))
-    for param in list(model.parameters())[:4]:
+    monkeypatch.setattr(transfer, "_PIECE_BYTES", 3 * 2**20)
+    model = nn.Sequential(*(nn.Linear(1, 2**18, bias=False) for _ in range(8)))
+    for param in list(model.parameters())[:2]:
         param.grad = torch.ones_like(param)
     before = [param.clone() for param in model.parameters()]
     with park(model) as parked:
         pass
     assert all(map(torch.equal, model.parameters(), before))
-    weights, gradients = [4 * large] * 10, [4 * large] * 2
-    # 2, 4, then 8 MB of weights; gradients are freed together, so they have a piece of their own.
-    pieces = [weights[:1], weights[:2], weights[:4], weights[:3], gradients, [4 * small] * 12]
-    assert twin.noted == pieces
+    assert twin.noted == [[2**20] * 3, [2**20] * 3, [2**20] * 2, [2**20] * 2]
     parked.close()
 
 
