@@ -7,26 +7,21 @@ there, if there is one. A notice counts only where nothing failed and the run do
 nothing is known of an exception, the answer says where it was raised and what would decide.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+import re
+from collections.abc import Sequence
 
-from skill_tools.configs.config import Config
-from skill_tools.diagnosis import code, numbers, phases, symptoms
-from skill_tools.diagnosis.anomalies import Anomaly
-from skill_tools.diagnosis.builds import BuildError
+from skill_tools.diagnosis import code, own_words, phases, symptoms
 from skill_tools.diagnosis.changes import told
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
-from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
-from skill_tools.diagnosis.numbers import Found
 from skill_tools.diagnosis.phases import Phase
-from skill_tools.diagnosis.steps import StepPattern
-from skill_tools.rules.finding import Finding, Severity
-from skill_tools.rules.knowledge import Rule, load_rules
+from skill_tools.diagnosis.wrong_numbers import of_numbers
+from skill_tools.rules.finding import Severity
+from skill_tools.rules.knowledge import load_rules
 from skill_tools.units import gib
 
 _LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an effect as a cause
@@ -35,52 +30,10 @@ _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose line
 # Where one tensor of many was asked for: a gap that would hold it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
-_SHOWN = 2
-_MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
+_OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messages about devices speak of
+_MOST_OTHERS = 2  # causes beside the first that an answer has
+_BELOW = re.compile(r"<(\d[\w.]*)$")  # the release before which a rule holds
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-
-
-class Evidence(NamedTuple):
-    """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
-
-    `said` is the text of the failure from its first line on, `offloads` has what shows each kind of offload of the run.
-    `anomalies` are what is wrong with its numbers, `faults` those that are known to give such. `mended` are faults of
-    libraries that the failure shows, and that a later release mends.
-    """
-
-    failure: Failure | None
-    phase: Phase
-    errors: Sequence[KnownError]
-    seen: Sequence[Seen]
-    patterns: Sequence[StepPattern]
-    out_of_memory: OutOfMemory | None
-    build: BuildError | None
-    owners: Owners
-    findings: Sequence[Finding]
-    config: Config | None
-    dialects: tuple[str, ...]
-    mechanisms: frozenset[str]
-    said: str = ""
-    offloads: Mapping[str, str] = MappingProxyType({})
-    anomalies: Sequence[Anomaly] = ()
-    faults: Sequence[Found] = ()
-    mended: Sequence[Shown] = ()
-
-
-class Conclusion(NamedTuple):
-    """The cause in words, the rule that tells more if there is one, and the lines to change.
-
-    `plans_away` says that a plan's lines, where there are any, take the place of these. Where `is_known` is false, the
-    cause says that nothing is known of it, and `change` is what would decide. `others` are causes that fit too, each
-    with what tells it apart.
-    """
-
-    cause: str
-    rule: str
-    change: tuple[str, ...]
-    plans_away: bool = False
-    is_known: bool = True
-    others: tuple[str, ...] = ()
 
 
 def conclude(evidence: Evidence) -> Conclusion | None:
@@ -93,7 +46,11 @@ def conclude(evidence: Evidence) -> Conclusion | None:
         return outside
     if evidence.mended:
         return _of_mended(evidence.mended[0], evidence.mended[1:])
-    return _of_symptom(evidence, evidence.failure) or _unknown(evidence, evidence.failure)
+    return (
+        _of_symptom(evidence, evidence.failure)
+        or _of_own_words(evidence, evidence.failure)
+        or _unknown(evidence, evidence.failure)
+    )
 
 
 def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
@@ -109,7 +66,19 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
         return _of_message(exact.message, evidence, errors)
     if evidence.mended and evidence.mended[0].fix.is_exact:
         return _of_mended(evidence.mended[0], evidence.mended[1:])
-    return _known(errors, seen, evidence)
+    return _of_another_offload(errors, seen, evidence) or _known(errors, seen, evidence)
+
+
+def _of_another_offload(
+    errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence
+) -> Conclusion | None:
+    """Return what a text about devices means under an offload that is not the one that the messages are about."""
+    if errors or not seen or seen[0].message.kind != "devices" or evidence.failure is None:
+        return None
+    found = _explained(evidence, evidence.failure)
+    if found is None or found.cause.offload in _OF_MESSAGES:
+        return None
+    return _of_symptom(evidence, evidence.failure)
 
 
 def _of_the_rest(evidence: Evidence) -> Conclusion | None:
@@ -128,7 +97,7 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
         return known
     if evidence.build is not None and evidence.failure is not None:
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
-    if (wrong := _of_numbers(evidence)) is not None:
+    if (wrong := of_numbers(evidence)) is not None:
         return wrong
     return _of_fitting(evidence, needs_code=False) or _of_notice(evidence) or _of_pattern(evidence)
 
@@ -137,7 +106,7 @@ def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidenc
     """Return what rules' texts (`errors`) and messages say, whichever knows more of the run."""
     same_text = [error for error in errors if error.of_the_run and seen and error.line == seen[0].line]
     if same_text:
-        return _of_rule(same_text[0].rules[0])
+        return of_rule(same_text[0].rules[0])
     if seen and (seen[0].message.kind not in _LATE or not errors):
         return _of_message(seen[0].message, evidence, errors)
     return _of_error(errors, evidence) if errors else None
@@ -147,22 +116,27 @@ def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
     """Return what a rule's text means; the change of a rule about another framework is none for this run."""
     own = next((error for error in errors if error.of_the_run), None)
     if own is not None or not evidence.dialects:
-        return _of_rule((own or errors[0]).rules[0])
+        return of_rule((own or errors[0]).rules[0])
     rule = errors[0].rules[0]
     where = code.of(evidence.failure) if evidence.failure is not None else None
-    return Conclusion(rule.title, "", where.code.decide if where else _DECIDE)
+    newer = tuple(
+        f"{package} {bound[1]} or newer"
+        for package, range_ in rule.versions.items()
+        if (bound := _BELOW.search(range_))
+    )
+    return Conclusion(rule.title, "", (*newer, *(where.code.decide if where else _DECIDE))[:SHOWN])
 
 
 def _confirmed(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion | None:
     broken = {finding.rule: finding for finding in evidence.findings}
-    return next((_of_finding(broken[error.confirmed[0]]) for error in errors if error.confirmed), None)
+    return next((of_finding(broken[error.confirmed[0]]) for error in errors if error.confirmed), None)
 
 
 def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownError]) -> Conclusion:
     for finding in evidence.findings:
         if finding.rule in message.explained_by:
-            return _of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
-    if message.kind == "numerics" and (wrong := _of_numbers(evidence)) is not None and wrong.is_known:
+            return of_finding(finding)._replace(plans_away=message.kind in _MEMORY)
+    if message.kind == "numerics" and (wrong := of_numbers(evidence)) is not None and wrong.is_known:
         return wrong
     if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
         return fitting
@@ -175,8 +149,14 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
-        return Conclusion(cause, _rule(message.rule, evidence), (_DEFRAGMENT, *change)[:_SHOWN])
+        because, less = _why_full(evidence)
+        return Conclusion(
+            cause + because, _rule(message.rule, evidence), (_DEFRAGMENT, *less, *change)[:SHOWN]
+        )
     cause = message.cause
+    if message.kind == "gpu-memory" and not message.frames:
+        because, less = _why_full(evidence)
+        cause, change = cause + because, (*less, *change)
     if message.kind == "gpu-memory" and out_of_memory is not None and out_of_memory.is_shared:
         cause += f"; {_others_hold(out_of_memory, evidence)}"
         change = (told("others-off-the-gpu", evidence.dialects, evidence.config), *change)
@@ -186,7 +166,16 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     rule = _rule(message.rule, evidence) or next(
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
-    return Conclusion(cause, rule, change[:_SHOWN], plans_away=message.kind in _MEMORY)
+    return Conclusion(cause, rule, change[:SHOWN], plans_away=message.kind in _MEMORY)
+
+
+def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Say what filled the GPU there, by the run's offload and the place where memory ran out, and what to change."""
+    found = _explained(evidence, evidence.failure)
+    if found is None:
+        return "", ()
+    because = f"; most likely, with {found.offload.name} ({found.shown_by}): {found.cause.cause}"
+    return because, tuple(told(each, evidence.dialects, evidence.config) for each in found.change[:1])
 
 
 def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
@@ -224,6 +213,8 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
     elif owners.of_the_host:
         others = "; ".join(owners.of_the_host)
         cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
+    if owners.grew:
+        cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
     if evidence.config is not None and not evidence.mechanisms and not less:
         change = (
@@ -231,7 +222,7 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
             told("more-host-memory", ()),
         )
         rule = ""
-    return Conclusion(cause, rule, (*less[:1], *change)[:_SHOWN], plans_away=not (less or owners.process))
+    return Conclusion(cause, rule, (*less[:1], *change)[:SHOWN], plans_away=not (less or owners.process))
 
 
 def _at_a_save(evidence: Evidence) -> str:
@@ -256,7 +247,7 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
         silent = finding.effect == "crashes-later" or not finding.text
         in_its_code = where is not None and mechanisms.get(finding.rule) in where.code.mechanisms
         if fits and (silent or not stopped) and (in_its_code or not needs_code):
-            return _of_finding(finding)
+            return of_finding(finding)
     return None
 
 
@@ -279,87 +270,6 @@ def _of_pattern(evidence: Evidence) -> Conclusion | None:
     return None
 
 
-def _of_numbers(evidence: Evidence) -> Conclusion | None:
-    """Return what numbers that are wrong say, where nothing failed: a finding or a fault that gives such, or neither.
-
-    What a healthy run may show too counts only beside one that is known to give it.
-    """
-    if not evidence.anomalies:
-        return _of_silent_fault(evidence)
-    seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
-    proven = [each for each in evidence.faults if each.fault.has_evidence]
-    finding = _that_gives(evidence)
-    if finding is not None:
-        conclusion = _of_finding(finding)
-        return conclusion._replace(cause=f"{seen}; most likely: {conclusion.cause}", others=_others(proven))
-    if proven:
-        return _of_fault(proven[0], proven[1:], seen, evidence)
-    if not any(each.is_strong for each in evidence.anomalies):
-        return None
-    return _unexplained(seen, evidence)
-
-
-def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
-    """Return a conclusion about a fault that each such run has, though no number of this log shows it."""
-    if not evidence.faults or evidence.failure is not None:
-        return None
-    first, *others = evidence.faults
-    return _of_fault(first, others, "nothing failed, and no number of this log stands out", evidence)
-
-
-def _that_gives(evidence: Evidence) -> Finding | None:
-    """Return the configuration's own finding that gives the numbers; first one that loses what was loaded."""
-    fitting = [each for each in evidence.findings if numbers.gives(each.rule, evidence.anomalies)]
-    return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
-
-
-def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Evidence) -> Conclusion:
-    fault = found.fault
-    sure = "most likely" if found.is_likely else "known to give that here:"
-    if found.depends_on:
-        sure = f"if this is {' and '.join(found.depends_on)}, {sure}"
-    change = [told(each, evidence.dialects, evidence.config) for each in fault.change]
-    offload = symptoms.load_offloads().get(fault.offload)
-    if offload is not None:
-        change.append(f"or {symptoms.switched_off(offload, evidence.config)}")
-    return Conclusion(
-        f"{seen}; {sure} {fault.cause}; shown by {', '.join(found.shown_by)}",
-        "",
-        tuple(change),
-        others=(f"to be sure: {fault.tell}", *_others(others)),
-    )
-
-
-def _others(found: Sequence[Found]) -> tuple[str, ...]:
-    """Say what else fits the numbers, each with the experiment that tells it apart."""
-    return tuple(
-        f"or, if this is {' and '.join(each.depends_on)}, {each.fault.cause}; told apart by {each.fault.tell}"
-        if each.depends_on
-        else f"or {each.fault.cause}; told apart by {each.fault.tell}"
-        for each in found[:_MOST_OTHERS]
-    )
-
-
-def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
-    """Say what is seen in the numbers, that no fault is known to be behind them, and what would decide it."""
-    known = symptoms.load_offloads()
-    running = [(known[name], by) for name, by in evidence.offloads.items()]
-    if not running:
-        cause = f"not known. {seen}; nothing that was given shows an offload"
-        return Conclusion(
-            cause, "", _DECIDE_NUMBERS_ELSEWHERE, is_known=False, others=_others(evidence.faults)
-        )
-    by = ", ".join(f"{offload.name} ({shown})" for offload, shown in running[:_MOST_SEEN])
-    off = symptoms.switched_off(running[0][0], evidence.config)
-    change = (
-        f"{off}, for 20 steps from the same weights with one seed and unshuffled data: if the numbers stay wrong, the "
-        "offload is not the cause",
-        "CUDA_LAUNCH_BLOCKING=1 for 20 steps: if the numbers are right then, copies race with the computation",
-    )
-    cause = f"not known. {seen}; this run has {by}"
-    return Conclusion(cause, "", change, is_known=False, others=_others(evidence.faults))
-
-
 def _of_mended(shown: Shown, others: Sequence[Shown]) -> Conclusion:
     """Return a conclusion about a fault of a library that a later release mends."""
     fix = shown.fix
@@ -369,14 +279,22 @@ def _of_mended(shown: Shown, others: Sequence[Shown]) -> Conclusion:
     return Conclusion(
         f"{sure} a fault of {fix.package}: {fix.cause}{by}",
         "",
-        change[:_SHOWN],
+        change[:SHOWN],
         others=tuple(f"or {each.fix.cause} ({each.fix.change})" for each in others[:_MOST_OTHERS]),
+    )
+
+
+def _explained(evidence: Evidence, failure: Failure | None) -> symptoms.Explained | None:
+    if failure is None:
+        return None
+    return symptoms.explain(
+        failure, evidence.said, evidence.phase, evidence.offloads, resumed=evidence.resumed
     )
 
 
 def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
     """Return what such a failure most likely means under an offload that the run has."""
-    found = symptoms.explain(failure, evidence.said, evidence.phase, evidence.offloads)
+    found = _explained(evidence, failure)
     if found is None:
         return None
     where = code.of(failure)
@@ -387,6 +305,12 @@ def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
     off = symptoms.switched_off(found.offload, evidence.config)
     cause = f"most likely {found.offload.name}, which {found.shown_by} shows: {found.cause.cause}"
     return Conclusion(cause, "", (*change[:1], f"or {off}"))
+
+
+def _of_own_words(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return what the exception's own words say, where they refuse a combination or show that releases do not fit."""
+    said = own_words.refusal(failure, evidence.said, evidence.texts) or own_words.misfit(failure)
+    return None if said is None else Conclusion(said.cause, "", said.change)
 
 
 def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
@@ -415,10 +339,6 @@ _DECIDE = (
     "the same run for 3 steps without any offload: if it fails too, no offload is the cause",
     "the whole traceback of the first rank that failed, and the configuration, given to diagnose",
 )
-_DECIDE_NUMBERS_ELSEWHERE = (
-    "the run's configuration or script, given to diagnose after the log",
-    "a tenth of the learning rate, and the batch of the first wrong step looked at: the two usual causes",
-)
 _DECIDE_ELSEWHERE = (
     "the exception's own text: nothing here offloads, so no offload is the cause",
     "the whole traceback of the first rank that failed",
@@ -431,22 +351,3 @@ def _rule(name: str, evidence: Evidence) -> str:
         return name
     own = next((rule.dialects for rule in load_rules() if rule.id == name), ())
     return name if set(own) & set(evidence.dialects) else ""
-
-
-def _of_finding(finding: Finding) -> Conclusion:
-    fix = finding.fix
-    lines = fix.options or tuple(_changed(fix.diff)) or (finding.next,)
-    return Conclusion(f"{finding.title} ({finding.place})", finding.rule, lines[:_SHOWN])
-
-
-def _of_rule(rule: Rule) -> Conclusion:
-    fix = rule.fix
-    set_ = tuple(f"{key}: {value}" for key, value in fix.set.items())
-    return Conclusion(rule.title, rule.id, (fix.options or set_ or (rule.next,))[:_SHOWN])
-
-
-def _changed(diff: str) -> Iterable[str]:
-    """Yield the lines that a diff puts in, or where it puts in none, those that it takes out."""
-    lines = [line for line in diff.splitlines() if not line.startswith(("+++", "---", "@@"))]
-    added = [line[1:].strip() for line in lines if line.startswith("+")]
-    return added or [f"remove {line[1:].strip()}" for line in lines if line.startswith("-")]

@@ -28,7 +28,8 @@ from skill_tools.diagnosis import (
     symptoms,
 )
 from skill_tools.diagnosis.changes import dialects_of
-from skill_tools.diagnosis.conclusion import Conclusion, Evidence, conclude
+from skill_tools.diagnosis.conclusion import conclude
+from skill_tools.diagnosis.evidence import Conclusion, Evidence
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
@@ -163,6 +164,8 @@ def diagnose(
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
         mechanisms=code.runs(config),
         said=said,
+        texts=texts[:-1],
+        resumed=phases.resumed(log, failure),
         offloads=offloads,
         anomalies=wrong,
         faults=numbers.explain(wrong, offloads, texts, releases),

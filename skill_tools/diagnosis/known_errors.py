@@ -16,6 +16,10 @@ from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import Rule, load_rules
 
 _BARE = re.compile(r"[\w.]+(?:: ?'?\{\.\.\}'?)?$|'\w+'$")
+# What Python and argparse say of any name; which one stands in a hole.
+_ANY_NAME = re.compile(
+    r"(?:got an unexpected keyword argument '{0,2}|unrecognized arguments: )\{\.\.\}'{0,3}$"
+)
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
@@ -51,7 +55,9 @@ def find(
             if _BARE.match(template) and rule.id not in confirmed_ids:
                 continue
             place = _place(log, template, ended_by)
-            if place < 0:
+            if place < 0 or (
+                _ANY_NAME.search(template) and not _is_about(rule, log, place, framework, confirmed_ids)
+            ):
                 continue
             place = first_of.setdefault(log.text.rfind("\n", 0, place), place)
             if rule not in at.setdefault(place, []):
@@ -66,6 +72,13 @@ def find(
         inside = ended_by is not None and ended_by.meets(place, place + 1)
         errors.append(KnownError(log.line_at(place), line, rules, confirmed, bool(own), inside))
     return tuple(errors)
+
+
+def _is_about(rule: Rule, log: Log, place: int, framework: str, confirmed: set[str]) -> bool:
+    """Return whether what is said at `place` of any name is about `rule`: its keys, or its framework's run."""
+    if rule.id in confirmed or _mentions(rule, log.context(place)):
+        return True
+    return not {framework, *frameworks(log)}.isdisjoint(rule.dialects)
 
 
 def _place(log: Log, template: str, ended_by: Failure | None) -> int:

@@ -6,8 +6,10 @@ here, read from the configuration and the log where they say it; what they do no
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import NamedTuple
 
+from skill_tools.diagnosis import metrics
 from skill_tools.diagnosis.log import Log
 from skill_tools.units import GIB, gib
 
@@ -65,10 +67,20 @@ ASK = (
 )
 
 
+# What a step's line says of the host's memory in use, whoever prints it.
+_HOST_USE = re.compile(
+    r"(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram)[ _]?(?:used|usage|in use)?[\w/()]{0,8}[\"']?[ :=]{1,3}"
+    r"(?P<gb>[0-9]{1,6}(?:\.[0-9]{1,6})?) ?(?:GB|GiB|G\b|(?=[,\s}-]))",
+    re.IGNORECASE,
+)
+_LEAST_USES, _GROWN = 4, 1.3  # values of a series, and how much more the last is than the first
+
+
 class Owners(NamedTuple):
     """Who else takes memory: of the host in words, what would take less, and the share of each GPU of a rollout engine.
 
-    `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much.
+    `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much. `grew`
+    says how the host's memory in use grew over the log, where it did with each value.
     """
 
     of_the_host: tuple[str, ...]
@@ -76,6 +88,7 @@ class Owners(NamedTuple):
     gpu_share: float | None
     process: str
     process_bytes: int
+    grew: str = ""
 
 
 def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
@@ -90,8 +103,22 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(
-        (*found, *((_SAVE,) if saving else ())), tuple(less), shares[0] if shares else None, process, taken
+        (*found, *((_SAVE,) if saving else ())),
+        tuple(less),
+        shares[0] if shares else None,
+        process,
+        taken,
+        _grew(log),
     )
+
+
+def _grew(log: Log) -> str:
+    """Say how much the host's memory in use grew over the log, if it grew from each value to the next."""
+    values = [float(match["gb"]) for match in metrics.edges(log.text, _HOST_USE)]
+    rises = all(before < after for before, after in pairwise(values))
+    if len(values) < _LEAST_USES or not rises or values[-1] < _GROWN * values[0]:
+        return ""
+    return f"it grew from {values[0]:g} to {values[-1]:g} GB, a little in each step"
 
 
 def in_use(log: Log) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from skill_tools.diagnosis.log import Log
 
 # By kind, the names that trainers give to a metric, without the section before it (`actor/`, `train/`).
 _NAMES = {
-    "loss": r"(?:lm|train(?:ing)?)[_ ]loss(?:_step)?|loss(?:_step)?",
+    "loss": r"(?:lm|train(?:ing)?)[_ ]loss(?:_step)?|loss(?:_step|[_ ]train)?",
     "policy": r"(?:pg|policy|actor|act|vf|value|cri)_loss",
     "norm": r"(?:global_|total_)?grad(?:ient)?s?[._]?[_ ]?norm",
     "reward": r"rewards?|raw_reward|(?:avg|mean)[_ ]reward|score",

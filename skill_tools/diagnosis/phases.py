@@ -72,6 +72,13 @@ _SAVES = re.compile(r"(?:^|[._-])(?:save|ckpt|checkpoint_format|dist_ckpt)")
 _LOADS = re.compile(r"(?:^|[._-])(?:load|resume|pretrained_checkpoint)")
 
 
+def resumed(log: Log, failure: Failure | None) -> bool:
+    """Return whether the log says, up to `failure`, that the run goes on from a checkpoint."""
+    return (
+        _LOADING.search(log.text, 0, min(failure.raised_at if failure else len(log.text), _NEAR)) is not None
+    )
+
+
 def phase_of(log: Log, failure: Failure | None) -> Phase:
     """Return the phase that `failure` stopped, or without one that in which the log ends."""
     at = failure.raised_at if failure else len(log.text)
@@ -134,6 +141,11 @@ def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tu
         return (not fits, finding.effect == "fact", list(Severity).index(finding.severity))
 
     return tuple(sorted(findings, key=place))
+
+
+def is_past(finding: Finding, phase: Phase) -> bool:
+    """Return whether a run that came to `phase` cannot have what `finding` says: it is refused at the start."""
+    return finding.effect == "raises" and phase not in (Phase.STARTUP, Phase.RESUME)
 
 
 def _own_phases(finding: Finding) -> frozenset[Phase]:

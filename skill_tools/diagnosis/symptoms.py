@@ -41,12 +41,16 @@ class Offload(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why failures of a kind happen under an offload; `inside` says that its own code has to have raised them."""
+    """Why failures of a kind happen under an offload.
+
+    `inside` says that its own code has to have raised them, `resumed` that the run has to go on from a checkpoint.
+    """
 
     offload: str
     frames: tuple[str, ...]
     phase: str
     inside: bool
+    resumed: bool
     cause: str
     change: tuple[str, ...]
 
@@ -77,7 +81,7 @@ def load_offloads() -> Mapping[str, Offload]:
             entry["offload"],
             entry["name"],
             tuple(entry["signs"]),
-            tuple(entry["code"]),
+            tuple(entry.get("code", ())),
             frozenset(entry.get("mechanisms", ())),
             entry["without"],
         )
@@ -99,6 +103,7 @@ def load_symptoms() -> tuple[Symptom, ...]:
                     tuple(each.get("frames", ())),
                     each.get("phase", ""),
                     each.get("inside", False),
+                    each.get("resumed", False),
                     each["cause"],
                     tuple(each["change"]),
                 )
@@ -109,7 +114,9 @@ def load_symptoms() -> tuple[Symptom, ...]:
     )
 
 
-def explain(failure: Failure, said: str, phase: Phase, running: Mapping[str, str]) -> Explained | None:
+def explain(
+    failure: Failure, said: str, phase: Phase, running: Mapping[str, str], *, resumed: bool = False
+) -> Explained | None:
     """Return the first cause that fits `failure`, whose text begins `said`; `running` shows each offload of the run."""
     inner = _of_the_code(failure)
     for symptom in load_symptoms():
@@ -118,7 +125,11 @@ def explain(failure: Failure, said: str, phase: Phase, running: Mapping[str, str
         for cause in symptom.causes:
             offloads = running if cause.offload == _ANY else (cause.offload,)
             for name in offloads:
-                if name in running and _fits(cause, name, failure, phase, inner):
+                if (
+                    name in running
+                    and (resumed or not cause.resumed)
+                    and _fits(cause, name, failure, phase, inner)
+                ):
                     offload = load_offloads()[name]
                     return Explained(cause, offload, running[name], cause.change)
     return None

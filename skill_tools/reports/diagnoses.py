@@ -73,16 +73,24 @@ def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
 
 def _findings(found: Diagnosis) -> list[str]:
     """Return a line on each of the configuration's own findings: where, what it shows in a log, and what it says."""
-    shown = _shown_findings(found)
-    if not shown:
+    told = _shown_findings(found)
+    if not told:
         return []
+    passed = [finding for finding in told if phases.is_past(finding, found.phase)]
+    shown = [finding for finding in told if finding not in passed]
     lines = [
         f"  {finding.place} {finding.severity} {finding.rule}: {phases.when(finding)}; {_cut(finding.message)}"
         for finding in shown[:_MOST_FACTS]
     ]
     more = len(shown) - _MOST_FACTS
     command = "offload lint shows them whole"
-    return ["the configuration's own:", *lines, *([f"  {more} more; {command}"] if more > 0 else [])]
+    lines += [f"  {more} more; {command}"] if more > 0 else []
+    if passed:
+        lines.append(
+            f"  {len(passed)} of what stops a run at its start, which this run passed: another release, or a fork, "
+            f"read {passed[0].place.file}; {command}"
+        )
+    return ["the configuration's own:", *lines]
 
 
 def _seen(found: Diagnosis) -> list[str]:

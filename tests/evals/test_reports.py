@@ -31,6 +31,7 @@ LACKING = {
     "nemorl-optimizer-left-on-cpu": "partly",
     "skypilot-slime-oom": "partly",
     "swift-grpo-no-grad-forward": "partly",
+    "verl-fsdp2-load-reserves": "partly",
 }
 
 

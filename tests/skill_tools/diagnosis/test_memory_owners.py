@@ -65,3 +65,15 @@ def test_the_process_that_held_most_is_named() -> None:
 )
 def test_the_share_of_a_rollout_engine_is_read(text: str, share: float | None) -> None:
     assert memory_owners.owners(Log("train.log", ""), {"run.sh": text}, saving=False).gpu_share == share
+
+
+def test_memory_that_grows_with_each_step_is_told() -> None:
+    killed = "node_manager.cc:3069: 1 Workers (tasks / actors) killed due to memory pressure (OOM)\n"
+    grows = "".join(f"step:{n} - score:0.3 - host memory used: {200 + 20 * n} GB\n" for n in range(1, 6))
+    found = diagnose(Log("train.log", grows + killed)).conclusion
+    assert found is not None
+    assert "it grew from 220 to 300 GB" in found.cause
+    level = "".join(f"step:{n} - score:0.3 - host memory used: {200 + n % 2} GB\n" for n in range(1, 6))
+    steady = diagnose(Log("train.log", level + killed)).conclusion
+    assert steady is not None
+    assert "it grew" not in steady.cause

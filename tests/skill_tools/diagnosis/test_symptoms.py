@@ -9,10 +9,12 @@ import pytest
 from skill_tools import knowledge
 from skill_tools.bundle import schema_path
 from skill_tools.configs.keys import load_keys
+from skill_tools.configs.source import Source
 from skill_tools.diagnosis import failures, symptoms
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.dialects import registry
 from tests.support.for_each import for_each
 
 DEVICES = "RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cpu, different from other"
@@ -60,10 +62,49 @@ def test_each_cause_is_told_of_a_failure_that_shows_it(case: tuple[symptoms.Symp
     for text in symptom.texts:
         said = text.replace("{..}", "x")
         failure = failures.Failure("", 0, 0, len(said), "Error", said, frames, is_aftermath=False)
-        found = symptoms.explain(failure, said, phase, {offload.id: "here"})
+        found = symptoms.explain(failure, said, phase, {offload.id: "here"}, resumed=cause.resumed)
         assert found is not None, text
         told.add(found.cause)
     assert cause in told
+
+
+FULL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB."
+STEP = (("train.py", "main"), ("colossalai/nn/optimizer/cpu_adam.py", "step"))
+
+
+def cause_of(log: str, unread: Mapping[str, str]) -> str:
+    found = answer(log, unread).conclusion
+    assert found is not None
+    assert found.is_known
+    return found.cause
+
+
+def test_where_memory_ran_out_says_what_filled_the_gpu() -> None:
+    run = {"run.sh": "python train.py --activation_offloading true\n"}
+    backward = cause_of(raised(FULL, ("torch/autograd/function.py", "backward")), run)
+    assert "no room for one more tensor; most likely, with the offload of activations" in backward
+    assert "runs ahead of the GPU" in backward
+    assert "runs ahead" not in cause_of(raised(FULL, ("mine.py", "forward")), run)
+
+
+def test_states_that_a_load_moved_are_told_after_a_resume_alone() -> None:
+    run = {"train.py": "plugin = LowLevelZeroPlugin(stage=2, cpu_offload=True)\n"}
+    two = raised(DEVICES, *STEP)
+    assert "the load put the optimizer's states" in cause_of("Resuming training from /c\n" + two, run)
+    assert "the load put" not in cause_of(two, run)
+
+
+def test_a_text_about_devices_is_told_by_the_offload_that_the_run_has() -> None:
+    meta = raised("NotImplementedError: Cannot copy out of meta tensor; no data!", ("peft/loftq.py", "init"))
+    assert "device_map offloaded the weight" in cause_of(meta, {"train.py": 'load(m, device_map="auto")\n'})
+    assert "was moved" in cause_of(meta, {"train.py": "fully_shard(m, offload_policy=CPUOffloadPolicy())\n"})
+
+
+def test_a_setting_that_is_no_switch_is_not_switched_off() -> None:
+    offload = symptoms.load_offloads()["sleep"]
+    text = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm\n"
+    config = registry.named("verl").compose([Source("run.sh", text)], [])
+    assert symptoms.switched_off(offload, config) == offload.without
 
 
 def test_an_option_counts_that_is_not_switched_off() -> None:

@@ -1,0 +1,103 @@
+"""What an exception says by itself: that a library refuses a combination, or that two releases do not fit.
+
+No fact about a framework is needed for either. A refusal names what it does not take, and where the run has it; a name
+that cannot be imported, or an argument that is not expected, says which library lacks it.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.symptoms import sign_in
+
+_REFUSES = (
+    "ValueError",
+    "AssertionError",
+    "NotImplementedError",
+    "RuntimeError",
+    "TypeError",
+    "ValidationError",
+)
+_OFFLOADS = re.compile(
+    r"(?i)off-?load|\bswap|nvme|pin[_ ]memory|zero[ -]?[123]|sleep[_ ]mode|cpu_adam|on (?:the )?cpu"
+)
+_DIRECTS = (
+    r"please (?:set|use|enable|disable|remove)|set .{1,40} to |use .{1,40} instead|is required|requires? "
+)
+_FORBIDS = re.compile(
+    r"(?i)not (?:yet |currently )?(?:supported|compatible|implemented|allowed|work)|unsupported|incompatible"
+    r"|(?:can ?not|can't|must(?: not)?|should not) be |does(?: not|n't) support"
+    rf"|only (?:supported|available|works|be used)|mutually exclusive|{_DIRECTS}"
+)
+_DIRECTIVE = re.compile(rf"(?i)[^.;]*(?:{_DIRECTS})[^;]*?(?=\.\s|\.$|;|$)")
+# An option, as texts name them: with an underscore or two hyphens, or in quotes.
+_OPTION = re.compile(r"--[a-z][\w-]{3,60}|\b[a-z]+(?:_[a-z0-9]+){1,8}\b|[`'\"]([A-Za-z][\w.-]{3,60})[`'\"]")
+_MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
+_MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
+_UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
+_SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
+_MOST_OPTIONS = 3
+_LONGEST = 400
+
+
+class Said(NamedTuple):
+    """The cause in words, and what to change."""
+
+    cause: str
+    change: tuple[str, ...]
+
+
+def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Said | None:
+    """Return what `failure` refuses, if its words (`said`) are about an offload; `texts` are the run's files."""
+    words = " ".join(said.split("\n\n")[0].split())[:_LONGEST]
+    if (
+        failure.error.rpartition(".")[2] not in _REFUSES
+        or not _OFFLOADS.search(words)
+        or not _FORBIDS.search(words)
+    ):
+        return None
+    read = tuple(texts)
+    named = dict.fromkeys(match[1] or match[0] for match in _OPTION.finditer(words.partition(": ")[2]))
+    there = [sign for name in named if (sign := sign_in([name], read))][:_MOST_OPTIONS]
+    where = f", raised in {_place(failure)}" if failure.frames else ""
+    cause = f"a library refuses this combination{where}, in its own words: {words}"
+    asked = _DIRECTIVE.search(words.partition(": ")[2])
+    change = f"as it says: {asked[0].strip()}" if asked else "what these words name, one without the other"
+    if there:
+        return Said(f"{cause}; this run has {', '.join(there)}", (change, f"or without {there[0]}"))
+    return Said(cause, (change,))
+
+
+def misfit(failure: Failure) -> Said | None:
+    """Return which two libraries do not fit, where one asks the other for a name or an argument that it lacks."""
+    caller = _caller(failure)
+    if match := _MISSING_NAME.search(failure.text) or _MISSING_PART.search(failure.text):
+        called = match["module"].partition(".")[0]
+        lacks = f"{match['module']} has no {match['name']}"
+    elif match := _UNEXPECTED.search(failure.text):
+        called, lacks = "", f"{match['called']} has no argument {match['name']}"
+    else:
+        return None
+    if not caller or caller == called:
+        return None
+    other = called or "the library that it calls"
+    return Said(
+        f"releases that do not fit: {caller} was written for another release of {other}; in the installed one {lacks}",
+        (
+            f"{caller} and {other} from the same time: the newest of both, or the release of {other} that this "
+            f"{caller} asks for (pip show {caller.replace('_', '-')})",
+        ),
+    )
+
+
+def _caller(failure: Failure) -> str:
+    """Return the package of the innermost frame that is in an installed one."""
+    packages = (_SITE.search(frame.path.replace("\\", "/")) for frame in reversed(failure.frames))
+    return next((match["package"] for match in packages if match), "")
+
+
+def _place(failure: Failure) -> str:
+    frame = failure.frames[-1]
+    path: str = frame.path.replace("\\", "/")
+    return f"{'/'.join(path.split('/')[-3:])}:{frame.line}"

@@ -1,0 +1,96 @@
+"""What numbers that are wrong say of a run in which nothing failed: the finding or the fault that gives such."""
+
+from collections.abc import Sequence
+
+from skill_tools.diagnosis import numbers, phases, symptoms
+from skill_tools.diagnosis.changes import told
+from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_finding
+from skill_tools.diagnosis.numbers import Found
+from skill_tools.rules.finding import Finding
+
+_MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
+_DECIDE_NUMBERS_ELSEWHERE = (
+    "the run's configuration or script, given to diagnose after the log",
+    "a tenth of the learning rate, and the batch of the first wrong step looked at: the two usual causes",
+)
+
+
+def of_numbers(evidence: Evidence) -> Conclusion | None:
+    """Return what numbers that are wrong say, where nothing failed: a finding or a fault that gives such, or neither.
+
+    What a healthy run may show too counts only beside one that is known to give it.
+    """
+    if not evidence.anomalies:
+        return _of_silent_fault(evidence)
+    seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
+    proven = [each for each in evidence.faults if each.fault.has_evidence]
+    finding = _that_gives(evidence)
+    if finding is not None:
+        conclusion = of_finding(finding)
+        return conclusion._replace(cause=f"{seen}; most likely: {conclusion.cause}", others=_others(proven))
+    if proven:
+        return _of_fault(proven[0], proven[1:], seen, evidence)
+    if not any(each.is_strong for each in evidence.anomalies):
+        return None
+    return _unexplained(seen, evidence)
+
+
+def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
+    """Return a conclusion about a fault that each such run has, though no number of this log shows it."""
+    if not evidence.faults or evidence.failure is not None:
+        return None
+    first, *others = evidence.faults
+    return _of_fault(first, others, "nothing failed, and no number of this log stands out", evidence)
+
+
+def _that_gives(evidence: Evidence) -> Finding | None:
+    """Return the configuration's own finding that gives the numbers; first one that loses what was loaded."""
+    fitting = [each for each in evidence.findings if numbers.gives(each.rule, evidence.anomalies)]
+    return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
+
+
+def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Evidence) -> Conclusion:
+    fault = found.fault
+    sure = "most likely" if found.is_likely else "known to give that here:"
+    if found.depends_on:
+        sure = f"if this is {' and '.join(found.depends_on)}, {sure}"
+    change = [told(each, evidence.dialects, evidence.config) for each in fault.change]
+    offload = symptoms.load_offloads().get(fault.offload)
+    if offload is not None:
+        change.append(f"or {symptoms.switched_off(offload, evidence.config)}")
+    return Conclusion(
+        f"{seen}; {sure} {fault.cause}; shown by {', '.join(found.shown_by)}",
+        "",
+        tuple(change),
+        others=(f"to be sure: {fault.tell}", *_others(others)),
+    )
+
+
+def _others(found: Sequence[Found]) -> tuple[str, ...]:
+    """Say what else fits the numbers, each with the experiment that tells it apart."""
+    return tuple(
+        f"or, if this is {' and '.join(each.depends_on)}, {each.fault.cause}; told apart by {each.fault.tell}"
+        if each.depends_on
+        else f"or {each.fault.cause}; told apart by {each.fault.tell}"
+        for each in found[:_MOST_OTHERS]
+    )
+
+
+def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
+    """Say what is seen in the numbers, that no fault is known to be behind them, and what would decide it."""
+    known = symptoms.load_offloads()
+    running = [(known[name], by) for name, by in evidence.offloads.items()]
+    if not running:
+        cause = f"not known. {seen}; nothing that was given shows an offload"
+        return Conclusion(
+            cause, "", _DECIDE_NUMBERS_ELSEWHERE, is_known=False, others=_others(evidence.faults)
+        )
+    by = ", ".join(f"{offload.name} ({shown})" for offload, shown in running[:_MOST_SEEN])
+    off = symptoms.switched_off(running[0][0], evidence.config)
+    change = (
+        f"{off}, for 20 steps from the same weights with one seed and unshuffled data: if the numbers stay wrong, the "
+        "offload is not the cause",
+        "CUDA_LAUNCH_BLOCKING=1 for 20 steps: if the numbers are right then, copies race with the computation",
+    )
+    cause = f"not known. {seen}; this run has {by}"
+    return Conclusion(cause, "", change, is_known=False, others=_others(evidence.faults))
