@@ -23,7 +23,7 @@ import torch
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError, host_book
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.slab import Slab, SlabSupply
 from reference_impl.memory.staged import ring_of
@@ -107,7 +107,8 @@ class HostArena:
         self._remedy = remedy or "try offloading less"
         self._pinned = pinned
         self._is_copied = pinned or copied
-        self._lock = threading.Lock()
+        self._mutex = threading.Lock()
+        self._lock = UninterruptedLock(self._mutex)
         self._returned: deque[HostBlock] = deque()
         self._slabs: list[Slab] = []
         self._free: list[HostBlock] = []
@@ -154,7 +155,7 @@ class HostArena:
 
         A guess that is too large costs host memory, one that is too small or wrong only time.
         """
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._take_back()
             spare = sum(block.size_bytes for block in self._free) + self._supply.ordered_bytes
             gathered = 0
@@ -179,7 +180,7 @@ class HostArena:
         block: HostBlock | None = None
         try:
             while True:
-                with deferred_interrupts(), self._lock:
+                with self._lock:
                     block = self._find(size_bytes)
                     ordered = self._supply.take() if block is None else None
                 if block is not None:
@@ -205,11 +206,11 @@ class HostArena:
         self._returned.append(block)
         # So nothing is raised for lack of memory or stack: whoever allocates next sorts it in.
         with suppress(MemoryError, RecursionError), deferred_interrupts():
-            if self._lock.acquire(blocking=False):
+            if self._mutex.acquire(blocking=False):
                 try:
                     self._take_back()
                 finally:
-                    self._lock.release()
+                    self._mutex.release()
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
@@ -217,7 +218,7 @@ class HostArena:
         undo_all([self._drop_all, self._supply.close, self._device.synchronize])
 
     def _drop_all(self) -> None:
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._take_back()
             undo_all([slab.close for slab in self._slabs])
             self._slabs.clear()
@@ -286,7 +287,7 @@ class HostArena:
 
     def _grow(self, size_bytes: int) -> bool:
         """Make a slab of `size_bytes`; False when another thread's came first. Raises HostMemoryError."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             left_bytes = self._left_bytes
             if left_bytes is not None and size_bytes > left_bytes:
                 self._drop_unused()
@@ -332,7 +333,7 @@ class HostArena:
         """Take a new slab, unless another thread's has used up the limit meanwhile; return whether it is taken."""
         if self._is_copied and not slab.is_pinned:
             ring_of(self._device).serve(slab)
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             left_bytes = self._left_bytes
             if left_bytes is not None and slab.size_bytes > left_bytes:
                 slab.close()

@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from reference_impl.memory.cores import idle_cores, own_cores
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 from reference_impl.memory.worker import Worker
 
 # 12 threads copy 67 GB/s in parts of 4 MiB, and 41 in parts of 16 (one H200's host); less is more bookkeeping.
@@ -111,7 +111,7 @@ class Copiers:
         self._cores = own_cores()
         self._most_threads = min(self._cores, _MOST_THREADS)
         self._worker = Worker(name, threads=self._most_threads)
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         # In the order in which they are needed: what somebody waits for, and the rest.
         self._needed: deque[Copy] = deque()
         self._others: deque[Copy] = deque()
@@ -127,7 +127,7 @@ class Copiers:
         """
         copy = Copy(target, source)
         try:
-            with deferred_interrupts(), self._lock:
+            with self._lock:
                 # First: what is queued is sure of a thread.
                 self._call_threads(-(-copy.size_bytes // _PART_BYTES))
                 (self._needed if is_needed else self._others).append(copy)
@@ -141,7 +141,7 @@ class Copiers:
 
         Raises RuntimeError when a thread is dead, as all are in a forked child.
         """
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             if copy in self._others:
                 self._others.remove(copy)
                 self._needed.append(copy)
@@ -159,7 +159,7 @@ class Copiers:
     def settle(self, copies: Iterable[Copy]) -> None:
         """Have none of `copies` write any more: those that have not begun never will."""
         for copy in copies:
-            with deferred_interrupts(), self._lock:
+            with self._lock:
                 self._withdraw(copy, CancelledError())
             with suppress(Exception):
                 self.wait(copy)

@@ -27,7 +27,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
 from reference_impl.memory.tiers import HostTier, StoredBytes
 from reference_impl.memory.worker import Worker, is_done
@@ -187,10 +187,9 @@ class DiskTier:
 
     def free_staging(self, block: HostBlock, *, after: Event) -> None:
         """Take a block back; its next user comes behind `after`."""
-        with deferred_interrupts():
+        with deferred_interrupts(), self._freed:
             self.staging.free(block, after=after)
-            with self._freed:
-                self._freed.notify_all()
+            self._freed.notify_all()
 
     def expect(self, stored: DiskBytes) -> None:
         """Note that `stored` is brought, or kept, ahead of its need."""
@@ -252,7 +251,7 @@ class DiskBytes:
         self._offset = offset
         self._padded_bytes = size_bytes
         self._size_bytes = source.numel()
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._writing: Future[None] | None = None
         self._reading: Future[None] | None = None
         # Once backward is near, the block stays until the copy to the device has been started.
@@ -272,7 +271,7 @@ class DiskBytes:
     def prepare(self) -> None:
         """Queue the read when staging memory is free; does nothing while the bytes still are in memory."""
         self._tier.expect(self)
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._is_wanted = True
             if self._block is None and (block := self._tier.try_staging(self._padded_bytes)) is not None:
                 try:
@@ -290,7 +289,7 @@ class DiskBytes:
         block = self._in_memory()
         host = block.view(torch.uint8, (self._size_bytes,))
         loaded = self._tier.device.copy_in(target, host, after=(self._tier.device.record(), self._last_copy))
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._last_copy = loaded
             self._is_wanted = self._is_needed = False
             self._free_staging()
@@ -302,7 +301,7 @@ class DiskBytes:
         if reading is not None:
             with suppress(Exception):
                 self._tier.reader.wait(reading, deadline_s=_DEADLINE_S)
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             if not self._is_needed and not self._is_used(self._reading, self._tier.reader):
                 self._is_wanted = False
                 self._free_staging()
@@ -328,14 +327,14 @@ class DiskBytes:
 
     def _in_memory(self) -> HostBlock:
         """Return the block with the bytes; raises what reading them has raised, and gives the block back then."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._is_wanted = self._is_needed = True
             is_missing = self._block is None
         staging: HostBlock | None = None
         try:
             if is_missing:
                 staging = self._tier.wait_for_staging(self._padded_bytes)
-            with deferred_interrupts(), self._lock:
+            with self._lock:
                 if staging is not None and self._block is None:
                     self._start_reading(staging)
                     staging = None
@@ -350,7 +349,7 @@ class DiskBytes:
             self._tier.reader.wait(reading, deadline_s=_DEADLINE_S)
         except BaseException:
             # Of an interrupted wait the thread still fills the block.
-            with deferred_interrupts(), self._lock:
+            with self._lock:
                 if is_done(reading):
                     self._block, self._reading = None, None
                     self._is_wanted = self._is_needed = False

@@ -15,7 +15,7 @@ import resource
 import threading
 from pathlib import Path
 
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock
 
 
 class HostMemoryError(MemoryError):
@@ -38,21 +38,21 @@ class HostBook:
 
     def __init__(self) -> None:
         # Finalizers count too, and may interrupt the thread that is counting.
-        self._lock = threading.RLock()
+        self._lock = UninterruptedLock(threading.RLock())
         self.live_bytes = 0
         self.reserved_bytes = 0
         self.peak_live_bytes = 0
 
     def add(self, *, live: int = 0, reserved: int = 0) -> None:
         """Add to the counters; negative numbers take away."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self.live_bytes += live
             self.reserved_bytes += reserved
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def reset_peak(self) -> None:
         """Start a new peak from what is live now."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self.peak_live_bytes = self.live_bytes
 
 

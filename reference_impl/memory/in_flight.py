@@ -10,11 +10,10 @@ Explained in docs/optimizer-offloading.md and docs/activation-offloading.md.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from reference_impl.device import Device, Event
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock
 
 
 class InFlight:
@@ -25,12 +24,12 @@ class InFlight:
         self._limit_bytes = limit_bytes
         self._held: deque[tuple[Event, object, int]] = deque()
         self._uncounted: deque[tuple[Event, object]] = deque()
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self.held_bytes = 0
 
     def hold(self, event: Event, references: object, size_bytes: int) -> None:
         """Keep `references` (of `size_bytes` on the device) until `event`, then let older ones go."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._held.append((event, references, size_bytes))
             self.held_bytes += size_bytes
             self._drop_reached()
@@ -38,7 +37,7 @@ class InFlight:
 
     def hand_over(self, references: object) -> None:
         """Count `references` no more, since somebody else counts them now; they are kept until their event."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             for place, (event, held, size_bytes) in enumerate(self._held):
                 if held is references:
                     # By its place: comparing entries would compare tensors.
@@ -55,14 +54,14 @@ class InFlight:
         """Let go of what copies have finished with; waits for nothing."""
         if not (self._held or self._uncounted):
             return
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._drop_reached()
 
     def trim(self, limit_bytes: int) -> None:
         """Make the live current stream wait for the oldest until at most `limit_bytes` are held."""
         if not (self._held or self._uncounted):
             return
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._drop_reached()
             self._trim(limit_bytes)
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 # `signal` makes enums of what these take and return, in ten times the time.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
@@ -84,6 +84,50 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
             _depth -= 1
         else:
             _end()
+
+
+class _Lock(Protocol):
+    def acquire(self) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+class UninterruptedLock:
+    """A lock around which signals are deferred: the region begins before the lock is taken, and ends after it is free.
+
+    So no handler raises while its holder changes what the lock guards, or leaves the lock taken.
+
+    Args:
+        lock: the lock that is taken; by default one that a thread cannot take twice.
+    """
+
+    __slots__ = ("_lock", "_regions")
+
+    def __init__(self, lock: _Lock | None = None) -> None:
+        self._lock = lock or threading.Lock()
+        # One for each time that the holder has taken it: a lock that can be taken twice is given back twice.
+        self._regions: list[deferred_interrupts] = []
+
+    def __enter__(self) -> None:
+        region = deferred_interrupts()
+        region.__enter__()
+        try:
+            self._lock.acquire()
+            try:
+                self._regions.append(region)
+            except BaseException:
+                self._lock.release()
+                raise
+        except BaseException:
+            region.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        region = self._regions.pop()
+        self._lock.release()
+        region.__exit__(kind, error, trace)
 
 
 def _begin() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
 from reference_impl.memory.closing import ClosedAtExit
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock
 
 # Longer copies through the ring are no faster.
 _MOST_RING_BYTES = 2**28
@@ -42,7 +42,7 @@ class PinnedBook:
 
     def __init__(self) -> None:
         # Finalizers give back, and may interrupt the thread that takes.
-        self._lock = threading.RLock()
+        self._lock = UninterruptedLock(threading.RLock())
         self.limit_bytes: int | None = None
         self.pinned_bytes = 0
         self.peak_bytes = 0
@@ -63,7 +63,7 @@ class PinnedBook:
 
     def take(self, size_bytes: int, *, for_ring: bool = False) -> None:
         """Count `size_bytes` that are about to be pinned. Raises PinnedMemoryError where that is too much."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             left_bytes = self.left_bytes(for_ring=for_ring)
             if left_bytes is not None and size_bytes > left_bytes:
                 assert self.limit_bytes is not None
@@ -74,7 +74,7 @@ class PinnedBook:
 
     def give_back(self, size_bytes: int, *, for_ring: bool = False) -> None:
         """Count `size_bytes` no more."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._add(-size_bytes, for_ring=for_ring)
 
     def set_limit(self, limit_bytes: int | None) -> None:
@@ -82,7 +82,7 @@ class PinnedBook:
         if limit_bytes is not None and self.pinned_bytes > limit_bytes:
             # What is closed or dropped may refer to itself and wait for the collector.
             gc.collect()
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             if limit_bytes is not None and self.pinned_bytes > limit_bytes:
                 raise RuntimeError(
                     f"{self.pinned_bytes} bytes are pinned already, and limit_bytes is {limit_bytes}; expected the "

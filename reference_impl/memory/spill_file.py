@@ -18,7 +18,6 @@ import fcntl
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 import zlib
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 
 # O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page suits every disk.
 PAGE_BYTES = 4096
@@ -47,7 +46,7 @@ class SpillFile:
         """Open. Raises DiskError when the directory cannot be written or has less than `limit_bytes` free."""
         self._path = Path(path)
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._free: dict[int, list[int]] = {}
         self._end = 0
         self._checksums: dict[int, int] = {}
@@ -81,7 +80,7 @@ class SpillFile:
         """Return the offset of a free extent of `size_bytes`, a multiple of the page. Raises DiskError when full."""
         offset: int | None = None
         try:
-            with deferred_interrupts(), self._lock:
+            with self._lock:
                 same_size = self._free.get(size_bytes)
                 if same_size:
                     offset = same_size.pop()
@@ -105,7 +104,7 @@ class SpillFile:
 
     def free(self, offset: int, size_bytes: int) -> None:
         """Take an extent back."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._free.setdefault(size_bytes, []).append(offset)
             self.live_bytes -= size_bytes
 

@@ -27,7 +27,7 @@ import torch
 
 from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.copiers import Copiers, Copy
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock
 from reference_impl.memory.pinned import at_end_of_limit, pinned_book
 from reference_impl.memory.slab import Slab
 from reference_impl.memory.worker import Worker, is_done
@@ -76,7 +76,7 @@ class _Buffers:
     """The pinned buffers of one direction, each with the event after which it may be written."""
 
     def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
-        self.lock = threading.Lock()
+        self.lock = UninterruptedLock()
         self._turn: deque[tuple[torch.Tensor, Event]] = deque((part, REACHED) for part in parts)
         self.size_bytes = parts[0].numel() if parts else 0
 
@@ -87,7 +87,7 @@ class _Buffers:
 
     def hand_over(self, other: _Buffers, count: int) -> None:
         """Give `count` buffers to `other`, each with its event."""
-        with self.lock, deferred_interrupts():
+        with self.lock:
             while other.count < count:
                 other._turn.append(self._turn[-1])
                 self._turn.pop()
@@ -127,7 +127,7 @@ class Ring:
         # What is on its way to the host, and what has not come: from which address to which, and when it is there.
         self._landing: deque[tuple[int, int, Landing]] = deque()
         self._lost: list[tuple[int, int, Landing]] = []
-        self._putting_away = threading.Lock()
+        self._putting_away = UninterruptedLock()
 
     def serve(self, slab: Slab) -> None:
         """Take over the copies of a pageable slab until it is forgotten."""
@@ -138,7 +138,7 @@ class Ring:
     def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
         """Start filling `host`; return what its readers on the host wait for beside the stream."""
         landings: list[Event] = []
-        with deferred_interrupts(), self._out.lock, self._settled_after_failure():
+        with self._out.lock, self._settled_after_failure():
             if self._out.count < _BUFFERS:
                 self._in.hand_over(self._out, _BUFFERS)
             self._begin_anew(host)
@@ -154,7 +154,7 @@ class Ring:
         self._wait_landed(host)
         # What is being filled, the first one first.
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
-        with deferred_interrupts(), self._in.lock, self._settled_after_failure(filling):
+        with self._in.lock, self._settled_after_failure(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
                 # The link reads the other half: who fills all of them waits for the one sent last, alone on the link.
                 if len(filling) == self._in.count // 2:
@@ -199,7 +199,7 @@ class Ring:
 
     def _put_away(self) -> None:
         """Forget what is where it belongs, and remember what never will be."""
-        with deferred_interrupts(), self._putting_away:
+        with self._putting_away:
             while self._landing and self._landing[0][2].query():
                 if self._landing[0][2].has_failed:
                     self._lost.append(self._landing[0])
@@ -229,7 +229,7 @@ class Ring:
 
     def _forget(self, host: torch.Tensor) -> None:
         """Forget what has landed in `host`, or has not."""
-        with deferred_interrupts(), self._putting_away:
+        with self._putting_away:
             self._landing = deque(entry for entry in self._landing if not _overlaps(entry, host))
             self._lost = [entry for entry in self._lost if not _overlaps(entry, host)]
 

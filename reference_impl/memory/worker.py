@@ -20,7 +20,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 
 # How long a wait cannot be interrupted.
 _SLICE_S = 0.05
@@ -46,7 +46,7 @@ class Worker:
         self._name = name
         self._most_threads = threads
         self._prepare = prepare
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._is_closed = False
         self._threads: list[_Thread] = []
         # The threads know this, and not the worker, which they would keep alive.
@@ -76,7 +76,7 @@ class Worker:
 
         Raises RuntimeError when closed, or where no thread can be started; then the task never runs.
         """
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self.check_open()
             if len(self._threads) < self._most_threads:
                 self._start_thread()
@@ -103,13 +103,13 @@ class Worker:
 
     def end(self) -> None:
         """Let the threads end behind what is queued, without a wait."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._is_closed = True
             self._tasks.put(None)
 
     def close(self) -> None:
         """Forget queued tasks and wait for those that run. Calling it again does nothing."""
-        with deferred_interrupts(), self._lock:
+        with self._lock:
             self._is_closed = True
             # A forked child has none of the threads, and perhaps a future that one of them has locked.
             if any(thread.is_alive() for thread in self._threads):

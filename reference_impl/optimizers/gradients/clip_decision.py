@@ -7,14 +7,13 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.readback import Readback
 
 
 def norms_of(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -86,7 +85,7 @@ class ClipDecision:
         self._scale = scale * torch.clamp((self.norm + 1e-6) / (max_norm or float("inf")), min=1.0)
         self.grad_scale = None if loss_scale is None and max_norm is None else self._scale
         self.found_inf = (~torch.isfinite(norm) | (found != 0)).float()
-        self._arrival: Event | None = None
+        self._sent: Readback | None = None
 
     def send(self, device: Device, arena: HostArena, factors: Sequence[torch.Tensor | float] = ()) -> None:
         """Start the copy of scale, skip and `factors` (0-dim) to the host, for the workers. May be called again."""
@@ -96,25 +95,9 @@ class ClipDecision:
                 numbers.append(factor.to(self._scale))
             else:
                 numbers.append(torch.full_like(self._scale, factor))
-        # Kept alive while the copy reads it.
-        self._numbers = torch.stack(numbers)
-        now = device.record()
-        with deferred_interrupts():
-            block = arena.allocate(self._numbers.nbytes)
-            try:
-                self._host = block.view(torch.float32, (len(numbers),))
-                self._arrival = device.copy_out(self._host, self._numbers, after=[now], for_threads=True)
-            except BaseException:
-                arena.free(block)
-                raise
-            # The decision of a step that fails before it begins is never read.
-            self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
+        self._sent = Readback(device, arena, torch.stack(numbers))
 
     def read(self) -> list[float]:
         """Wait for the copy; return scale, skip (not 0) and factors. Once only."""
-        assert self._arrival is not None
-        self._arrival.synchronize()
-        numbers: list[float] = self._host.tolist()
-        with deferred_interrupts():
-            self._free()
-        return numbers
+        assert self._sent is not None
+        return self._sent.read()

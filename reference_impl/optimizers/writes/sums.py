@@ -13,7 +13,6 @@ Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,10 +20,10 @@ from typing import Generic, TypeVar
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import Device
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import unseen
+from reference_impl.memory.readback import Readback
 
 # Bytes of a block: what one program of the kernel adds up.
 BLOCK_BYTES = 2**17
@@ -208,28 +207,12 @@ class WrittenWeights(Generic[_Name]):
         for broken, names in found:
             self._names.update({first + index: name for index, name in names.items()})
             first += broken.numel()
-        # Kept alive while the copy reads it.
-        self._broken = torch.cat([broken for broken, _ in found])
-        compared = device.record()
-        with deferred_interrupts():
-            block = host.allocate(self._broken.nbytes)
-            try:
-                self._marks = block.view(torch.int32, (first,))
-                self._arrival: Event = device.copy_out(
-                    self._marks, self._broken, after=[compared], for_threads=True
-                )
-            except BaseException:
-                host.free(block)
-                raise
-            self._free = weakref.finalize(self, host.free, block, after=self._arrival)
+        self._broken = Readback(device, host, torch.cat([broken for broken, _ in found]))
 
     def read(self) -> frozenset[_Name]:
         """Wait for the copy; return the weights that were written. Any thread may ask."""
         with self._lock:
             if self._written is None:
-                self._arrival.synchronize()
-                marks = self._marks.tolist()
+                marks = self._broken.read()
                 self._written = frozenset(name for index, name in self._names.items() if marks[index])
-                with deferred_interrupts():
-                    self._free()
             return self._written

@@ -18,7 +18,6 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace, DiskTier
 from reference_impl.memory.host import host_book
 from reference_impl.memory.in_flight import InFlight
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.slab import SlabSupply
 from reference_impl.memory.spill_file import SpillFile
 from reference_impl.memory.worker import Worker
@@ -157,8 +156,7 @@ def test_what_is_in_flight(device):
 
 
 def test_interrupts_that_are_not_deferred_are_found(device, monkeypatch):
-    monkeypatch.setattr(deferred_interrupts, "__enter__", lambda self: self)
-    monkeypatch.setattr(deferred_interrupts, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr("reference_impl.memory.in_flight.UninterruptedLock", threading.Lock)
     with pytest.raises(AssertionError, match="after an interrupt before bytecode"):
         test_what_is_in_flight(device)
 

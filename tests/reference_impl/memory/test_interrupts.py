@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from reference_impl.memory import interrupts
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
 
 REAL_TIME = signal.SIGRTMIN + 3
 
@@ -238,6 +238,58 @@ def test_a_finalizer_that_runs_while_the_region_ends_takes_no_signal_with_it(
     with pytest.raises(KeyboardInterrupt):
         run_region(lambda: [signal.raise_signal(signal.SIGINT), finalizers.append(True)])
     assert not finalizers
+
+
+def test_a_handler_runs_once_the_lock_is_free():
+    lock, done = UninterruptedLock(), []
+
+    def body() -> None:
+        with lock:
+            signal.raise_signal(signal.SIGINT)
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    with lock:
+        assert done == ["all of it"]
+
+
+def test_a_lock_that_is_taken_twice_is_given_back_twice():
+    inner = threading.RLock()
+    lock = UninterruptedLock(inner)
+
+    def body() -> None:
+        with lock:
+            with lock:
+                signal.raise_signal(signal.SIGINT)
+            taken.append(inner._is_owned())
+
+    taken: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert taken == [True]
+    assert not inner._is_owned()
+
+
+def test_another_thread_that_takes_the_lock_defers_nothing():
+    """Nor does it end the region of the main thread, which waits for it."""
+    lock, holds = UninterruptedLock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            holds.set()
+            go_on.wait()
+
+    go_on = threading.Event()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    holds.wait()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    go_on.set()
+    with lock:
+        assert interrupts._depth == 1
+    thread.join()
 
 
 def test_another_thread_defers_nothing():
