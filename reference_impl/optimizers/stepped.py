@@ -325,8 +325,9 @@ class SteppedOptimizer(SavedOptimizer):
         if self._shares is None:
             # While this waited for its turn somebody has closed it, and finished all.
             return
-        if self._is_reader and self._gradients.begun is not None and self._gradients.asked is None:
-            # Weights stay old until step(), or are new: nothing can be waited for meanwhile.
+        begun = self._gradients.begun
+        if self._is_reader and begun is not None and begun.queued and self._gradients.asked is None:
+            # Of the CPU's share weights stay old until step(), or are new: nothing can be waited for meanwhile.
             return
         # Of the checks only these: every module of a model comes here in its forward.
         self._failures.check()

@@ -1,4 +1,7 @@
-"""Gradients that are offloaded in backward, those of a block together, and come back in one chunk with their states.
+"""The gradients of streamed trained layers: `BlockGradients` leave in backward, `PassedGradients` are used there.
+
+Those of a block leave together, and come back in one chunk with their states. Others stay on the device until backward
+has passed their block, and their update begins.
 
 Explained in docs/larger-than-gpu.md.
 """
@@ -7,14 +10,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from reference_impl.device import REACHED
+from reference_impl.optimizers import checks
+from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.gradients.of_step import TakenGradients
-from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.gradients.stand_in import GradientStandIn
+from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
 # What an error advises whoever needs a gradient's values.
 READ_IN_A_HOOK = "try param.register_hook(), which is given each gradient with its values in backward"
@@ -99,3 +107,134 @@ class BlockGradients(LeavingGradients):
         """Let the prepared step own its gradients."""
         super().begin(wait_for)
         self.adds_shards = False
+
+
+class PassedGradients(LeavingGradients):
+    """The gradients of one optimizer that stay on the device, and are used once backward has passed their block.
+
+    Args:
+        mover: never has a gradient: none leaves.
+    """
+
+    def __init__(self, mover: GradientMover) -> None:
+        super().__init__(
+            mover, leave_in_backward=False, sharded_too=False, measures=False, remedy=READ_IN_A_HOOK
+        )
+        # Gradients that are final and wait for their update.
+        self._final: dict[Member, torch.Tensor] = {}
+
+    @property
+    def are_final(self) -> bool:
+        """Whether gradients are final and wait for their update."""
+        return bool(self._final)
+
+    def keep(self, member: Member) -> None:
+        """Keep a final gradient until its update, and put a stand-in in its place; changes nothing when it raises.
+
+        Raises RuntimeError for a second one, where the update has begun with the first.
+        """
+        if self.begun is not None and member in self.begun.arrivals:
+            raise _second_gradient(member)
+        param, found = member.param, member.gradient
+        if isinstance(found, GradientStandIn) and found.is_stale:
+            return
+        checks.check_used_in_time([member])
+        if isinstance(found, GradientStandIn) and found.dropped:
+            param.grad = found.in_its_place(param)
+        gradient = gradient_of(member)
+        # A sum in fp32 is rounded once, as where it leaves.
+        self._final[member] = gradient.to(param.dtype)
+        param.grad = member.placeholder = _stand_in(member, gradient)
+
+    def passed(self) -> dict[Member, torch.Tensor]:
+        """Return the gradients that backward has done with.
+
+        Whoever has dropped a gradient before any was used has left out the batch.
+        """
+        return {m: g for m, g in self._final.items() if _stands(m) or self.begun is not None}
+
+    def begin_passed(self, begun: CpuStep, gradients: Iterable[Member]) -> None:
+        """Let the update that has `begun` own `gradients`; those that were dropped before are forgotten."""
+        begun.arrivals.update(dict.fromkeys(gradients, REACHED))
+        self.begun = begun
+        self._final.clear()
+
+    def to_use(
+        self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
+    ) -> dict[Member, torch.Tensor]:
+        """Return what is left of the batch, and gradients that somebody has put on parameters."""
+        listed = list(members)
+        used = super().to_use(listed, wait_for)
+        wait_for([member for member in listed if member.pending])
+        return used
+
+    def _of_next_step(self, member: Member) -> torch.Tensor | None:
+        if _stands(member) and member in self._final:
+            return self._final[member]
+        self._final.pop(member, None)
+        found = member.gradient
+        if isinstance(found, GradientStandIn) and found.is_over and not found.dropped:
+            raise checks.used_twice(member)
+        return super()._of_next_step(member)
+
+    def _check_used_stand(self, members: Iterable[Member]) -> None:
+        """Raise RuntimeError where the gradient of one of `members`, whose update has begun, was dropped or replaced.
+
+        Stand-ins are put back, so that the next step goes on with all gradients of backward.
+        """
+        changed = [member for member in members if not _stands(member)]
+        if not changed:
+            return
+        for member in (*members, *self._final):
+            assert member.placeholder is not None
+            member.param.grad = member.placeholder = _stand_in(member, member.placeholder)
+        raise checks.used_is_replaced(changed[0].param)
+
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+        """Prepare a step that uses `gradients`, which it reads behind `step()`; changes nothing."""
+        return super().prepare(gradients, returns_early=True)
+
+    def _is_read_later(self, member: Member) -> bool:
+        return True
+
+    def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
+        """Let the prepared step own its gradients."""
+        super().begin(wait_for)
+        self._final.clear()
+
+    def drop(self, members: Iterable[Member]) -> None:
+        """Forget the gradients that wait for their update."""
+        self._final.clear()
+
+    def forget(self) -> None:
+        """Let go of all gradients."""
+        super().forget()
+        self._final.clear()
+
+
+def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:
+    """Return what stands on the parameter for a gradient that waits for its update, or that it uses."""
+    return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member), remedy=READ_IN_A_HOOK)
+
+
+def _stands(member: Member) -> bool:
+    """Return whether the stand-in for a member's gradient is on its parameter and stands for it."""
+    stands = member.placeholder
+    return member.param.grad is stands and not (isinstance(stands, GradientStandIn) and stands.dropped)
+
+
+def _second_gradient(member: Member) -> RuntimeError:
+    return RuntimeError(
+        f"a second gradient of a parameter of shape {tuple(member.param.shape)} came before step(), and backward had "
+        "started the update with the first; expected one backward a step; try a larger batch with slices=, or "
+        "backward_overlap='gradients'"
+    )
+
+
+def _refuse_second(member: Member) -> Any:
+    """Return what raises where another backward adds to the gradient of `member`."""
+
+    def refuse(by_backward: bool) -> NoReturn:
+        raise _second_gradient(member)
+
+    return refuse

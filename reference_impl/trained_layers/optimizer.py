@@ -38,6 +38,7 @@ def streamed_share(
         chunk_bytes=streaming.chunk_bytes,
         state_format=StateFormat.of(streaming.states, wrapped.algorithm, device),
         host_gradients=host_gradients,
+        weights_visit=True,
     )
 
 

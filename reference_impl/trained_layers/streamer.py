@@ -180,7 +180,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             self.optimizer: TrainedLayersOptimizer | InBackwardOptimizer
             if updates:
                 in_backward = InBackwardOptimizer(
-                    optimizer, self._weights, streaming=streaming, shares=shares, undo=self._undo
+                    optimizer, self._weights, on, streaming=streaming, shares=shares, undo=self._undo
                 )
                 self.optimizer = in_backward
             else:

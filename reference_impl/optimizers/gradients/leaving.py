@@ -291,7 +291,7 @@ class LeavingGradients(StepGradients):
             now = unwrapped(member.param.grad)
             if isinstance(now, GradientStandIn):
                 found[member] = now
-            elif returns_early and now is not None and _may_be_replaced(member):
+            elif returns_early and now is not None and self._is_read_later(member):
                 # Whoever writes into a gradient later does not know that the update still reads it.
                 found[member] = GradientStandIn(now, None, remedy=self._remedy)
         self._prepared = list(gradients), found
@@ -300,6 +300,11 @@ class LeavingGradients(StepGradients):
             {member: list(each.factors) for member, each in found.items() if each.factors},
             found,
         )
+
+    def _is_read_later(self, member: Member) -> bool:
+        """Return whether an update reads the gradient on the parameter of `member` behind `step()`."""
+        is_read = bool(member.pieces) or member.streamed > 0
+        return is_read and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
         """Let the prepared step own its gradients, for which stand-ins are on their parameters now."""
@@ -351,11 +356,6 @@ def _own_memory(member: Member) -> None:
     # Slices of one buffer do not overlap.
     if shared and storage.nbytes() == gradient.nbytes:
         member.param.grad = gradient.clone()
-
-
-def _may_be_replaced(member: Member) -> bool:
-    read_later = bool(member.pieces) or member.streamed > 0
-    return read_later and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
 
 
 def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], dict[Member, list[int]]]:

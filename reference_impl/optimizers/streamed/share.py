@@ -49,8 +49,8 @@ class StreamedShare:
         prefetch_bytes: without a budget, how much that may take.
         state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
         remedy: ends the message when the host has too little memory.
-        host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states. Then
-            nothing is queued ahead of what somebody waits for but by `queue`, because weights may have homes.
+        host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states.
+        weights_visit: weights may have homes. Then nothing is queued ahead of what somebody waits for but by `queue`.
         follows_writes: masters take over weights that others write.
 
     Raises ValueError for a format or `chunk_bytes` that is not possible.
@@ -67,6 +67,7 @@ class StreamedShare:
         state_format: StateFormat | None = None,
         remedy: str = "try a smaller fraction",
         host_gradients: bool = False,
+        weights_visit: bool = False,
         follows_writes: bool = True,
     ) -> None:
         self._device = device
@@ -85,7 +86,7 @@ class StreamedShare:
         self._weights = StreamedWeights()
         self._states = StreamedStates(self._weights)
         self._pipeline = StreamedPipeline(
-            device, algorithm, ahead=0 if host_gradients else None, follows_writes=follows_writes
+            device, algorithm, ahead=0 if weights_visit else None, follows_writes=follows_writes
         )
         self._chunks: list[Chunk] = []
         self._gradients: dict[Member, torch.Tensor] = {}
