@@ -142,8 +142,8 @@ class Weights:
 
 def _storages_of(module: nn.Module) -> set[int]:
     # Without their names, which the host would put together for every layer of every forward.
-    held = ((*each._parameters.values(), *each._buffers.values()) for each in module.modules())
-    tensors = (tensor for each in held for tensor in each if tensor is not None)
+    listed = ((*each._parameters.values(), *each._buffers.values()) for each in module.modules())
+    tensors = (tensor for each in listed for tensor in each if tensor is not None)
     # Sealed weights stay sealed (`memory.absent`).
     with torch._C.DisableTorchFunctionSubclass():
         # A sharded parameter keeps its bytes in a local tensor.

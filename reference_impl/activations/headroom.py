@@ -188,7 +188,7 @@ class Headroom:
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
 
-    def asked(self, run: ForwardPass) -> None:
+    def on_request(self, run: ForwardPass) -> None:
         """Note that backward asks for the next storage, which ends a segment."""
         if self._measuring is not None and self._measuring.phase != "backward":
             # Nobody said when backward began: the segment before the first storage is empty.

@@ -108,7 +108,7 @@ class BackwardOrders:
 class PrefetchHeadroom(Protocol):
     """Says how many bytes may be prefetched; `headroom` has the implementation."""
 
-    def asked(self, run: ForwardPass) -> None:
+    def on_request(self, run: ForwardPass) -> None:
         """Note that backward of `run` asks for one more storage."""
 
     def prefetched(self, run: ForwardPass) -> None:
@@ -411,7 +411,7 @@ class ForwardPass:
         """Note that backward asks for storage `index` in its `round_`."""
         if round_ == 0 and index not in self._trace:
             self._trace[index] = None
-            self._headroom.asked(self)
+            self._headroom.on_request(self)
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0

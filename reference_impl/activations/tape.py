@@ -96,12 +96,12 @@ class Node:
 class Input:
     """A tensor argument: held if it is small or a weight, else a geometry over its storage's node."""
 
-    __slots__ = ("geometry", "held", "node", "probe")
+    __slots__ = ("geometry", "kept", "node", "probe")
 
     def __init__(self, tensor: torch.Tensor, node: Node | None) -> None:
         """Hold `tensor` when it has no `node`."""
         self.node = node
-        self.held = KeptTensor(tensor) if node is None else None
+        self.kept = KeptTensor(tensor) if node is None else None
         self.geometry = Geometry.of(tensor) if node is not None else None
         self.probe = VersionProbe(tensor) if node is not None else None
 
@@ -308,8 +308,8 @@ def recipe_for(node: Node, *, ancestors: int = _MOST_UNSAVED_ANCESTORS) -> Recip
 
 
 def _restorable(given: Input, ancestors: int) -> Restorable | None:
-    if given.held is not None:
-        return given.held
+    if given.kept is not None:
+        return given.kept
     assert given.node is not None
     assert given.geometry is not None
     assert given.probe is not None

@@ -38,8 +38,8 @@ class InFlight:
     def hand_over(self, references: object) -> None:
         """Count `references` no more, since somebody else counts them now; they are kept until their event."""
         with self._lock:
-            for place, (event, held, size_bytes) in enumerate(self._held):
-                if held is references:
+            for place, (event, kept, size_bytes) in enumerate(self._held):
+                if kept is references:
                     # By its place: comparing entries would compare tensors.
                     del self._held[place]
                     self.held_bytes -= size_bytes

@@ -83,7 +83,7 @@ class _StorageWatch(TorchDispatchMode):
             self._watched[storage._cdata] = (known[0], storage.nbytes())
             self._add(storage.nbytes() - known[1])
 
-    def left(self, storage: torch.UntypedStorage) -> None:
+    def moved_to_host(self, storage: torch.UntypedStorage) -> None:
         """Follow `storage` no longer: its memory is the host's."""
         known = self._watched.pop(storage._cdata, None)
         if known and known[0]() is not None:
@@ -156,7 +156,7 @@ def note_on_host(tensor: torch.Tensor) -> None:
     host_storages.add(address)
     weakref.finalize(storage, host_storages.discard, address)
     for watch in _active:
-        watch.left(storage)
+        watch.moved_to_host(storage)
 
 
 def note_on_device(tensor: torch.Tensor) -> None:

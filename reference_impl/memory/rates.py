@@ -193,12 +193,12 @@ def most_pinned_bytes(device: Device, most_bytes: int, *, least_bytes: int = 2**
 
     A limit is the driver's or the container's (`ulimit -l`), or WSL2's. All is unlocked again.
     """
-    held: list[Slab] = []
+    pinned: list[Slab] = []
     step_bytes = most_bytes // 8
     try:
-        while (pinned_bytes := sum(slab.size_bytes for slab in held)) < most_bytes:
+        while (pinned_bytes := sum(slab.size_bytes for slab in pinned)) < most_bytes:
             try:
-                held.append(Slab(device, step_bytes, remedy="try a smaller probe", most_bytes=step_bytes))
+                pinned.append(Slab(device, step_bytes, remedy="try a smaller probe", most_bytes=step_bytes))
             except RuntimeError:
                 # The driver has refused; what of this step it takes is between here and there.
                 step_bytes //= 2
@@ -206,7 +206,7 @@ def most_pinned_bytes(device: Device, most_bytes: int, *, least_bytes: int = 2**
                     return pinned_bytes
         return None
     finally:
-        for slab in held:
+        for slab in pinned:
             slab.close()
 
 

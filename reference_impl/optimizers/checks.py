@@ -270,12 +270,12 @@ def warn_foreign_hook(name: str) -> None:
 
 def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
     """Raise ValueError for `params` that no module of `model` holds: nobody would wait for them."""
-    held = set(model.parameters())
+    params_of_model = set(model.parameters())
     for param in params:
-        if param in held:
+        if param in params_of_model:
             continue
         what = f"a parameter of shape {tuple(param.shape)} is not in"
-        if any(isinstance(each, DTensor) for each in held):
+        if any(isinstance(each, DTensor) for each in params_of_model):
             raise ValueError(
                 f"{what} the sharded model; expected the parameters that its modules hold, which fully_shard and "
                 "load_state_dict(assign=True) replace; try making the optimizer after these"
@@ -343,11 +343,11 @@ def check_thread(stepped_by: threading.Thread | None) -> None:
         )
 
 
-def check_unshared(params: Iterable[torch.Tensor], taken: Callable[[torch.Tensor], bool]) -> None:
+def check_unshared(params: Iterable[torch.Tensor], is_trained: Callable[[torch.Tensor], bool]) -> None:
     """Raise ValueError for parameters whose states another open optimizer keeps."""
     # One that nobody can reach any more may still wait for the garbage collector.
-    if any(map(taken, params)) and (gc.collect(), any(map(taken, params)))[1]:
-        param = next(filter(taken, params))
+    if any(map(is_trained, params)) and (gc.collect(), any(map(is_trained, params)))[1]:
+        param = next(filter(is_trained, params))
         raise ValueError(
             f"another open optimizer trains a parameter of shape {tuple(param.shape)}; expected one optimizer a "
             "parameter, as both would take its gradient; try close() of the other optimizer"

@@ -118,8 +118,8 @@ class ForwardWaits:
                     hook = self._gate_hook(gate)
                     self._wait_first(module, hook, own=gate.members, finish=finish)
             for parallel in data_parallels(model):
-                held = [members[param] for param in parallel.parameters() if param in members]
-                _before_buckets_are_written(parallel, held, self._wait, self._undo)
+                reduced = [members[param] for param in parallel.parameters() if param in members]
+                _before_buckets_are_written(parallel, reduced, self._wait, self._undo)
             start = self._start_hook(self._not_gathered(everyone))
             self._wait_first(model, start, own=_owned(model, members), finish=finish)
         except BaseException:

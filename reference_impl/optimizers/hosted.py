@@ -155,9 +155,9 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         self._failures.told_begun = False
         self._step_stream = stream
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
-        """Hear that `step(closure)` raises: finish a rest that `is_left`; wait for weights where no forward would."""
-        if is_left or not self._returns_early:
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, has_rest: bool = False) -> None:
+        """Hear that `step(closure)` raises: finish one that `has_rest`; wait for weights where no forward would."""
+        if has_rest or not self._returns_early:
             with suppress(Exception):
                 self.synchronize()
 

@@ -172,7 +172,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
         """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` update buckets."""
         member = self._members[param]
-        if self._leaving.asked is not None and not self._model_waits:
+        if self._leaving.rest is not None and not self._model_waits:
             raise checks.forward_before_begun_step()
         if reduced is None and self._waits is not None and self._open.prefetches:
             self.streamed.on_gradient(member)

@@ -357,4 +357,4 @@ def _stays(member: Member, part: Part | None) -> bool:
     if part is None:
         # Somebody counts the steps of an empty one.
         return member.resident > 0 or not member.on_cpu
-    return member.resident > 0 and not (part.resident or part.held)
+    return member.resident > 0 and not (part.resident or part.staying)

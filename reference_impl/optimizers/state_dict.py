@@ -143,13 +143,13 @@ class SavedOptimizer(HostedOptimizer):
             return
         with deferred_interrupts():
             # Writing waits for updates, and whoever waits comes here too.
-            left, self._unwritten = self._unwritten, deque()
+            writes, self._unwritten = self._unwritten, deque()
             try:
-                while left:
-                    left[0]()
-                    left.popleft()
+                while writes:
+                    writes[0]()
+                    writes.popleft()
             finally:
-                self._unwritten = left
+                self._unwritten = writes
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
@@ -246,9 +246,9 @@ class SavedOptimizer(HostedOptimizer):
         """
         listed = zip(self.param_groups, loaded["param_groups"], self._algorithms, strict=True)
         for ours, group, algorithm in listed:
-            taken = {**group_defaults(algorithm), **group, **algorithm.kernels}
+            options = {**group_defaults(algorithm), **group, **algorithm.kernels}
             ours.clear()
-            ours.update(taken)
+            ours.update(options)
 
 
 def _before_step(optimizer: SavedOptimizer, args: object, kwargs: Mapping[str, Any]) -> None:

@@ -60,8 +60,8 @@ class SavesEach(SavedOptimizer):
 
         A group that was added later is the last one's.
         """
-        left = len(self.param_groups) - sum(self._group_counts)
-        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + left])
+        added = len(self.param_groups) - sum(self._group_counts)
+        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + added])
 
     @in_turn
     def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:

@@ -126,8 +126,8 @@ class SteppedOptimizer(SavedOptimizer):
                 each.state.clear()
         except BaseException as error:
             self._abandon(error)
-            for each, taken in zip(optimizers, given, strict=True):
-                each.state.update(taken)
+            for each, states in zip(optimizers, given, strict=True):
+                each.state.update(states)
             raise
 
     @property
@@ -207,12 +207,12 @@ class SteppedOptimizer(SavedOptimizer):
         super()._follow_groups()
 
     def _ready(self) -> None:
-        """Finish a load, or a step that was asked for. Raises RuntimeError where this cannot be used."""
+        """Finish a load, or the rest of a step. Raises RuntimeError where this cannot be used."""
         self._check_usable()
         self._write_rest()
-        asked = self._gradients.asked
-        if asked is not None:
-            asked.use(self._take, is_taken=lambda: self._gradients.asked is None)
+        rest = self._gradients.rest
+        if rest is not None:
+            rest.use(self._take, has_begun=lambda: self._gradients.rest is None)
             self._failures.told_begun = True
 
     @hooked
@@ -224,7 +224,7 @@ class SteppedOptimizer(SavedOptimizer):
         step only where there are new gradients.
         """
         with self._scaled_once():
-            self._finish_earlier(asks=closure is None)
+            self._finish_earlier(has_closure=closure is not None)
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -232,21 +232,21 @@ class SteppedOptimizer(SavedOptimizer):
             self._take_step()
             return loss
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, is_left: bool = False) -> None:
-        """Ask for the update that backward has begun, where a hook in front of `step()` has kept it from asking."""
+    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, has_rest: bool = False) -> None:
+        """Note the rest of a step that backward has begun, where a hook in front of `step()` has kept it from that."""
         if closure is None:
-            self._gradients.ask(self._members.values(), checks_used=False)
-        super()._step_has_raised(closure, is_left=is_left or self._gradients.asked is not None)
+            self._gradients.note_rest(self._members.values(), checks_used=False)
+        super()._step_has_raised(closure, has_rest=has_rest or self._gradients.rest is not None)
 
     @in_turn
-    def _finish_earlier(self, *, asks: bool) -> None:
-        """Finish the step or the load before; `asks` says that no closure comes before the next step."""
+    def _finish_earlier(self, *, has_closure: bool) -> None:
+        """Finish the step or the load before; where the next one `has_closure`, that runs first."""
         # From here on no call refuses to finish an update that backward has begun, whatever is raised below.
-        was_asked = self._gradients.asked is not None
-        if asks:
-            self._gradients.ask(self._members.values())
+        had_rest = self._gradients.rest is not None
+        if not has_closure:
+            self._gradients.note_rest(self._members.values())
         self._check_usable()
-        if was_asked or self._unwritten:
+        if had_rest or self._unwritten:
             self._ready()
 
     @in_turn
@@ -259,9 +259,9 @@ class SteppedOptimizer(SavedOptimizer):
 
     def _step(self) -> None:
         self._follow_groups()
-        # Before the step is asked for: it waits for updates, which would carry that out.
+        # Before the rest is noted: this waits for updates, which would carry that out.
         self._follow_writes()
-        self._gradients.ask(self._members.values())
+        self._gradients.note_rest(self._members.values())
         self._take()
 
     def _take(self) -> None:
@@ -273,9 +273,9 @@ class SteppedOptimizer(SavedOptimizer):
         if plan.decision is None and not members:
             self.grad_norm = None
             return
-        taken = self._gradients.prepare(gradients, returns_early=self._returns_early)
-        self._open.prepare(plan, gradients, arrived=taken.arrived, factors=taken.factors, begun=begun)
-        standing = {**standing_on(self._members.values()), **taken.stand_ins}
+        prepared = self._gradients.prepare(gradients, returns_early=self._returns_early)
+        self._open.prepare(plan, gradients, arrived=prepared.arrived, factors=prepared.factors, begun=begun)
+        standing = {**standing_on(self._members.values()), **prepared.stand_ins}
         if self._waits is not None:
             self._waits.on_step(members)
         with self._beginning(standing, left_unseen=not standing):
@@ -326,13 +326,13 @@ class SteppedOptimizer(SavedOptimizer):
             # While this waited for its turn somebody has closed it, and finished all.
             return
         begun = self._gradients.begun
-        if self._is_reader and begun is not None and begun.queued and self._gradients.asked is None:
+        if self._is_reader and begun is not None and begun.queued and self._gradients.rest is None:
             # Of the CPU's share weights stay old until step(), or are new: nothing can be waited for meanwhile.
             return
         # Of the checks only these: every module of a model comes here in its forward.
         self._failures.check()
         self._shares.check()
-        if self._unwritten or self._gradients.asked is not None:
+        if self._unwritten or self._gradients.rest is not None:
             self._ready()
         self._wait(members)
 
@@ -414,7 +414,7 @@ class SteppedOptimizer(SavedOptimizer):
     @property
     def _is_between(self) -> bool:
         """Whether backward has begun to update, and no `step()` was called since."""
-        return self._gradients.begun is not None and self._gradients.asked is None
+        return self._gradients.begun is not None and self._gradients.rest is None
 
     def _check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""

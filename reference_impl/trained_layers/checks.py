@@ -42,9 +42,9 @@ def check_params(model: nn.Module, wrapped: Wrapped) -> None:
                 f"{name} requires a gradient and is in no group of the optimizer; expected every trained parameter "
                 f"there; try adding it, or {name}.requires_grad_(False)"
             )
-    held = set(model.parameters())
+    params_of_model = set(model.parameters())
     for param in grouped:
-        if param not in held:
+        if param not in params_of_model:
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(param.shape)} that the model has not; expected the "
                 "model's own; try making the optimizer from model.parameters()"

@@ -20,7 +20,7 @@ from reference_impl.optimizers import checks
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.gradients.mover import GradientMover
-from reference_impl.optimizers.gradients.of_step import TakenGradients
+from reference_impl.optimizers.gradients.of_step import PreparedGradients
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
@@ -99,7 +99,7 @@ class BlockGradients(LeavingGradients):
         wait_for([member for member in listed if member.pending])
         return used
 
-    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that uses `gradients`; what stands on a parameter is read by nobody: the host has it all."""
         return super().prepare(gradients, returns_early=True)
 
@@ -190,7 +190,7 @@ class PassedGradients(LeavingGradients):
             member.param.grad = member.placeholder = _stand_in(member, member.placeholder)
         raise checks.used_is_replaced(changed[0].param)
 
-    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that uses `gradients`, which it reads behind `step()`; changes nothing."""
         return super().prepare(gradients, returns_early=True)
 

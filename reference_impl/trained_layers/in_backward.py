@@ -88,7 +88,7 @@ class InBackwardOptimizer(SavesEach, SteppedOptimizer):
         """Make the live current stream see new weights of `params`; all updates have been queued."""
         self._check_backward()
         members = pending(self._members, params)
-        if members or self._passed.asked is not None:
+        if members or self._passed.rest is not None:
             self._settle(members)
 
     @in_turn

@@ -62,11 +62,11 @@ class VisitingPlacement:
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
         """Return what stays and what streams of those of `members` that the CPU does not update."""
-        held, on_cpu = self._shares.held, self._shares.on_cpu
+        staying, on_cpu = self._shares.staying, self._shares.on_cpu
         return {
             member: Part(
-                held=range(held.get(member.param, 0)),
-                streamed=range(held.get(member.param, 0), member.param_local.numel()),
+                staying=range(staying.get(member.param, 0)),
+                streamed=range(staying.get(member.param, 0), member.param_local.numel()),
             )
             for member in members
             if member.param not in on_cpu

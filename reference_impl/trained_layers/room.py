@@ -62,7 +62,7 @@ def host_bytes(
         streamed = each.streamed
         if formula is not None:
             streamed = state_format.form.signed_bytes(moments, is_own_master=param.element_size() == 4)
-        states += streamed * (numel - shares.held.get(param, 0))
+        states += streamed * (numel - shares.staying.get(param, 0))
     return HostBytes(
         weights=sum(layout(block)[1] for block in storages),
         gradients=sum(local_of(param).nbytes for param in listed) if gradients_leave else 0,

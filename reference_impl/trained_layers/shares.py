@@ -20,12 +20,12 @@ from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT
 
 @dataclass(frozen=True)
 class StateShares:
-    """Of the trained parameters: how many first elements have states that stay (`held`), and which are on the CPU.
+    """Of the trained parameters: how many first elements have states that stay (`staying`), and which are on the CPU.
 
     The states of all others stream.
     """
 
-    held: Mapping[torch.Tensor, int] = field(default_factory=dict)
+    staying: Mapping[torch.Tensor, int] = field(default_factory=dict)
     on_cpu: AbstractSet[torch.Tensor] = frozenset()
 
 
@@ -51,32 +51,32 @@ def state_shares(
         return NOTHING_STAYS
     cut = [param for param in params if param not in matrices]
     whole = [param for param in params if param in matrices]
-    held = {
+    staying = {
         param: numel if numel == param.numel() else numel - numel % _unit(param, matrices.get(param))
         for alike in (cut, whole)
         for param, numel in _staying(alike, split.resident, exposed).items()
     }
-    leave = [param for param in cut if not held[param]]
+    leaving = [param for param in cut if not staying[param]]
     on_cpu = {
         param
-        for param, numel in _spread(leave, round(split.cpu * _numel(cut))).items()
+        for param, numel in _spread(leaving, round(split.cpu * _numel(cut))).items()
         if 2 * numel > param.numel()
     }
-    return StateShares({param: numel for param, numel in held.items() if numel}, on_cpu)
+    return StateShares({param: numel for param, numel in staying.items() if numel}, on_cpu)
 
 
 def _staying(
     params: Sequence[torch.Tensor], share: float, exposed: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, int]:
     """Return how many elements of each of `params` stay, a `share` of all: of `exposed` ones first."""
-    left = round(share * _numel(params))
+    rest = round(share * _numel(params))
     stay: dict[torch.Tensor, int] = {}
     ours = set(params)
     for param in exposed:
         if param in ours:
-            stay[param] = min(left, param.numel())
-            left -= stay[param]
-    return stay | _spread([param for param in params if param not in stay], left)
+            stay[param] = min(rest, param.numel())
+            rest -= stay[param]
+    return stay | _spread([param for param in params if param not in stay], rest)
 
 
 def _unit(param: torch.Tensor, formula: MatrixAlgorithm | None) -> int:

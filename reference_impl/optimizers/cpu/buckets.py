@@ -65,10 +65,10 @@ def plan_buckets(
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
             free[dtype] = max(bucket_elements, member.on_cpu)
         while start < stop:
-            taken = min(stop - start, free.setdefault(dtype, bucket_elements))
-            open_pieces.setdefault(dtype, []).append(Piece(member, start, start + taken, 0))
-            start += taken
-            free[dtype] -= aligned(taken)
+            count = min(stop - start, free.setdefault(dtype, bucket_elements))
+            open_pieces.setdefault(dtype, []).append(Piece(member, start, start + count, 0))
+            start += count
+            free[dtype] -= aligned(count)
             if free[dtype] < ALIGNMENT_ELEMENTS:
                 plans.append(_close(dtype, open_pieces.pop(dtype)))
                 del free[dtype]

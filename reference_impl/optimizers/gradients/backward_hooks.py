@@ -85,9 +85,9 @@ class BackwardHooks:
         within = frozenset(param for parallel in parallels for param in parallel.parameters())
         self._gradients.reduced_later = within
         # Once autograd has added to a stand-in, a gradient that DDP can read takes its place.
-        held = [self._members[param] for param in within if param in self._members]
-        self._hear(held)
-        some_leave = self._gradients.may_leave and any(member.pieces for member in held)
+        members = [self._members[param] for param in within if param in self._members]
+        self._hear(members)
+        some_leave = self._gradients.may_leave and any(member.pieces for member in members)
         on_gradient = self._on_gradient
         for parallel in parallels if some_leave else ():
             other = foreign_hook(parallel)

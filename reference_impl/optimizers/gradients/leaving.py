@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.gradients.clip_decision import norms_of
 from reference_impl.optimizers.gradients.mover import GradientMover
-from reference_impl.optimizers.gradients.of_step import StepGradients, TakenGradients
+from reference_impl.optimizers.gradients.of_step import PreparedGradients, StepGradients
 from reference_impl.optimizers.gradients.stand_in import REMEDY, GradientStandIn, second_gradient, unwrapped
-from reference_impl.optimizers.gradients.used import AskedGradients
+from reference_impl.optimizers.gradients.used import RestOfStep
 from reference_impl.optimizers.layout import Member, gradient_of
 
 # Of a storage: by the tensor, and by the object that stands for the storage here.
@@ -280,7 +280,7 @@ class LeavingGradients(StepGradients):
                 norms.append(norm)
         return norms + norms_of(each for member, each in gradients.items() if member.arrival is None)
 
-    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that uses `gradients`: from its begin on stand-ins are on their parameters.
 
         Of members whose update has begun in backward, a stand-in that somebody has replaced stays away.
@@ -295,7 +295,7 @@ class LeavingGradients(StepGradients):
                 # Whoever writes into a gradient later does not know that the update still reads it.
                 found[member] = GradientStandIn(now, None, remedy=self._remedy)
         self._prepared = list(gradients), found
-        return TakenGradients(
+        return PreparedGradients(
             {member: member.arrival for member in gradients if member.arrival is not None},
             {member: list(each.factors) for member, each in found.items() if each.factors},
             found,
@@ -308,7 +308,7 @@ class LeavingGradients(StepGradients):
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
         """Let the prepared step own its gradients, for which stand-ins are on their parameters now."""
-        self.begun = self.asked = None
+        self.begun = self.rest = None
         (members, stand_ins), self._prepared = self._prepared, ((), {})
         for member, stand_in in stand_ins.items():
             stand_in.use()
@@ -316,12 +316,12 @@ class LeavingGradients(StepGradients):
                 member.put(stand_in)
         self._host.let_go(members)
 
-    def ask(self, members: Iterable[Member], *, checks_used: bool = True) -> None:
-        """Ask for the rest of an update that backward has begun, see `StepGradients.ask`."""
-        if self.begun is not None and self.asked is None:
+    def note_rest(self, members: Iterable[Member], *, checks_used: bool = True) -> None:
+        """Note the rest of a step that backward has begun, see `StepGradients.note_rest`."""
+        if self.begun is not None and self.rest is None:
             if checks_used:
                 self._check_used_stand(self.begun.arrivals)
-            self.asked = AskedGradients(members)
+            self.rest = RestOfStep(members)
 
     def drop(self, members: Iterable[Member]) -> None:
         """Forget gradients of `members` that have left and were not used."""
@@ -334,7 +334,7 @@ class LeavingGradients(StepGradients):
 
     def forget(self) -> None:
         """Let go of all gradients."""
-        self.begun, self.asked, self._prepared = None, None, ((), {})
+        self.begun, self.rest, self._prepared = None, None, ((), {})
 
     @property
     def _begun_members(self) -> Iterable[Member]:

@@ -17,12 +17,12 @@ import torch
 from reference_impl.device import Event
 from reference_impl.optimizers.cpu.step import CpuStep
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
-from reference_impl.optimizers.gradients.used import AskedGradients
+from reference_impl.optimizers.gradients.used import RestOfStep
 from reference_impl.optimizers.layout import Member
 
 
-class TakenGradients(NamedTuple):
-    """What a step takes: events after which gradients are on the host, their factors, and what stands for them."""
+class PreparedGradients(NamedTuple):
+    """The gradients of a prepared step: events after which they are on the host, their factors, and their stand-ins."""
 
     arrived: Mapping[Member, Event]
     factors: Mapping[Member, Sequence[torch.Tensor | float]]
@@ -33,12 +33,12 @@ class StepGradients(ABC):
     """The gradients of the members of one optimizer: those of a step, and what its update still reads.
 
     `measures` says that norms are taken. Where backward has begun to update, `begun` is that part of the step, and
-    `asked` are the gradients of the rest once `step()` was called for it.
+    `rest` has the gradients of the others, once `step()` was called for them.
     """
 
     measures = True
     begun: CpuStep | None = None
-    asked: AskedGradients | None = None
+    rest: RestOfStep | None = None
 
     @abstractmethod
     def to_use(
@@ -56,7 +56,7 @@ class StepGradients(ABC):
         """Return the norms (fp32, 0-dim) of `gradients`."""
 
     @abstractmethod
-    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that uses `gradients`; changes nothing.
 
         Its update reads them after `step()`, if that `returns_early`.
@@ -70,8 +70,8 @@ class StepGradients(ABC):
         """Note that the updates of `members` are waited for; return a gradient that was written before, if any."""
         return None
 
-    def ask(self, members: Iterable[Member], *, checks_used: bool = True) -> None:  # noqa: B027
-        """Ask for the rest of an update that backward has begun, once: with the gradients that `members` have now.
+    def note_rest(self, members: Iterable[Member], *, checks_used: bool = True) -> None:  # noqa: B027
+        """Note the rest of a step that backward has begun, once: the gradients that `members` have now.
 
         Raises RuntimeError, if it `checks_used`, where gradients that backward has used were dropped.
         """

@@ -12,7 +12,7 @@ import torch
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.gradients.clip_decision import norms_of
 from reference_impl.optimizers.gradients.in_use import in_use, put_in_use, take_out
-from reference_impl.optimizers.gradients.of_step import StepGradients, TakenGradients
+from reference_impl.optimizers.gradients.of_step import PreparedGradients, StepGradients
 from reference_impl.optimizers.gradients.used import standing_on, version_of
 from reference_impl.optimizers.layout import Member, gradient_of
 
@@ -40,10 +40,10 @@ class StandingGradients(StepGradients):
         """Return the norms (fp32, 0-dim) of `gradients`."""
         return norms_of(gradients.values())
 
-    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> TakenGradients:
+    def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that reads `gradients` where they stand; changes nothing."""
         self._prepared = {member: (each, version_of(each)) for member, each in gradients.items()}
-        return TakenGradients({}, {}, {})
+        return PreparedGradients({}, {}, {})
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
         """Let the prepared step read its gradients; whoever writes one calls `wait_for` first, if it is given."""

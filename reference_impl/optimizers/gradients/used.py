@@ -66,38 +66,38 @@ class UsedGradients:
         return not (isinstance(gradient, GradientStandIn) and gradient.dropped)
 
 
-class AskedGradients:
-    """The gradients of `members` when `step()` asks for the rest of an update that backward has begun.
+class RestOfStep:
+    """The rest of a step that backward has begun: the gradients of `members` when `step()` was called.
 
-    The rest is of these gradients, however often it fails, and whatever stands on the parameters then.
+    It uses these gradients, however often it fails, and whatever stands on the parameters then.
     """
 
     def __init__(self, members: Iterable[Member]) -> None:
         self._members = list(members)
         standing = ((member.param, member.param.grad) for member in self._members)
-        self._asked = [
+        self._gradients = [
             (param, gradient, _writes_of(gradient)) for param, gradient in standing if gradient is not None
         ]
-        self._held_back: list[Member] = []
+        self._awaited: list[Member] = []
 
-    def use(self, take: Callable[[], None], *, is_taken: Callable[[], bool]) -> None:
+    def use(self, take: Callable[[], None], *, has_begun: Callable[[], bool]) -> None:
         """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
 
-        Until it `is_taken`, whoever reads a weight of `members` waits for it. Raises WorkLostError where somebody has
-        written one of the gradients.
+        Until the step `has_begun`, whoever reads a weight of `members` waits for it. Raises WorkLostError where
+        somebody has written one of the gradients.
         """
         try:
-            for member in self._held_back:
+            for member in self._awaited:
                 member.pending = False
-            self._held_back = [member for member in self._members if not member.pending]
+            self._awaited = [member for member in self._members if not member.pending]
             self._use(take)
         finally:
-            if not is_taken():
-                for member in self._held_back:
+            if not has_begun():
+                for member in self._awaited:
                     member.pending = True
 
     def _use(self, take: Callable[[], None]) -> None:
-        for param, gradient, writes in self._asked:
+        for param, gradient, writes in self._gradients:
             stands = unwrapped(gradient)
             is_dropped = isinstance(stands, GradientStandIn) and stands.dropped
             if is_dropped or _writes_of(gradient) != writes:
@@ -107,7 +107,9 @@ class AskedGradients:
                     "has gone on; try loading the last checkpoint into a new optimizer"
                 )
         replaced = [
-            (param, gradient, param.grad) for param, gradient, _ in self._asked if param.grad is not gradient
+            (param, gradient, param.grad)
+            for param, gradient, _ in self._gradients
+            if param.grad is not gradient
         ]
         now = [(param, stands) for param, _, stands in replaced]
         try:

@@ -42,15 +42,15 @@ class Part(NamedTuple):
     """The elements of one member that the streamed share updates.
 
     The states of `streamed` elements are copied in and out. Those of `resident` elements stay on the device, in fp32,
-    and those of `held` ones too, in the format of streamed ones. With `is_split` the CPU updates other elements of the
-    same member, so new weights do not go into the parameter: they are kept apart until somebody writes all of them
-    together.
+    and those of `staying` ones too, in the format of streamed ones. With `is_split` the CPU updates other elements of
+    the same member, so new weights do not go into the parameter: they are kept apart until somebody writes all of
+    them together.
     """
 
     streamed: range
     resident: range = range(0)
     is_split: bool = False
-    held: range = range(0)
+    staying: range = range(0)
 
 
 class Field(NamedTuple):

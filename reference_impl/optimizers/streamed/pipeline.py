@@ -395,6 +395,6 @@ class StreamedPipeline:
             )
         gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
         if chunk.gradients is not None and gradients is not None and step is not None:
-            left = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
-            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *left))
+            arrivals = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
+            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *arrivals))
         self._loaded[chunk] = slots.take(), arrived

@@ -95,7 +95,7 @@ class StreamedShare:
         # The chunks that backward may still prefetch; None until its first gradient.
         self._prefetchable: deque[Chunk] | None = None
         self._most_slots = LEAST_SLOTS
-        self._held_bytes = 0.0
+        self._staying_bytes = 0.0
         # Kept alive while the update reads its numbers.
         self._decision: ClipDecision | None = None
         self.moments = algorithm.moments
@@ -106,7 +106,7 @@ class StreamedShare:
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
         """Return what `add` takes of the host for these parts. Raises ValueError for a budget below three chunks."""
-        return self._storage.host_bytes(self._with_held(parts))
+        return self._storage.host_bytes(self._with_staying(parts))
 
     @torch.no_grad()
     def add(self, parts: Mapping[Member, Part]) -> None:
@@ -116,7 +116,7 @@ class StreamedShare:
         been added, and host memory that was reserved serves the next call.
         """
         most_slots, _ = self._in_budget(parts)
-        parts = self._with_held(parts)
+        parts = self._with_staying(parts)
         self.finish(for_writing=True)
         chunks = self._storage.make(parts)
         try:
@@ -140,7 +140,7 @@ class StreamedShare:
             self._device.gathering.add(self)
         with deferred_interrupts():
             self._most_slots = most_slots
-            self._held_bytes += self._bytes_held(parts)
+            self._staying_bytes += self._bytes_staying(parts)
             self._chunks.extend(chunks)
             self.steps.update(steps)
 
@@ -174,10 +174,10 @@ class StreamedShare:
             return LEAST_SLOTS, spare_bytes
         return LEAST_SLOTS + spare_bytes // slot_bytes, 0
 
-    def _with_held(self, parts: Mapping[Member, Part]) -> dict[Member, Part]:
+    def _with_staying(self, parts: Mapping[Member, Part]) -> dict[Member, Part]:
         """Return `parts` with the first elements of the forward held on the device, as far as the budget allows."""
         _, most_bytes = self._in_budget(parts)
-        left_bytes = most_bytes - self._held_bytes
+        left_bytes = most_bytes - self._staying_bytes
         found = dict(parts)
         if left_bytes <= 0:
             return found
@@ -189,14 +189,14 @@ class StreamedShare:
             count = min(int(left_bytes / each_bytes), len(part.streamed))
             if count < len(part.streamed):
                 count -= count % COMPACT_ALIGNMENT
-            found[member] = part._replace(held=part.streamed[:count], streamed=part.streamed[count:])
+            found[member] = part._replace(staying=part.streamed[:count], streamed=part.streamed[count:])
             left_bytes -= count * each_bytes
             if found[member].streamed:
                 break
         return found
 
-    def _bytes_held(self, parts: Mapping[Member, Part]) -> float:
-        return sum(len(part.held) * self._storage.state_bytes(member) for member, part in parts.items())
+    def _bytes_staying(self, parts: Mapping[Member, Part]) -> float:
+        return sum(len(part.staying) * self._storage.state_bytes(member) for member, part in parts.items())
 
     def _sizes(self, members: Collection[Member]) -> tuple[int, int]:
         """Return the bytes of a slot, and of the scratch of one chunk."""

@@ -253,7 +253,7 @@ class StateStorage:
         """Return what `make` takes of the host for these parts, but for gaps of alignment."""
         total_bytes = 0.0
         for member, part in parts.items():
-            leaving, staying = len(part.streamed), len(part.resident) + len(part.held)
+            leaving, staying = len(part.streamed), len(part.resident) + len(part.staying)
             if member.cut is not None:
                 leaving, staying = (0, member.unit) if member.stays else (member.unit, 0)
             total_bytes += leaving * self.state_bytes(member)
@@ -282,8 +282,8 @@ class StateStorage:
                 leave = [each for each in members if not each.stays]
                 resident = {each: parts[each].resident for each in stay}
                 chunks += self._make(resident, resident=True, packed=saves_memory)
-                held = {each: parts[each].held for each in members if each.cut is None}
-                chunks += self._make(held, resident=True, packed=not exact)
+                staying = {each: parts[each].staying for each in members if each.cut is None}
+                chunks += self._make(staying, resident=True, packed=not exact)
                 streamed = {each: parts[each].streamed for each in leave}
                 chunks += self._make(streamed, resident=exact, packed=not exact)
         except BaseException:

@@ -113,7 +113,7 @@ def test_no_matrix_is_cut_and_the_host_has_what_was_said(device, split):
     with TrainableLayerStreamer(model, pair(model), split=split) as streamer:
         optimizer, needed = streamer.optimizer, 0.0
         for member in optimizer.members.values():
-            held = streamer.optimizer._placement._shares.held.get(member.param, 0)
+            held = streamer.optimizer._placement._shares.staying.get(member.param, 0)
             if member.matrices is None:
                 on_cpu = member.param in streamer.optimizer._placement._shares.on_cpu
                 needed += 12 * member.param.numel() if on_cpu else 10 * (member.param.numel() - held)
@@ -121,7 +121,7 @@ def test_no_matrix_is_cut_and_the_host_has_what_was_said(device, split):
                 assert held in (0, member.param.numel())
                 needed += 6.125 * (member.param.numel() - held)
         whole = [member for member in optimizer.members.values() if member.matrices is not None]
-        staying = sum(optimizer._placement._shares.held.get(m.param, 0) for m in whole)
+        staying = sum(optimizer._placement._shares.staying.get(m.param, 0) for m in whole)
         assert staying / sum(m.param.numel() for m in whole) == pytest.approx(split[0], abs=0.1)
         assert streamer.report.host.states == round(needed)
 

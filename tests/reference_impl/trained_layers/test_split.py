@@ -87,7 +87,7 @@ def test_states_outside_the_blocks_stay_first_and_others_all_along(device, overl
     with streamed(model, split=STAY, max_grad_norm=clip, backward_overlap=overlap) as streamer:
         assert train(model, streamer.optimizer, ids) == expected
         assert_same(model, streamer.optimizer, other, reference)
-        held = streamer.optimizer._placement._shares.held
+        held = streamer.optimizer._placement._shares.staying
     for outside in (model.embedding.weight, model.norm.weight, model.head.weight):
         assert held[outside] == outside.numel()
     everything = sum(param.numel() for param in model.parameters())
