@@ -11,7 +11,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.parameter_state import OptimizerState, StateParts
 from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
+from reference_impl.optimizers.state_offload_wrapped import divided, joined
 from reference_impl.optimizers.step import in_turn
 
 
@@ -41,6 +42,8 @@ class SavedOptimizer(HostedOptimizer):
     # The formula of groups that name none.
     _default_matrices: MatrixAlgorithm | None = None
     _stepped_by: threading.Thread | None = None
+    # How many groups each optimizer had that this has taken the place of.
+    _group_counts: Sequence[int] = (0,)
 
     def __init__(
         self,
@@ -198,6 +201,20 @@ class SavedOptimizer(HostedOptimizer):
             replaced = after(self, packed)
             packed = packed if replaced is None else replaced
         return packed
+
+    @in_turn
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the `state_dict` of each optimizer that this has taken the place of, as its own class loads it.
+
+        A group that was added later is the last one's. Of one that has taken no place it is a list of one.
+        """
+        added = len(self.param_groups) - sum(self._group_counts)
+        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + added])
+
+    @in_turn
+    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
+        self.load_state_dict(joined(state_dicts))
 
     @in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -26,14 +26,14 @@ from reference_impl.optimizers.gradients.standing import StandingGradients
 from reference_impl.optimizers.options import States, form_of
 from reference_impl.optimizers.placement import SplitPlacement
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.optimizers.step import in_turn
 from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 
-class OptimizerStateOffloader(SavesEach, SteppedOptimizer):
+class OptimizerStateOffloader(SteppedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -99,7 +99,6 @@ class OptimizerStateOffloader(SavesEach, SteppedOptimizer):
             device_budget_bytes=device_budget_bytes,
             state_format=StateFormat.of(form, wrapped.algorithm, device, offload_masters=offload_masters),
         )
-        self._group_counts = wrapped.group_counts
         super().__init__(
             wrapped.groups,
             wrapped.defaults,

@@ -14,8 +14,6 @@ import torch
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
 from reference_impl.optimizers.saved_checks import check_document
-from reference_impl.optimizers.state_dict import SavedOptimizer
-from reference_impl.optimizers.step import in_turn
 
 
 class Wrapped(NamedTuple):
@@ -44,29 +42,6 @@ class Wrapped(NamedTuple):
             for param in group["params"]
             if formula is not None
         }
-
-
-class SavesEach(SavedOptimizer):
-    """An optimizer that has taken the place of one or several of torch, and saves as each of them does.
-
-    `_group_counts` has how many groups each of them had.
-    """
-
-    _group_counts: Sequence[int]
-
-    @in_turn
-    def state_dicts(self) -> list[dict[str, Any]]:
-        """Return the `state_dict` of each wrapped optimizer, as its own class loads it.
-
-        A group that was added later is the last one's.
-        """
-        added = len(self.param_groups) - sum(self._group_counts)
-        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + added])
-
-    @in_turn
-    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
-        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
-        self.load_state_dict(joined(state_dicts))
 
 
 def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:

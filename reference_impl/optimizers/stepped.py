@@ -111,6 +111,8 @@ class SteppedOptimizer(SavedOptimizer):
         """
         self._shares, self._placement, self._gradients = shares, placement, gradients
         optimizers = () if wrapped is None else wrapped.optimizers
+        if wrapped is not None:
+            self._group_counts = wrapped.group_counts
         given = [dict(each.state) for each in optimizers]
         try:
             if wrapped is not None:

@@ -21,7 +21,7 @@ from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.state_offload_wrapped import SavesEach, wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
 from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.trained_layers.gradients import PassedGradients
@@ -33,7 +33,7 @@ from reference_impl.trained_layers.shares import StateShares
 _NO_BACKWARD = -1
 
 
-class InBackwardOptimizer(SavesEach, SteppedOptimizer):
+class InBackwardOptimizer(SteppedOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
@@ -66,7 +66,6 @@ class InBackwardOptimizer(SavesEach, SteppedOptimizer):
         self._has_failed = False
         wrapped, mover = wrapped_in(optimizer), GradientMover(device)
         share = streamed_share(wrapped, device, streaming, host_gradients=False)
-        self._group_counts = wrapped.group_counts
         self._passed = PassedGradients(mover)
         super().__init__(
             wrapped.groups,

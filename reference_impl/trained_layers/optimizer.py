@@ -3,13 +3,16 @@
 A gradient is offloaded as soon as it is final, and copied back in one chunk with its states; a block's chunks are
 updated while its weights are on the device for the next forward. With `in_backward` the update does not wait for that.
 
-Explained in docs/larger-than-gpu.md.
+Of shards it uses gradients that FSDP2 has reduced. FSDP2 adds a reduction to what stands on the parameter. That is a
+DTensor whose local tensor is the stand-in, so `clip_grad_norm_` finds the norm of all ranks.
+
+Explained in docs/larger-than-gpu.md and docs/distributed.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -18,7 +21,7 @@ from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.shares import Shares
-from reference_impl.optimizers.state_offload_wrapped import SavesEach, Wrapped, wrapped_in
+from reference_impl.optimizers.state_offload_wrapped import Wrapped, wrapped_in
 from reference_impl.optimizers.step import in_turn
 from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
@@ -48,13 +51,14 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
     return [member for member in found if member is not None and member.pending]
 
 
-class TrainedLayersOptimizer(SavesEach, SteppedOptimizer):
-    """What `TrainableLayerStreamer` has made of a torch optimizer: use it in its place.
+class TrainedLayersOptimizer(SteppedOptimizer):
+    """What `TrainableLayerStreamer` or `ShardStreamer` has made of a torch optimizer: use it in its place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
-    carries it out, block by block, with the global norm of all gradients. Gradients are on the host from backward on: a
-    stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second backward
-    adds to what it stands for. What is promised for a step that raises is in docs/reliability.md.
+    carries it out, block by block, with the global norm of all gradients. Of shards the step is a collective wherever
+    gradients are clipped or checked for overflow: no rank may leave it out. Gradients are on the host from backward on:
+    a stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second
+    backward adds to what it stands for. What is promised for a step that raises is in docs/reliability.md.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.
@@ -83,7 +87,6 @@ class TrainedLayersOptimizer(SavesEach, SteppedOptimizer):
     ) -> None:
         wrapped, mover = wrapped_in(optimizer), GradientMover(device, in_flight_bytes=in_flight_bytes)
         share = streamed_share(wrapped, device, streaming, host_gradients=True)
-        self._group_counts = wrapped.group_counts
         self._weights = weights
         self._leaving = BlockGradients(mover)
         super().__init__(
@@ -141,6 +144,22 @@ class TrainedLayersOptimizer(SavesEach, SteppedOptimizer):
         self._ready()
         self._used.forget()
         self._leaving.send_final()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let gradients of shards add up, on the host: run all backwards of a step but the last inside.
+
+        Those that FSDP2 does not reduce add up without it, those of `model.set_requires_gradient_sync(False)` among
+        them, on the device.
+        """
+        self._leaving.adds_shards = True
+        yield
+
+    @in_turn
+    def end_forward(self) -> None:
+        """Free the slots of an update that the forward has carried out."""
+        self._check_usable()
+        self.streamed.free_slots()
 
     def _step(self) -> None:
         super()._step()

@@ -31,8 +31,8 @@ from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.trained_layers.checks import check_params, check_streaming
 from reference_impl.trained_layers.one_thread import OneThread
+from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import check_room, host_bytes
-from reference_impl.trained_layers.shard_optimizer import ShardOptimizer
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
 from reference_impl.weights.trained import Homes
 
@@ -128,12 +128,15 @@ class ShardStreamer(Shown, ClosedAtExit):
         )
         self._undo.append(self._close_shards)
         self._shards.attach(prefetch=prefetch)
-        self.optimizer = ShardOptimizer(
+        self.optimizer = TrainedLayersOptimizer(
             optimizer,
             self._shards,
             device,
             streaming=streaming,
             max_grad_norm=max_grad_norm,
+            # The stream of reductions waits for each copy, as it does under torch's offload policy. That takes no
+            # longer, and keeps the gradients of one gather off the peak.
+            in_flight_bytes=0,
             undo=self._undo,
         )
         self.optimizer.attach(model)
@@ -212,7 +215,10 @@ def _check_shards(model: nn.Module) -> None:
 
 
 def _hook(
-    model: nn.Module, shards: StreamedShards, optimizer: ShardOptimizer, undo: list[Callable[[], None]]
+    model: nn.Module,
+    shards: StreamedShards,
+    optimizer: TrainedLayersOptimizer,
+    undo: list[Callable[[], None]],
 ) -> None:
     """Let forwards begin, and state_dicts of any module have what is on the host; `undo` gets what undoes it."""
 
