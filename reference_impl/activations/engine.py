@@ -20,12 +20,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from reference_impl.activations.geometry import Extent, Geometry, Weights, extent_of, flat_bytes, is_plain
+from reference_impl.activations.geometry import (
+    Extent,
+    Geometry,
+    VersionProbe,
+    Weights,
+    extent_of,
+    flat_bytes,
+    is_plain,
+)
 from reference_impl.activations.headroom import Headroom
 from reference_impl.activations.policy import Decision, Policy
 from reference_impl.activations.run import BackwardOrders, Copied, ForwardPass, MovedTensor, SavedStorage
 from reference_impl.activations.tape import Tape, recipe_for
-from reference_impl.activations.tokens import AwaitedTensor, Hooks, KeptTensor, OthersToken, VersionProbe
+from reference_impl.activations.tokens import AwaitedTensor, Hooks, KeptTensor, OthersToken
 from reference_impl.device import Device
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.tiers import Tier

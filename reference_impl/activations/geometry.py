@@ -1,8 +1,9 @@
-"""Which bytes of which storage stand behind a saved tensor, and whether they are a weight's.
+"""What is known of a saved tensor without its bytes: where they were, how it looks at them, and its version.
 
 A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q, k and
 v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements. Weights are
-recognised by their storages, because autograd saves views of weights, not the weights.
+recognised by their storages, because autograd saves views of weights, not the weights. Autograd checks the version of
+a tensor that it saves, but not of one that a hook has moved: a `VersionProbe` does.
 
 Explained in docs/activation-offloading.md.
 """
@@ -10,6 +11,7 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -71,6 +73,53 @@ class Geometry:
         """Return a new tensor with these strides whose elements are those of `compact`, flat uint8."""
         strided = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=compact.device)
         return strided.copy_(compact.view(self.dtype).view(self.shape))
+
+
+class VersionProbe:
+    """Follows a tensor's in-place version without keeping its memory alive.
+
+    Autograd cannot check versions through hooks, and a copy on its way to the host would miss or tear a write
+    that comes after the save: without this check the gradient would be wrong in silence.
+    """
+
+    __slots__ = ("_alias", "_saved_version", "_what")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        alias = tensor.detach()
+        # A detached alias shares the version counter; with its data swapped it holds no memory of the tensor.
+        alias.data = _empty(tensor.device)
+        self._alias = alias
+        self._saved_version = tensor._version
+        self._what = (tensor.dtype, tuple(tensor.shape))
+
+    @property
+    def version(self) -> int:
+        """The version that was saved."""
+        return self._saved_version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether nothing has written the tensor since."""
+        return self._alias._version == self._saved_version
+
+    def check(self) -> None:
+        """Raise RuntimeError, as eager autograd does, when the tensor was written after it was saved."""
+        check_version(self._alias._version, self._saved_version, self._what)
+
+
+@cache
+def _empty(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, device=device)
+
+
+def check_version(now: int, saved: int, what: tuple[torch.dtype, tuple[int, ...]]) -> None:
+    """Raise RuntimeError when `now` is not the `saved` version of the tensor described by `what`."""
+    if now != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a {what[0]} tensor of shape {what[1]} is at version {now}; expected version {saved}; "
+            "try the out-of-place form of the operation that wrote it"
+        )
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:

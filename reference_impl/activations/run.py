@@ -20,8 +20,7 @@ from typing import Protocol
 
 import torch
 
-from reference_impl.activations.geometry import Extent, Geometry
-from reference_impl.activations.tokens import VersionProbe
+from reference_impl.activations.geometry import Extent, Geometry, VersionProbe
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.in_flight import InFlight
 from reference_impl.memory.tiers import StoredBytes

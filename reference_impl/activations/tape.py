@@ -24,9 +24,9 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference_impl.activations.geometry import Geometry, Weights, flat_bytes
+from reference_impl.activations.geometry import Geometry, VersionProbe, Weights, flat_bytes
 from reference_impl.activations.run import MovedTensor, SavedStorage
-from reference_impl.activations.tokens import KeptTensor, VersionProbe
+from reference_impl.activations.tokens import KeptTensor
 from reference_impl.device import REACHED, Device, Event, Mark
 
 _MOST_UNSAVED_ANCESTORS = 8
