@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import torch
 
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.algorithms import SGD, Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
+from reference_impl.optimizers.algorithms import (
+    BY_TORCH_CLASS,
+    SGD,
+    Adam,
+    Algorithm,
+    AnyAlgorithm,
+    MatrixAlgorithm,
+    Muon,
+)
 from reference_impl.optimizers.saved_checks import check_document
 
 
@@ -75,20 +83,16 @@ def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -
 def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
     """Return the formula of a wrapped optimizer that updates elements.
 
-    Raises TypeError for anything but `torch.optim.AdamW`, `Adam` and `SGD` themselves, and as `check_group`.
+    Raises TypeError for a class that is not in `BY_TORCH_CLASS` itself, and as `check_group`.
     """
-    algorithm: Algorithm
-    if type(optimizer) is torch.optim.AdamW:
-        algorithm = Adam()
-    elif type(optimizer) is torch.optim.Adam:
-        algorithm = Adam(decoupled=optimizer.defaults.get("decoupled_weight_decay", False))
-    elif type(optimizer) is torch.optim.SGD:
-        algorithm = SGD()
-    else:
+    formula = BY_TORCH_CLASS.get(type(optimizer))
+    if formula is None:
+        names = ", ".join(each.__name__ for each in BY_TORCH_CLASS)
         raise TypeError(
             f"the formula of {type(optimizer).__name__} is not among those that update offloaded states here; expected "
-            "torch.optim.AdamW, Adam, SGD or Muon, and none of their subclasses; try AdamW(fused=True)"
+            f"{names} or Muon of torch.optim, and none of their subclasses; try AdamW(fused=True)"
         )
+    algorithm = formula(optimizer.defaults)
     for group in optimizer.param_groups:
         check_group(algorithm, group)
     return algorithm

@@ -8,6 +8,11 @@ Explained in docs/optimizer-offloading.md. Terms:
 - block: a contiguous range of a bucket that fits a core's cache.
 """
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
 from reference_impl.optimizers.algorithms.adam import Adam, root
 from reference_impl.optimizers.algorithms.base import (
     Algorithm,
@@ -21,7 +26,15 @@ from reference_impl.optimizers.algorithms.matrices import MatrixAlgorithm
 from reference_impl.optimizers.algorithms.muon import Muon
 from reference_impl.optimizers.algorithms.sgd import SGD
 
+# The formula of each optimizer of torch that updates elements, made from its defaults.
+BY_TORCH_CLASS: Mapping[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Algorithm]] = {
+    torch.optim.AdamW: lambda defaults: Adam(),
+    torch.optim.Adam: lambda defaults: Adam(decoupled=defaults.get("decoupled_weight_decay", False)),
+    torch.optim.SGD: lambda defaults: SGD(),
+}
+
 __all__ = [
+    "BY_TORCH_CLASS",
     "SGD",
     "Adam",
     "Algorithm",
