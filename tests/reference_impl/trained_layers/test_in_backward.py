@@ -329,6 +329,18 @@ def test_closing_in_between_says_so_and_closes(device):
     assert streamer.optimizer.status == "closed"
 
 
+def test_whoever_reads_a_weight_behind_a_step_waits_for_it(device):
+    model = decoder(device)
+    (ids,) = batches(device, 1)
+    with updating(model) as streamer:
+        decoder_loss(model(ids), ids).backward()
+        streamer.optimizer.step()
+        member = streamer.optimizer.members[model.embedding.weight]
+        assert member.pending
+        model.embedding.weight.clone()
+        assert not member.pending
+
+
 def test_hyper_parameters_may_not_change_in_between(device):
     model = decoder(device)
     ids = batches(device, 1)
