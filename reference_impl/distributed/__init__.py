@@ -1,8 +1,8 @@
-"""What training on several ranks adds: engines that shard or reduce, meshes, the ranks of a host.
+"""Training on several ranks: engines that shard or reduce, meshes, the ranks of a host.
 
 This room knows no optimizer, activation or weight streamer; they ask it. It says when FSDP2 reads a weight, and on
-which stream, and when DDP has reduced a gradient. What has to be waited for, and what leaves, only the optimizer knows,
-so `optimizer.attach(model)` is the optimizer's.
+which stream, and when DDP has reduced a gradient. Which weights are waited for, and which gradients leave, only the
+optimizer knows, so `optimizer.attach(model)` is the optimizer's.
 Terms:
 
 - rank: one process of a group, with one device; local ranks: those of one host, which share its memory and cores.

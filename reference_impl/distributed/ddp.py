@@ -1,9 +1,9 @@
-"""What DistributedDataParallel has reduced, told bucket by bucket.
+"""Gradients that DistributedDataParallel has reduced, told bucket by bucket.
 
 DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees what this
 rank alone has. The public place behind the reduction is the communication hook, of which a model has one, for good. So
 one that somebody else registers later is called by ours, which then tells nobody.
-Buckets are DDP's memory for the whole run; what it has reduced stands on the parameters at the end of backward.
+Buckets are DDP's memory for the whole run; reduced gradients stand on the parameters at the end of backward.
 
 What torch has no public name for: a call at the end of backward (`queue_callback`, by which DDP puts gradients on
 parameters), whether somebody trains with `join()`, and the name of a hook that is there already.
@@ -88,7 +88,7 @@ class _Reduction:
     def __init__(self, model: DistributedDataParallel, device: Device) -> None:
         self.model, self.device = weakref.ref(model), device
         self.group = model.process_group
-        # What somebody else has registered later: the hook, and what it is called with.
+        # A hook that somebody else has registered later, and its first argument.
         self.other: tuple[Callable[..., torch.futures.Future[torch.Tensor]], object] | None = None
         self.listeners: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
 
@@ -112,7 +112,7 @@ def register_comm_hook(
 ) -> None:
     """Let `hook` reduce the gradients of `model`, whose communication hook is ours; they stay on the parameters then.
 
-    Raises RuntimeError for a second one, and what torch's own method raises.
+    Raises RuntimeError for a second one, and errors of torch's own method.
     """
     reduction = _reductions.get(model)
     if reduction is None:

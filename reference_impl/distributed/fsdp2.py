@@ -1,4 +1,4 @@
-"""What FSDP2 gathers together, from which memory, on which stream, and what it has gathered already.
+"""The groups that FSDP2 gathers: from which memory, on which stream, and which are gathered already.
 
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
 asynchronously needs that stream, and whoever keeps shards elsewhere has to hand them over there; torch has no public
@@ -60,7 +60,7 @@ class GatheredGroup:
 
     @property
     def key(self) -> object:
-        """What tells this group from others, hashable."""
+        """A key of this group, hashable."""
         return self._state
 
     @property
@@ -178,7 +178,7 @@ def shards_by_gather(model: nn.Module) -> list[list[Shard]]:
 
 
 def reductions() -> dict[torch.Tensor, object]:
-    """Return for each sharded parameter of this process what tells its reduction from others, hashable.
+    """Return for each sharded parameter of this process a key of its reduction, hashable.
 
     One reduction makes the gradients of all its parameters in one buffer, which is freed with the last of them. Where
     this torch has other private names, nothing is known of any parameter.
@@ -196,9 +196,9 @@ def reductions() -> dict[torch.Tensor, object]:
 
 
 def gathered_groups(model: nn.Module) -> list[GatheredGroup]:
-    """Return what is gathered together, in the order of `model.modules()`.
+    """Return the groups that are gathered together, in the order of `model.modules()`.
 
-    What has been gathered is dropped first: modules would not show their shards.
+    Gathered groups are dropped first: modules would not show their shards.
     """
     modules: dict[Any, list[nn.Module]] = {}
     nested: set[nn.Module] = set()
@@ -258,7 +258,7 @@ def missing_shard_name(model: nn.Module) -> str | None:
 
 
 def _groups(state: Any) -> list[Any]:
-    """Return what a state gathers: nothing, one group, or since torch 2.12 one for each mesh."""
+    """Return the groups that a state gathers: nothing, one group, or since torch 2.12 one for each mesh."""
     if hasattr(state, _GROUPS):
         return list(getattr(state, _GROUPS))
     group = getattr(state, _ONE_GROUP)

@@ -1,6 +1,6 @@
 """The host memory that ranks need together, checked on all of them before any takes some.
 
-What is free on a host is free to each of its ranks until one has taken it, so ranks that look one by one promise
+Free memory of a host is free to each of its ranks until one has taken it, so ranks that look one by one promise
 themselves the same bytes. And a rank that ends alone leaves the others waiting for it.
 
 Explained in docs/distributed.md.
@@ -22,7 +22,7 @@ from reference_impl.memory.slab import RESERVE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """What a rank is about to take: bytes by what they are for.
+    """The memory that a rank is about to take: bytes by their purpose.
 
     `freed_bytes` are its own on the host that it gives back meanwhile.
     """
@@ -42,7 +42,7 @@ class HostNeed:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one rank has found."""
+    """The findings of one rank."""
 
     rank: int
     host: str
@@ -56,7 +56,7 @@ def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[f
     All ranks have to call it, and all raise the same error. It names the rank that has found least, what that one
     needs, item by item, and its `remedy`, given the share of the need that fits.
     """
-    # What is closed and dropped may still wait for the collector, on any rank.
+    # Closed and dropped memory may still wait for the collector, on any rank.
     gc.collect()
     rank = 0 if ranks is None else dist.get_rank()
     own = _Answer(rank, os.uname().nodename, need, available_by_pool())

@@ -33,12 +33,12 @@ class RankError(RuntimeError):
 def launch(
     ranks: int, device: Device, work: Callable[[Device, Report], T], on_report: Report = lambda _: None
 ) -> list[T]:
-    """Return what `work` gives on each of `ranks` processes, by rank.
+    """Return the results of `work` on each of `ranks` processes, by rank.
 
     It is called with the rank's device, of the type of `device` (of accelerators each rank has its own), under a
-    process group of that type's own backend. What it passes to its second argument reaches `on_report` here. All of it
-    has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError for a rank that
-    is gone, which the errors of others may be due to; and ends the others.
+    process group of that type's own backend. An object that it passes to its second argument reaches `on_report` here.
+    All of it has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError for a
+    rank that is gone, which the errors of others may be due to; and ends the others.
     """
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
@@ -59,7 +59,7 @@ def launch(
 
 
 def _results(connections: dict[Connection, Any], on_report: Report) -> list[Any]:
-    """Listen until every rank has sent its result; raise what one sends instead."""
+    """Listen until every rank has sent its result; raise an error that one sends instead."""
     results: dict[Connection, Any] = {}
     while len(results) < len(connections):
         for connection in wait([each for each in connections if each not in results]):

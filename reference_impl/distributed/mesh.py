@@ -17,10 +17,10 @@ NormReduction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def norm_over_mesh(params: Iterable[torch.Tensor]) -> NormReduction | None:
-    """Return what makes this rank's squared norm (0-dim fp32) that over all ranks; None where nothing is sharded.
+    """Return a function from this rank's squared norm (0-dim fp32) to that over all ranks; None if nothing is sharded.
 
     It is one all-reduce for each dimension of the mesh, behind the work on the current stream; every rank has to reach
-    it. What replicas hold counts once: exactly where their number is a power of two, and all of them get the same bits.
+    it. Elements of replicas count once: exactly where their number is a power of two, and all get the same bits.
     Raises ValueError where that does not follow from the parameters: several meshes, unlike placements, or parameters
     beside them that are not sharded.
     """

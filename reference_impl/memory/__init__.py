@@ -2,7 +2,7 @@
 
 - slab: one large piece of host memory, page-locked once; the slab supply makes it ahead of need.
 - arena: hands out blocks of slabs to one mechanism, and takes them back with the event of their last copy.
-- in flight: what a copy still reads or writes; kept alive until its event.
+- in flight: tensors that a copy still reads or writes; kept alive until its event.
 - slot: a device buffer of a pool, which streamed data passes through; permanent slots stay, extra ones are temporary.
 - tier: a place for the bytes of saved storages: pinned host memory, or a file on disk behind pinned staging memory.
 - staging: pinned memory that copies to and from slower memory pass through.

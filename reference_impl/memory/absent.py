@@ -1,4 +1,4 @@
-"""Classes of tensors that hear what is done with them: weights that are away, and weights that nobody has touched.
+"""Classes of tensors that hear of their uses: weights that are away, and weights that nobody has touched.
 
 Computing with a weight whose bytes are not on the device is an error that names the weight. Without this, kernels would
 read address 0 (the process dies) or memory that a copy is still filling (silently wrong values). So an absent tensor
@@ -24,9 +24,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-# What these read is not about the tensor but its elements, in the form of another tensor.
+# These read elements of the tensor, in the form of another tensor.
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# Where a tensor that is away has what was detached from it: the same memory in another object.
+# Where a tensor that is away has its detached self: the same memory in another object.
 _ALIASES = "_detached_while_absent"
 # Methods that answer from the description of a tensor alone, or only change it.
 _DESCRIBING_METHODS = {
@@ -115,7 +115,7 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
         if function == "__repr__":
             return f"<{name}, not on the device>"
         if function == "detach":
-            # What a state_dict is made of: the same tensor in another object, absent as well.
+            # A state_dict has it: the same tensor in another object, absent as well.
             with torch._C.DisableTorchFunctionSubclass():
                 alias: torch.Tensor = func(*args, **(kwargs or {}))
             # The parts of one that wraps others are new, too.

@@ -2,7 +2,7 @@
 
 One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and
 the next user orders its own copy behind that event on the device, so neither side waits on the host. Blocks
-of equal size are recycled first, which is what training does from its second step on.
+of equal size are recycled first: from its second step on training asks for the same sizes again.
 
 No signal interrupts the bookkeeping half-way. Slabs are made while no lock is held, because that takes long.
 
@@ -37,7 +37,7 @@ _arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
 
 def bytes_by_service() -> dict[str, int]:
-    """Return the bytes that all arenas have handed out, by what they serve."""
+    """Return the bytes that all arenas have handed out, by their purpose."""
     found: defaultdict[str, int] = defaultdict(int)
     for arena in list(_arenas):
         found[arena._serves] += arena.live_bytes
@@ -62,13 +62,13 @@ class HostBlock:
 
 
 class _Live:
-    """What one arena has handed out, in step with the book of all arenas."""
+    """The bytes that one arena has handed out, in step with the book of all arenas."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        # First, because it may find no memory: closing takes away what is counted here.
+        # First, because it may find no memory: closing takes away the bytes that are counted here.
         host_book.add(live=size_bytes)
         self.size_bytes += size_bytes
 
@@ -101,7 +101,7 @@ class HostArena:
         """
         self._serves = serves
         self._device = device
-        # Blocks are multiples of the alignment, and what cannot be one is no use.
+        # Blocks are multiples of the alignment: a rest below it is of no use.
         self._limit_bytes = None if limit_bytes is None else limit_bytes - limit_bytes % ALIGNMENT_BYTES
         self._slab_bytes = slab_bytes
         self._remedy = remedy or "try offloading less"
@@ -151,7 +151,7 @@ class HostArena:
                 self.reserve(reserved_bytes)
 
     def expect(self, sizes: Iterable[int]) -> None:
-        """Prepare for blocks of these sizes, in this order, in the background; what is free already counts.
+        """Prepare for blocks of these sizes, in this order, in the background; free blocks count.
 
         A guess that is too large costs host memory, one that is too small or wrong only time.
         """
@@ -280,7 +280,7 @@ class HostArena:
         self._free, self._recycled = joined, in_use
 
     def _next_slab_bytes(self) -> int:
-        """Double what there is, so that a small model pins little and a large one few slabs."""
+        """Double the slabs that there are, so that a small model pins little and a large one few slabs."""
         if self._limit_bytes is not None:
             return 0
         return min(self._slab_bytes, max(self.reserved_bytes, _FIRST_SLAB_BYTES))

@@ -38,7 +38,7 @@ def undo_all(steps: list[Callable[[], None]]) -> None:
 
 
 def do_undoably(do: Callable[[], Callable[[], None]], steps: list[Callable[[], None]]) -> None:
-    """Call `do` and add what undoes it, which it returns, to `steps`: both or, where either raises, neither."""
+    """Call `do` and add the call that undoes it, its result, to `steps`: both or, where either raises, neither."""
     with deferred_interrupts():
         undo = do()
         try:
@@ -54,12 +54,12 @@ def register_undoably(
     steps: list[Callable[[], None]],
     **options: bool,
 ) -> None:
-    """Call torch's method `register` with a hook; `steps` gets what takes it off."""
+    """Call torch's method `register` with a hook; `steps` gets the call that takes it off."""
     do_undoably(lambda: register(hook, **options).remove, steps)
 
 
 def close_behind(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Call `close` at the end of a `with` block that `error`, if any, has left; what it raises never hides that."""
+    """Call `close` at the end of a `with` block that `error`, if any, has left; its own error never hides that."""
     try:
         close()
     except BaseException as failure:
@@ -70,7 +70,7 @@ def close_behind(error: BaseException | None, close: Callable[[], None]) -> None
 
 @contextmanager
 def closed_behind(close: Callable[[], None]) -> Iterator[None]:
-    """Call `close` behind the block, also where it raises; what the block has raised stays what is raised."""
+    """Call `close` behind the block, also where it raises; the exception of the block stays the one that is raised."""
     try:
         yield
     except BaseException as error:
@@ -80,11 +80,11 @@ def closed_behind(close: Callable[[], None]) -> Iterator[None]:
 
 
 class ClosedAtExit(ABC):
-    """What a `with` block closes at its end; an exception that has left the block stays the one that is raised."""
+    """Its `with` block closes it at the end; an exception that has left the block stays the one that is raised."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. Again, it goes on with what has failed; once all is given back, it does nothing."""
+        """Give everything back. Again, it goes on where it has failed; once all is given back, it does nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -95,7 +95,7 @@ class ClosedAtExit(ABC):
 
 @contextmanager
 def past_a_lost_device() -> Iterator[None]:
-    """Warn of the error of a lost device instead of raising it: what was on it cannot be given back any more."""
+    """Warn of the error of a lost device instead of raising it: its memory cannot be given back any more."""
     try:
         yield
     except BaseException as error:

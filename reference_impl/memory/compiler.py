@@ -1,4 +1,4 @@
-"""What torch.compile must not trace into."""
+"""Functions that torch.compile must not trace into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _call_uncompiled: Callable[..., Any] | None = None
 
 
 def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Return `function` such that torch.compile, in whose code it may be called, traces neither it nor what it calls.
+    """Return `function` such that torch.compile, in whose code it may be called, traces neither it nor its callees.
 
     Where nobody has imported the compiler, it is not running either, and it is not imported: that takes seconds.
     """

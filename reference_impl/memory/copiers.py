@@ -1,11 +1,11 @@
-"""Copies within host memory by several threads, what somebody waits for first.
+"""Copies within host memory by several threads; one that somebody waits for comes first.
 
 One core reads and writes host memory at a fraction of the link's rate, so pageable memory needs several to keep up. As
 many copy at a time as cores are idle: the threads of a CPU update keep theirs, also where they begin in the middle.
 
 All of them share each copy, a part at a time. Where a thread has a copy of its own (one H200's host, 16 cores), buffers
 are filled at 25 to 29 GB/s: no more threads work than there are buffers, and the first of several is full when all are.
-Threads that share fill one after the other, and what they have written is still in the cache when the link reads it.
+Threads that share fill one after the other, and the buffer is still in the cache when the link reads it.
 
 A part is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
 thread here would have another. All else of a part needs that lock, which training wants too: so a thread that has
@@ -53,7 +53,7 @@ class Copy:
         self._target: torch.Tensor | None = target
         self._source: torch.Tensor | None = source
         self.size_bytes = target.nbytes
-        # What threads have taken of it, and which threads copy now.
+        # The bytes of it that threads have taken, and the threads that copy now.
         self._taken_bytes = 0
         self._threads: set[int] = set()
         # Whether nothing of it is still to be written, and why it is not there.
@@ -90,7 +90,7 @@ class Copy:
             self._end.release()
 
     def fail(self, error: BaseException) -> None:
-        """Let `error` be what a wait raises, unless it is over; parts that are being copied come to their end."""
+        """Let a wait raise `error`, unless the copy is over; parts that are being copied come to their end."""
         if not self.is_over:
             self.error = self.error or error
             self.leave(0)
@@ -112,7 +112,7 @@ class Copiers:
         self._most_threads = min(self._cores, _MOST_THREADS)
         self._worker = Worker(name, threads=self._most_threads)
         self._lock = UninterruptedLock()
-        # In the order in which they are needed: what somebody waits for, and the rest.
+        # In the order in which they are needed: copies that somebody waits for, and others.
         self._needed: deque[Copy] = deque()
         self._others: deque[Copy] = deque()
         # The threads that copy now, and those that wait for a call.
@@ -128,7 +128,7 @@ class Copiers:
         copy = Copy(target, source)
         try:
             with self._lock:
-                # First: what is queued is sure of a thread.
+                # First: a queued copy is sure of a thread.
                 self._call_threads(-(-copy.size_bytes // _PART_BYTES))
                 (self._needed if is_needed else self._others).append(copy)
         except BaseException:
@@ -137,7 +137,7 @@ class Copiers:
         return copy
 
     def wait(self, copy: Copy) -> None:
-        """Wait for a copy, which is needed from now on; raise what it has raised.
+        """Wait for a copy, which is needed from now on; raise its error.
 
         Raises RuntimeError when a thread is dead, as all are in a forked child.
         """
@@ -177,7 +177,7 @@ class Copiers:
             raise
 
     def close(self) -> None:
-        """Forget what is queued and wait for what is being copied. Calling it again does nothing."""
+        """Forget queued copies and wait for those that have begun. Calling it again does nothing."""
         self._worker.close()
         self._lose(RuntimeError("the threads that copy within host memory are closed; expected open ones"))
 
@@ -186,7 +186,7 @@ class Copiers:
             return copy.ends(_SLICE_S)
 
     def _call_threads(self, parts: int) -> None:
-        """Have as many threads as there are `parts` look at what is queued; those that copy look when they have."""
+        """Have as many threads as there are `parts` look at the queue; those that copy look when they have."""
         self._worker.check_open()
         for number in range(min(parts, self._most_threads - len(self._serving))):
             if self._waiting:
@@ -202,7 +202,7 @@ class Copiers:
                 return
 
     def _serve(self) -> None:
-        """Copy what is needed first until nothing comes any more, or others need this core."""
+        """Copy in the order of need until nothing comes any more, or others need this core."""
         me = threading.get_ident()
         while True:
             copy: Copy | None = None
@@ -240,7 +240,7 @@ class Copiers:
                     copy.leave(me)
 
     def _withdraw(self, copy: Copy, error: BaseException) -> None:
-        """Have nothing more of `copy` taken, since `error`."""
+        """Have nothing more of `copy` taken, because of `error`."""
         for queue in (self._needed, self._others):
             if copy in queue:
                 queue.remove(copy)
@@ -259,7 +259,7 @@ class Copiers:
         return True
 
     def _lose_if_failed(self, serving: Future[None]) -> None:
-        """Fail what is queued where a thread has failed outside of a copy: nobody may be left to serve it."""
+        """Fail queued copies where a thread has failed outside of a copy: nobody may be left to serve them."""
         if not serving.cancelled() and (error := serving.exception()) is not None:
             self._lose(error)
 

@@ -1,4 +1,4 @@
-"""The disk tier: its own threads write what pinned memory cannot hold to a file.
+"""The disk tier: its own threads write bytes to a file for which pinned memory has no room.
 
 The file never has a name, so a process that is killed leaves nothing behind. Copies run through pinned staging
 blocks: D2H, then a write; a read, then H2D. Writes never hold up training until the staging is full; reads are
@@ -106,10 +106,10 @@ class DiskTier:
         self._largest_bytes = 0
         self._freed = threading.Condition()
         self._released: deque[DiskBytes] = deque()
-        # What is in staging memory, or on its way there, before it is needed.
+        # Storages that are in staging memory, or on their way there, before they are needed.
         self._ahead: weakref.WeakSet[DiskBytes] = weakref.WeakSet()
         self._failure: BaseException | None = None
-        # How many failures have been raised. What was stored before the last of them belongs to a step that has failed.
+        # How many failures have been raised. Bytes stored before the last one belong to a step that has failed.
         self.failures_raised = 0
         # Only a write that ends frees staging memory for whoever waits.
         self._last_write: Future[None] | None = None
@@ -117,7 +117,7 @@ class DiskTier:
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
         """Start the D2H copy and the write behind it; waits while the staging memory is full.
 
-        Raises DiskError when the disk is full, what the writing thread has raised when it has failed, and
+        Raises DiskError when the disk is full, the error of the writing thread when it has failed, and
         HostMemoryError when the staging is too small.
         """
         size_bytes = -(-source.numel() // PAGE_BYTES) * PAGE_BYTES
@@ -140,7 +140,7 @@ class DiskTier:
             with deferred_interrupts():
                 self._last_write = stored.start_writing()
         except BaseException:
-            # The thread may be writing already: what it uses comes back behind it.
+            # The thread may be writing already: its memory comes back behind it.
             stored.release()
             raise
         return stored
@@ -210,11 +210,11 @@ class DiskTier:
                 self._failure = error
 
     def take_back_later(self, stored: DiskBytes) -> None:
-        """Take back what `stored` occupies later. Takes no lock, so a finalizer may call it."""
+        """Take back the memory of `stored` later. Takes no lock, so a finalizer may call it."""
         self._released.append(stored)
 
     def sweep(self) -> None:
-        """Take back what was released and no thread uses."""
+        """Take back storages that were released and that no thread uses."""
         with deferred_interrupts(), self._freed:
             for _ in range(len(self._released)):
                 stored = self._released.popleft()
@@ -296,7 +296,7 @@ class DiskBytes:
         return loaded
 
     def give_up(self) -> None:
-        """Leave the staging memory to what is needed at once, where the file has the bytes; `load` reads them again."""
+        """Leave staging memory to others that need it at once, if the file has the bytes; `load` reads them again."""
         reading = self._reading
         if reading is not None:
             with suppress(Exception):
@@ -326,7 +326,7 @@ class DiskBytes:
         return True
 
     def _in_memory(self) -> HostBlock:
-        """Return the block with the bytes; raises what reading them has raised, and gives the block back then."""
+        """Return the block with the bytes; raises the error of reading them, and gives the block back then."""
         with self._lock:
             self._is_wanted = self._is_needed = True
             is_missing = self._block is None

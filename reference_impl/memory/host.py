@@ -1,7 +1,7 @@
 """Accounting of the host tier: how many bytes mechanisms hold on the host, and how many the host still has.
 
 `host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
-the last reset. `available_by_pool` reads what the kernel and the container still grant, because running out of
+the last reset. `available_by_pool` reads the bytes that kernel and container still grant, because running out of
 host memory kills a job without a traceback.
 
 Explained in docs/activation-offloading.md.
@@ -19,7 +19,7 @@ from reference_impl.memory.interrupts import UninterruptedLock
 
 
 class HostMemoryError(MemoryError):
-    """The host cannot hold what was asked for; raised before anything is allocated."""
+    """The host lacks the memory for a request; raised before anything is allocated."""
 
     def __init__(
         self, *, needed_bytes: int, available_bytes: int, remedy: str, kind: str = "host memory"
@@ -51,7 +51,7 @@ class HostBook:
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
+        """Start a new peak from the bytes that are live now."""
         with self._lock:
             self.peak_live_bytes = self.live_bytes
 

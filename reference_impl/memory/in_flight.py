@@ -51,7 +51,7 @@ class InFlight:
         self._uncounted.append((event, references))
 
     def drain(self) -> None:
-        """Let go of what copies have finished with; waits for nothing."""
+        """Let go of tensors whose copies have ended; waits for nothing."""
         if not (self._held or self._uncounted):
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Keeps signals, and the recursion limit, from interrupting what must happen as a whole.
+"""Keeps signals, and the recursion limit, from interrupting changes that must happen as a whole.
 
 Python runs signal handlers between two bytecodes of the main thread, and a handler may raise: Ctrl-C becomes
 KeyboardInterrupt anywhere. Inside `deferred_interrupts()` signals are noted, and their handlers run when the region
@@ -21,7 +21,7 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, Protocol, Self
 
-# `signal` makes enums of what these take and return, in ten times the time.
+# `signal` makes enums of their arguments and results, in ten times the time.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
 # All that a program can catch.
 _SIGNALS = tuple(int(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -33,7 +33,7 @@ _main_thread = threading.main_thread().ident
 _depth = 0
 # Whether every handler is replaced: not while the outermost region begins or ends, where finalizers may run.
 _is_deferring = False
-# What the signals had for handlers when a region last looked, and those of them that are Python's.
+# The handlers of all signals when a region last looked, and those of them that are Python's.
 _seen: list[Any] = []
 _handlers: dict[int, Any] = {}
 _noted: list[tuple[int, Any]] = []
@@ -151,7 +151,7 @@ def _end() -> None:
     room, and `_set_handler` does all or nothing. So the loop ends.
     """
     global _depth, _noted, _limit_inside, _is_deferring
-    # First, because a finalizer's own region may begin and end below: there, what a handler raises would be lost.
+    # First, because a finalizer's own region may begin and end below: there, the exception of a handler would be lost.
     noted: list[tuple[int, Any]] = []
     noted, _noted = _noted, noted
     raised: BaseException | None = None

@@ -25,7 +25,7 @@ from reference_impl.memory.host import host_book, host_storages
 
 _active: list[_StorageWatch] = []
 _open_on_allocators: list[Ledger] = []
-# How many `unseen` each thread is in: what others make meanwhile counts.
+# How many `unseen` each thread is in: tensors that others make meanwhile count.
 _unseen = threading.local()
 _resize = torch.UntypedStorage.resize_
 
@@ -116,7 +116,7 @@ def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> torch.Unty
     """Change a storage's size, tell every open ledger, and return it. A size of 0 frees its memory under living views.
 
     While a ledger watches operations, this takes the place of the storage's own method, which is no operation: FSDP2
-    frees by it what it has gathered.
+    frees by it the tensors that it has gathered.
     """
     for watch in _active:
         watch.check_room(size_bytes - storage.nbytes())
@@ -128,7 +128,7 @@ def resize_storage(storage: torch.UntypedStorage, size_bytes: int) -> torch.Unty
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Leave out what this thread makes inside, which only the CPU twin takes, and nobody keeps."""
+    """Leave out tensors that this thread makes inside: only the CPU twin needs them, and nobody keeps them."""
     _unseen.depth = getattr(_unseen, "depth", 0) + 1
     try:
         yield
@@ -200,7 +200,7 @@ class Ledger:
     ...     ledger.peak_device_bytes
 
     `track` names tensors that already live on the device when the ledger opens; an allocator counts them anyway.
-    What would bring the device tier over `limit_bytes` while it is open raises torch.OutOfMemoryError.
+    An allocation that would bring the device tier over `limit_bytes` while it is open raises torch.OutOfMemoryError.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Ledger:
         self._peak_bytes = 0
 
     def __enter__(self) -> Ledger:
-        """Start both peaks from what is live now."""
+        """Start both peaks from the bytes that are live now."""
         if self._watch is not None:
             self._watch.watch(self._track)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
@@ -251,7 +251,7 @@ class Ledger:
         self._limit(None)
 
     def reset_peak(self) -> None:
-        """Start both peaks from what is live now."""
+        """Start both peaks from the bytes that are live now."""
         host_book.reset_peak()
         if self._watch is None:
             mark_peak(self._device)

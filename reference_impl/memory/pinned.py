@@ -50,7 +50,7 @@ class PinnedBook:
 
     @property
     def ring_bytes(self) -> int:
-        """What of the limit is the ring's: whole pages."""
+        """The ring's part of the limit: whole pages."""
         most_bytes = min((self.limit_bytes or 0) // _RING_SHARE, _MOST_RING_BYTES)
         return most_bytes - most_bytes % _PAGE_BYTES
 
@@ -80,7 +80,7 @@ class PinnedBook:
     def set_limit(self, limit_bytes: int | None) -> None:
         """Limit what is pinned. Raises RuntimeError where more is pinned already."""
         if limit_bytes is not None and self.pinned_bytes > limit_bytes:
-            # What is closed or dropped may refer to itself and wait for the collector.
+            # A slab that was closed or dropped may refer to itself and wait for the collector.
             gc.collect()
         with self._lock:
             if limit_bytes is not None and self.pinned_bytes > limit_bytes:
@@ -99,7 +99,7 @@ class PinnedBook:
 
 
 pinned_book = PinnedBook()
-# What a limit that ends has to close: the rings.
+# Calls that close the rings, when a limit ends.
 at_end_of_limit: list[Callable[[], None]] = []
 
 

@@ -1,4 +1,4 @@
-"""What copies, host memory, matrix products and a disk reach on this machine, each the best of a few tries.
+"""The rates of copies, host memory, matrix products and a disk on this machine, each the best of a few tries.
 
 Every function returns a rate a second: bytes, or floating point operations. The first try warms up and does not
 count. On the CPU twin the copies are those between its two tiers.
@@ -126,7 +126,7 @@ def measure_link(device: Device, arena: HostArena, *, probe_bytes: int = _LINK_P
 def host_rate(device: Device, size_bytes: int) -> float:
     """Return bytes/s of host memory, read and written, while copies run both ways and all cores update in place.
 
-    That is what shares of an update contend for. `triad_rate` is less: it writes lines that it has not read, which
+    Shares of an update contend for this rate. `triad_rate` is less: it writes lines that it has not read, which
     the cores then read first and nobody counts.
     """
     updated, read = (torch.ones(size_bytes // 4) for _ in range(2))

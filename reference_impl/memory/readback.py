@@ -38,7 +38,7 @@ class Readback:
             except BaseException:
                 arena.free(block)
                 raise
-            # What nobody reads goes back, too: of a step, say, that fails before it begins.
+            # Also where nobody reads it: of a step, say, that fails before it begins.
             self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
 
     def read(self) -> list[Any]:

@@ -40,7 +40,7 @@ from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
 from reference_impl.memory.worker import Worker
 
 _HUGE_PAGE_BYTES = 2 * 2**20
-# What slabs leave to everybody else.
+# Bytes that slabs leave to everybody else.
 RESERVE_BYTES = 2**30
 # The threads that launch kernels need cores too.
 TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
@@ -138,7 +138,7 @@ class Slab:
             raise
 
     def _lock(self, device: Device, address: int, *, for_ring: bool) -> None:
-        # What is locked and counted is sure to be released.
+        # Pages that are locked and counted are sure to be released.
         with deferred_interrupts():
             # A step that has failed is tried again, by another close() or at the latest by the finalizer.
             self._unlocking: list[Callable[[], None]] = [
@@ -242,7 +242,7 @@ class Order:
     slab: Future[Slab]
 
     def wait(self) -> Slab:
-        """Return the slab, or raise what making it has raised."""
+        """Return the slab, or raise the error of making it."""
         return self.worker.wait(self.slab)
 
 

@@ -1,7 +1,7 @@
 """A file without a name that holds extents of bytes.
 
 It is unlinked as soon as it is open, so nothing is left behind however the process ends. Reads and writes go
-past the page cache where the file system allows it: a second copy in host memory is what spilling avoids.
+past the page cache where the file system allows it: spilling is to avoid a second copy in host memory.
 
 Every extent has a checksum, which reading verifies: changed bytes on the disk would make a wrong gradient. It is the
 sum of each page's 64-bit words, and the CRC-32 of these sums in order: that finds every flipped bit, and pages that
@@ -116,7 +116,7 @@ class SpillFile:
         self._checksums[offset] = checksum
 
     def read(self, offset: int, target: torch.Tensor) -> None:
-        """Fill `target`, whole pages of host memory, with what was written at `offset`.
+        """Fill `target`, whole pages of host memory, with the bytes that were written at `offset`.
 
         Raises DiskError, also when the bytes are not those that were written.
         """

@@ -1,6 +1,6 @@
 """Copies between the device and pageable memory, through a ring of pinned buffers.
 
-Pageable memory is what exceeds `pinned.limit_pinned_memory`. As many threads as cores are idle fill and empty the
+Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the
 buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
 after the other, and starts the H2D copy of each; half of them are filled while the link reads the others. On the way
 out the D2H copy into a buffer starts at once, and threads empty it once that has ended, so a training thread waits only
@@ -39,7 +39,7 @@ _DEADLINE_S = 600.0
 
 
 class Landing:
-    """An event: what was copied out to a buffer has been brought to where it belongs, and all before it on the ring."""
+    """An event: bytes that were copied out to a buffer, and all before them, are in the memory that they are for."""
 
     __slots__ = ("_arrival", "_before", "_copiers", "_worker")
 
@@ -63,9 +63,9 @@ class Landing:
         return is_done(self._arrival) and (_failed(self._arrival) or self._arrival.result().error is not None)
 
     def synchronize(self) -> None:
-        """Wait for it, as what is needed first; raise what a thread has raised, and RuntimeError when one has died."""
+        """Wait for it: it is needed first. Raises the error of a thread, and RuntimeError when one has died."""
         if (before := self._before) is not None:
-            # What has become of that is told to who waits for it.
+            # Its own error is for whoever waits for it.
             with suppress(Exception):
                 before.synchronize()
             self._before = None
@@ -114,7 +114,7 @@ class Ring:
     """The `StagedCopies` of one device, with `size_bytes` of pinned buffers."""
 
     def __init__(self, device: Device, size_bytes: int) -> None:
-        """Pin the buffers. Raises HostMemoryError, and what the driver raises."""
+        """Pin the buffers. Raises HostMemoryError, and errors of the driver."""
         self._device = device
         self._slab = Slab(
             device, size_bytes, remedy="try a smaller limit", for_ring=True, most_bytes=size_bytes
@@ -124,7 +124,7 @@ class Ring:
         self._copiers = Copiers("host-copies")
         # Waits for buffers that are being filled by the device.
         self._worker = Worker("staged-copies")
-        # What is on its way to the host, and what has not come: from which address to which, and when it is there.
+        # Copies on their way to the host, and lost ones: first and last address, and the event of the arrival.
         self._landing: deque[tuple[int, int, Landing]] = deque()
         self._lost: list[tuple[int, int, Landing]] = []
         self._putting_away = UninterruptedLock()
@@ -136,7 +136,7 @@ class Ring:
         self._device.pageable[slab.bytes.untyped_storage().data_ptr()] = self
 
     def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
-        """Start filling `host`; return what its readers on the host wait for beside the stream."""
+        """Start filling `host`; return the event that its readers on the host wait for beside the stream."""
         landings: list[Event] = []
         with self._out.lock, self._settled_after_failure():
             if self._out.count < _BUFFERS:
@@ -152,7 +152,7 @@ class Ring:
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
         self._wait_landed(host)
-        # What is being filled, the first one first.
+        # Buffers that are being filled, the first one first.
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
         with self._in.lock, self._settled_after_failure(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
@@ -180,7 +180,7 @@ class Ring:
                 "pageable memory of an offloader is still in use; expected all to be closed before the limit on pinned "
                 "memory is lifted; try closing them first"
             )
-        # Nobody is left to read what has not come.
+        # Nobody is left to read bytes that have not come.
         with suppress(Exception):
             self.synchronize()
         self._worker.close()
@@ -198,7 +198,7 @@ class Ring:
         return landing
 
     def _put_away(self) -> None:
-        """Forget what is where it belongs, and remember what never will be."""
+        """Forget landings that have ended, and remember those that have failed."""
         with self._putting_away:
             while self._landing and self._landing[0][2].query():
                 if self._landing[0][2].has_failed:
@@ -214,13 +214,13 @@ class Ring:
         filling.popleft()
 
     def _wait_landed(self, host: torch.Tensor) -> None:
-        """Wait for what is on its way into `host`; raise why it has not come, until it is copied out again."""
+        """Wait for the landings in `host`; raise the error of a failed one, until its bytes are copied out again."""
         for entry in (*self._lost, *self._landing):
             if _overlaps(entry, host):
                 entry[2].synchronize()
 
     def _begin_anew(self, host: torch.Tensor) -> None:
-        """Have nothing on its way into `host`, which threads would land behind what is copied out next."""
+        """Have nothing on its way into `host`: threads would land it behind the bytes that are copied out next."""
         for entry in tuple(self._landing):
             if _overlaps(entry, host):
                 with suppress(Exception):
@@ -228,7 +228,7 @@ class Ring:
         self._forget(host)
 
     def _forget(self, host: torch.Tensor) -> None:
-        """Forget what has landed in `host`, or has not."""
+        """Forget the landings in `host`, ended or not."""
         with self._putting_away:
             self._landing = deque(entry for entry in self._landing if not _overlaps(entry, host))
             self._lost = [entry for entry in self._lost if not _overlaps(entry, host)]
@@ -252,7 +252,7 @@ _making = threading.Lock()
 
 
 def ring_of(device: Device) -> Ring:
-    """Return the ring of `device`, made where there is none yet. Raises what `Ring` does."""
+    """Return the ring of `device`, made where there is none yet. Raises as `Ring`."""
     with _making:
         if device not in _rings:
             _rings[device] = Ring(device, pinned_book.ring_bytes)

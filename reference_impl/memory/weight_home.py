@@ -17,7 +17,7 @@ from reference_impl.device import Event
 
 
 def refuse_update(block_index: int) -> RuntimeError:
-    """Return what is raised where an update reaches weights that are lent."""
+    """Return the error for an update that reaches weights that are lent."""
     return RuntimeError(
         f"an update reached block {block_index} while its weights are lent; expected them back; try leaving gathered() "
         "before step() or the next forward"
@@ -27,7 +27,7 @@ def refuse_update(block_index: int) -> RuntimeError:
 class WeightHome(Protocol):
     """Where the weight of one parameter is. The weights of a block visit the device together.
 
-    They lie there as on the host, so what follows a weight in one place follows it in the other.
+    They lie there as on the host, so the same bytes follow a weight in both places.
     """
 
     @property
@@ -54,7 +54,7 @@ class WeightHome(Protocol):
     def visit(self) -> Event:
         """Have the weights of the block stay on the device until `leave`; return the event after which they are there.
 
-        Raises RuntimeError where they are lent to the user, and what torch raises where memory is short.
+        Raises RuntimeError where they are lent to the user, and torch's error where memory is short.
         """
 
     def leave(self, stored: Event) -> None:

@@ -72,7 +72,7 @@ class Worker:
             raise self._death()
 
     def submit(self, task: Callable[[], _T]) -> Future[_T]:
-        """Queue `task`; its result or exception is what `wait` on the returned future gives.
+        """Queue `task`; `wait` on the returned future gives its result, or raises its exception.
 
         Raises RuntimeError when closed, or where no thread can be started; then the task never runs.
         """
@@ -85,7 +85,7 @@ class Worker:
             return future
 
     def wait(self, future: Future[_T], *, deadline_s: float = math.inf) -> _T:
-        """Return what a task has returned, or raise what it has raised; may be interrupted while it waits.
+        """Return the result of a task, or raise its exception; may be interrupted while it waits.
 
         Raises RuntimeError when a thread is dead, as all are in a forked child, or after `deadline_s`.
         """
@@ -102,7 +102,7 @@ class Worker:
             return future.result(0)
 
     def end(self) -> None:
-        """Let the threads end behind what is queued, without a wait."""
+        """Let the threads end behind the queued tasks, without a wait."""
         with self._lock:
             self._is_closed = True
             self._tasks.put(None)
