@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what streams when it is asked for."""
+    """Import streaming optimizers when they are asked for."""
     if name != "OptimizerStateOffloader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from reference_impl.optimizers.state_offload import OptimizerStateOffloader

@@ -380,7 +380,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     def refresh_masters(self) -> None:
         """Make masters from the parameters as they are, after something else has written these.
 
-        The next step does it, too, element by element; this drops what masters hold more than their weights as well.
+        The next step does it, too, element by element; this drops the low bits of masters as well.
         """
         self.synchronize()
         self._refresh(list(self._members.values()))

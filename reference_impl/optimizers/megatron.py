@@ -53,7 +53,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         kwargs: hyper-parameters of the classes.
 
     A gradient is read from `decoupled_grad` where a parameter has that attribute, else from `grad`. Raises TypeError
-    or ValueError for classes and options it cannot serve, and what the base class raises.
+    or ValueError for classes and options it cannot serve, and errors of the base class.
     """
 
     # It writes offsets of its buffers among the states.
@@ -112,7 +112,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         return offloads
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Check what the formula reads, and that masters are wanted where they are needed."""
+        """Check the hyper-parameters of the formula, and that masters are wanted where they are needed."""
         super()._check_group(group)
         for param in group["params"]:
             if param.dtype != torch.float32 and not self._masters_of_all:

@@ -42,7 +42,7 @@ class StateParts(Protocol):
         """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
 
     def note_weight(self, member: Member) -> None:
-        """Note that the master is what the weight says now: what is written later is seen."""
+        """Note that the master equals the weight now: a later write is seen."""
 
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
         """Return those of `members` that others have written past every counter; waits for the device.

@@ -100,11 +100,11 @@ class ResidentShare:
 
     @torch.no_grad()
     def take_over(self, members: Iterable[Member]) -> None:
-        """Let masters of `members`, which no update changes now, take over what others have written."""
+        """Let masters of `members`, which no update changes now, take over writes of others."""
         self._take_over([self._states[member] for member in members if member in self._states])
 
     def _take_over(self, states: Iterable[ResidentState]) -> None:
-        """Let masters take over what others have written to their weights, which nothing may have counted."""
+        """Let masters take over writes of others to their weights, which nothing may have counted."""
         apart = [s for s in states if s.master is not s.weight and not s.member.is_apart]
         if self._written is None or not apart:
             return

@@ -149,7 +149,7 @@ class Shares:
             gradients: those of its members, laid out like their parameters; of one that has `arrived` on the host, what
                 the device has of it, or what stands for it.
             arrived: the events of the copies of gradients to the host.
-            factors: what gradients on the host are multiplied by.
+            factors: factors of gradients on the host.
             begun: the CPU's part, where backward has begun it: it takes further gradients.
 
         Raises RuntimeError where the CPU would update a weight that is lent.
@@ -330,7 +330,7 @@ class Shares:
             self._streamed.refresh_masters([member])
 
     def note_weight(self, member: Member) -> None:
-        """Note that the master is what the weight says now."""
+        """Note that the master equals the weight now."""
         self.cpu.note_weight(member)
 
     def written(self, members: Sequence[Member]) -> Iterable[Member]:

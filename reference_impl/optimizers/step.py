@@ -65,7 +65,7 @@ class StepPlan:
     def check_unchanged(self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
         """Raise RuntimeError when the hyper-parameters `names` in `groups` are not those of this plan.
 
-        They belong to `step()`, so they may not change once backward has used them. What else stands in a group is
+        They belong to `step()`, so they may not change once backward has used them. Other entries of a group are
         somebody else's.
         """
         listed = list(names)
@@ -126,8 +126,8 @@ _NOTES = {
 class Failures:
     """The thread that works with an optimizer, and the error that has broken it, if one has.
 
-    One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors say what became
-    of the step.
+    One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors tell the
+    fate of the step.
 
     Args:
         status: returns the optimizer's status; not kept alive.
@@ -160,7 +160,7 @@ class Failures:
 
     @contextmanager
     def noting_status_on_error(self) -> Iterator[None]:
-        """Note on what is raised inside what became of the step."""
+        """Note the fate of the step on each exception that is raised inside."""
         try:
             yield
         except BaseException as error:
@@ -168,7 +168,7 @@ class Failures:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Note on `error` what became of the step; a note of an earlier call, which knew less, makes way."""
+        """Note the fate of the step on `error`; a note of an earlier call, which knew less, makes way."""
         with self.turn:
             if self.first is None and is_lasting(error):
                 self.first = error
@@ -230,7 +230,7 @@ def without_gradients(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
-    """Let one thread at a time run `method` of an optimizer, in no gradient mode; its errors say what became of a step.
+    """Let one thread at a time run `method` of an optimizer, in no gradient mode; its errors tell the fate of a step.
 
     An interrupt never leaves the turn taken: torch's functions and locks take and give back as one bytecode, which a
     context manager written in Python does not.
@@ -257,7 +257,7 @@ def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P,
 
 
 def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
-    """Run torch's hooks around `step` of an optimizer; their errors say what became of the step, too.
+    """Run torch's hooks around `step` of an optimizer; their errors tell the fate of the step, too.
 
     It is nobody's turn between its parts: a closure has a backward, whose hooks run on other threads.
     """

@@ -1,4 +1,4 @@
-"""What the streamers of this room refuse alike, before anything is moved.
+"""Refusals that the streamers of this room have in common, before anything is moved.
 
 Explained in docs/larger-than-gpu.md. Apart because both streamers check it.
 """
@@ -30,7 +30,7 @@ def check_streaming(streaming: Streaming, wrapped: Wrapped, device: Device) -> S
 
 
 def check_params(model: nn.Module, wrapped: Wrapped) -> None:
-    """Raise ValueError unless the optimizers train what the model trains, and no others do.
+    """Raise ValueError unless the optimizers train the parameters that the model trains, and no others do.
 
     So it does where a formula of matrices is given the table of an embedding.
     """

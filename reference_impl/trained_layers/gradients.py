@@ -24,7 +24,7 @@ from reference_impl.optimizers.gradients.of_step import PreparedGradients
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
-# What an error advises whoever needs a gradient's values.
+# The advice of an error to whoever needs a gradient's values.
 READ_IN_A_HOOK = "try param.register_hook(), which is given each gradient with its values in backward"
 
 
@@ -93,14 +93,14 @@ class BlockGradients(LeavingGradients):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return what stands for the gradients that are on the host, or on their way; sends those that are not."""
+        """Return the stand-ins of gradients that are on the host, or on their way; sends the others."""
         listed = list(members)
         used = super().to_use(listed, wait_for)
         wait_for([member for member in listed if member.pending])
         return used
 
     def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
-        """Prepare a step that uses `gradients`; what stands on a parameter is read by nobody: the host has it all."""
+        """Prepare a step that uses `gradients`; nobody reads a gradient on a parameter: the host has it all."""
         return super().prepare(gradients, returns_early=True)
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
@@ -162,7 +162,7 @@ class PassedGradients(LeavingGradients):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return what is left of the batch, and gradients that somebody has put on parameters."""
+        """Return the gradients that backward has not used, and gradients that somebody has put on parameters."""
         listed = list(members)
         used = super().to_use(listed, wait_for)
         wait_for([member for member in listed if member.pending])
@@ -213,7 +213,7 @@ class PassedGradients(LeavingGradients):
 
 
 def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:
-    """Return what stands on the parameter for a gradient that waits for its update, or that it uses."""
+    """Return the stand-in of a gradient that waits for its update, or that its update uses."""
     return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member), remedy=READ_IN_A_HOOK)
 
 
@@ -232,7 +232,7 @@ def _second_gradient(member: Member) -> RuntimeError:
 
 
 def _refuse_second(member: Member) -> Any:
-    """Return what raises where another backward adds to the gradient of `member`."""
+    """Return a function that raises where another backward adds to the gradient of `member`."""
 
     def refuse(by_backward: bool) -> NoReturn:
         raise _second_gradient(member)

@@ -29,7 +29,7 @@ from reference_impl.trained_layers.optimizer import pending, streamed_share
 from reference_impl.trained_layers.placement import VisitingPlacement, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
-# As autograd numbers what runs.
+# The number of no backward, as autograd numbers them.
 _NO_BACKWARD = -1
 
 
@@ -48,7 +48,7 @@ class InBackwardOptimizer(SteppedOptimizer):
         device: where they do.
         streaming: how states cross the link.
         shares: which states stay on the device.
-        undo: gets what closes this, before anybody else has it.
+        undo: gets the call that closes this, before anybody else has it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class InBackwardOptimizer(SteppedOptimizer):
         self._passed.keep(member)
 
     def passed(self) -> None:
-        """Update what has its final gradients: backward is about to begin another block, and has done with these."""
+        """Update the members whose gradients are final: backward is about to begin another block."""
         if self._passed.are_final:
             with self.noting_status_on_error():
                 self._update_passed()
@@ -178,7 +178,7 @@ class InBackwardOptimizer(SteppedOptimizer):
 
     @contextmanager
     def noting_status_on_error(self) -> Iterator[None]:
-        """Note on an error what became of the step, and remember a lost device; what raises in a backward ends it."""
+        """Note the fate of the step on an error, and remember a lost device; an error in a backward ends it."""
         with self._failures.noting_status_on_error():
             try:
                 yield
@@ -197,5 +197,5 @@ class InBackwardOptimizer(SteppedOptimizer):
         return super()._is_between and not self._is_cut_short
 
     def _finish_queued(self) -> None:
-        # All of what backward has begun is queued.
+        # Every update that backward has begun is queued.
         self.synchronize()

@@ -53,7 +53,7 @@ class OneThread:
         self._has_run = self._has_run or runs
 
     def guard(self, module: nn.Module, undo: list[Callable[[], None]]) -> None:
-        """Check each forward of `module` and each of its state_dicts; `undo` gets what undoes it."""
+        """Check each forward of `module` and each of its state_dicts; `undo` gets the call that undoes it."""
         forward = torch.compiler.disable(self._before_forward)
         register_undoably(module.register_forward_pre_hook, forward, undo, prepend=True)
         for register, hooks, hook in (
@@ -75,7 +75,7 @@ class OneThread:
 def _register_first(
     register: Callable[[Callable[..., None]], RemovableHandle], hooks: Any, hook: Callable[..., None]
 ) -> Callable[[], None]:
-    """Register `hook` in front of all that are in `hooks`, FSDP2's included, which reshards; return what undoes it."""
+    """Register `hook` in front of all `hooks`, FSDP2's included, which reshards; return a call that undoes it."""
     handle = register(hook)
     hooks.move_to_end(handle.id, last=False)
     return handle.remove

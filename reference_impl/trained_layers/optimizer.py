@@ -34,7 +34,7 @@ from reference_impl.trained_layers.shares import NOTHING_STAYS, StateShares
 def streamed_share(
     wrapped: Wrapped, device: Device, streaming: Streaming, *, host_gradients: bool
 ) -> StreamedShare:
-    """Return an empty share for the states of what is `wrapped`."""
+    """Return an empty share for the states of the `wrapped` optimizers."""
     return StreamedShare(
         device,
         wrapped.algorithm,
@@ -69,7 +69,7 @@ class TrainedLayersOptimizer(SteppedOptimizer):
         in_flight_bytes: gradients on their way to the host before compute waits for them.
         shares: which states stay on the device, and which parameters the CPU updates.
         cpu: how it does.
-        undo: gets what closes this, before anybody else has it.
+        undo: gets the call that closes this, before anybody else has it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TrainedLayersOptimizer(SteppedOptimizer):
         )
 
     def noting_status_on_error(self) -> AbstractContextManager[None]:
-        """Return a context that notes on an error what became of the step, and remembers that a device is lost."""
+        """Return a context that notes the fate of the step on an error, and remembers that a device is lost."""
         return self._failures.noting_status_on_error()
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
@@ -163,5 +163,5 @@ class TrainedLayersOptimizer(SteppedOptimizer):
 
     def _step(self) -> None:
         super()._step()
-        # What the window holds for the next forward can begin at once.
+        # Blocks that the window holds for the next forward can begin at once.
         self.streamed.queue(self._members[param] for param in self._weights.ahead if param in self._members)

@@ -35,7 +35,7 @@ class VisitingWeights(Protocol):
 
 
 class VisitingPlacement:
-    """Weights that visit the device, all of whose states are on the host but for what `shares` holds there.
+    """Weights that visit the device, all of whose states are on the host but for elements of `shares` that stay there.
 
     Args:
         weights: the weights that visit.
@@ -56,12 +56,12 @@ class VisitingPlacement:
         members = members_of(params, first_order=len(before), fraction=1.0, offload=None, matrices=matrices)
         for member in members:
             member.home = self._weights.home_of.get(member.param)
-            # Of matrices too the whole gradient leaves; what streams is said by `parts`.
+            # Of matrices too the whole gradient leaves; `parts` says which elements stream.
             member.streamed = 0
         return members
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
-        """Return what stays and what streams of those of `members` that the CPU does not update."""
+        """Return the elements that stay and that stream, of those of `members` that the CPU does not update."""
         staying, on_cpu = self._shares.staying, self._shares.on_cpu
         return {
             member: Part(

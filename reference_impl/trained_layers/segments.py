@@ -22,7 +22,7 @@ from reference_impl.memory.transforms import running_transform
 
 
 def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Let the gradients of `params` that several segments make add up in fp32; return what undoes it."""
+    """Let the gradients of `params` that several segments make add up in fp32; return a call that undoes it."""
     before = {param: param.grad_dtype for param in params}
 
     def undo() -> None:
@@ -44,7 +44,7 @@ def sum_in_fp32(params: Iterable[torch.Tensor]) -> Callable[[], None]:
 def recompute_in_slices(
     block: nn.Module, slices: int, *, recomputes: bool = True, is_gathered: Callable[[], bool] = lambda: True
 ) -> Callable[[], None]:
-    """Run `block` in `slices` of the batch, each computed again in backward; return what undoes it.
+    """Run `block` in `slices` of the batch, each computed again in backward; return a call that undoes it.
 
     In torch.func's transforms and forward-mode derivatives it runs as it is, if `is_gathered()`: otherwise it raises
     RuntimeError, because nothing says there when backward needs its weights.

@@ -81,7 +81,7 @@ class ShardStreamer(Shown, ClosedAtExit):
             raise ValueError(f"prefetch={prefetch}; expected at least 1; try 1")
         self._undo: list[Callable[[], None]] = []
         _check_sharded(model)
-        # What has been gathered is dropped: modules show their shards then.
+        # Gathered weights are dropped: modules show their shards then.
         gathered_groups(model)
         ranks = RankGroup.of(model.parameters())
         self._model = model
@@ -103,7 +103,7 @@ class ShardStreamer(Shown, ClosedAtExit):
             with alike(ranks):
                 self._attach(device, shards, optimizer, max_grad_norm, streaming, prefetch)
         except BaseException as error:
-            # The frames that have failed hold what was made: weights could not come back beside it.
+            # The frames that have failed hold new states: weights could not come back beside them.
             traceback.clear_frames(error.__traceback__)
             close_behind(error, self.close)
             raise

@@ -134,7 +134,7 @@ class ShardBlock(VisitingBlock):
                 mark_absent(tensor, name, _ON_HOST)
 
     def lend(self, index: int) -> None:
-        """Make the parameter of shard `index` an ordinary device tensor, with what the home has; the host waits."""
+        """Make the parameter of shard `index` an ordinary device tensor, with its home's elements; the host waits."""
         shard = self.shards[index]
         self.wait_stored()
         resize_storage(shard.memory.untyped_storage(), self._sizes[index])
@@ -145,7 +145,7 @@ class ShardBlock(VisitingBlock):
             mark_present(shard.param)
 
     def renew(self, index: int) -> bool:
-        """Let the home have what the lent shard `index` holds now; return whether that is something else."""
+        """Copy the lent shard `index` to its home; return whether it has changed."""
         home, now = self._at_home(index), self.shards[index].memory.cpu()
         if torch.equal(home, now):
             return False

@@ -55,7 +55,7 @@ _REMEDY = "try Streaming(states='compact-8'), or freezing some layers"
 
 @dataclass(frozen=True)
 class TrainedLayersReport(Report):
-    """What is on the host, in bytes by kind, and what has been copied of the weights since the start."""
+    """Bytes on the host by kind, and the copies of weights since the start."""
 
     host: HostBytes
     weights: StreamReport
@@ -237,7 +237,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
 
     @property
     def report(self) -> TrainedLayersReport:
-        """What is where, and what has moved."""
+        """Bytes on the host, and copies of weights since the start."""
         return TrainedLayersReport(self._host, self._weights.report)
 
     def gathered(self, layer: nn.Module | None = None) -> AbstractContextManager[None]:

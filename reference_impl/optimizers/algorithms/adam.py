@@ -68,7 +68,7 @@ class Adam:
         return ("exp_avg", "exp_avg_sq")
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError as `torch.optim.AdamW` does, and for what is no number."""
+        """Raise ValueError as `torch.optim.AdamW` does, and for a value that is no number."""
         check_learning_rate(group)
         betas = group["betas"]
         listed = list(betas) if isinstance(betas, tuple | list) else []

@@ -1,4 +1,4 @@
-"""What an update formula is, and what its forms share.
+"""The protocol of an update formula, and helpers that its forms share.
 
 An algorithm of elements says one formula in three forms, all over fp32 (`matrices` has those of whole matrices):
 
@@ -83,7 +83,7 @@ class Algorithm(AnyAlgorithm, Protocol):
         """
 
     def numbers_by_step(self, group: Mapping[str, Any], steps: torch.Tensor) -> torch.Tensor:
-        """Return what `formula` takes, a row (fp32) for each of `steps` (fp32, one dimension)."""
+        """Return the numbers of `formula`, a row (fp32) for each of `steps` (fp32, one dimension)."""
 
     def update(
         self,

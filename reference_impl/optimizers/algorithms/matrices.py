@@ -1,4 +1,4 @@
-"""What an algorithm is that updates whole matrices, and the scratch that its kernels write to.
+"""The protocol of an algorithm that updates whole matrices, and the scratch that its kernels write to.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
 once a matrix: products of several matrices at once may round differently on a GPU. A stack of matrices (a parameter of
@@ -26,7 +26,7 @@ from reference_impl.optimizers.algorithms.base import AnyAlgorithm
 
 # Of the places that are handed out: vectorised kernels and products read whole lines.
 _ALIGNMENT_BYTES = 256
-# At the front of the scratch: what `Work.number` keeps for all matrices.
+# At the front of the scratch: numbers that `Work.number` keeps for all matrices.
 _NUMBERS_BYTES = 8 * _ALIGNMENT_BYTES
 
 

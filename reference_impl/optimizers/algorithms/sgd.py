@@ -54,7 +54,7 @@ class SGD:
         return ("momentum_buffer",)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError as `torch.optim.SGD` does, and for what is no number."""
+        """Raise ValueError as `torch.optim.SGD` does, and for a value that is no number."""
         check_learning_rate(group)
         check_numbers(group, "momentum")
         check_switches(group, "nesterov", "maximize")

@@ -89,7 +89,7 @@ class Publisher:
     def wait(self, member: Member) -> None:
         """Make the live current stream wait for the new weight of `member`, whose flag is up."""
         if member.home is not None and member in self._came_home:
-            # What is on the device was copied before the home was new, or while it became so.
+            # The weight on the device was copied before the home was new, or while it became so.
             member.published = member.home.bring()
             self._came_home.discard(member)
         self._device.wait(member.published)

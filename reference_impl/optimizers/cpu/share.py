@@ -94,7 +94,7 @@ class CpuShare:
             self._started = DeadlineWorkers(threads=threads)
 
     def host_bytes(self, members: Iterable[Member]) -> tuple[int, int]:
-        """Return what `add` takes of the host for `members`: staging buffers, and masters with moments."""
+        """Return the bytes of the host that `add` takes for `members`: staging buffers, and masters with moments."""
         elements = [(member.on_cpu, member.dtype.itemsize) for member in members]
         staging = sum(numel * size for numel, size in elements)
         return staging, sum(4 * (1 + len(self._moments)) * numel for numel, _ in elements)
@@ -164,7 +164,7 @@ class CpuShare:
             self.note_weight(member)
 
     def note_weight(self, member: Member) -> None:
-        """Note, on the live current stream, that the weight is what its master says: who writes it later is seen."""
+        """Note, on the live current stream, that the weight is its master rounded: a later write is seen."""
         _note(self._sums, member)
 
     def compare(self, members: Iterable[Member]) -> WrittenWeights[Member] | None:
@@ -281,12 +281,12 @@ class CpuShare:
                 member.has_arrived()
 
     def check(self) -> None:
-        """Raise what a worker has failed with, see `DeadlineWorkers.check`, or that the share is closed."""
+        """Raise the error of a failed worker, see `DeadlineWorkers.check`, or that the share is closed."""
         if self._started is not None:
             self._started.check()
 
     def drain(self) -> None:
-        """Wait until all updates are done and their copies have read what they need."""
+        """Wait until all updates are done and their copies have read their sources."""
         if self._started is not None:
             self._started.wait_idle()
         self._gradients.drain()
@@ -318,7 +318,7 @@ def _own_weights(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
 
 
 def _by_factors(task: Task, step: CpuStep) -> Iterator[tuple[Task, tuple[float, ...]]]:
-    """Yield parts of a task, and what the gradients of each are multiplied by."""
+    """Yield parts of a task, and the factors of the gradients of each."""
     members: defaultdict[tuple[float, ...], set[Member]] = defaultdict(set)
     for member in task.members:
         members[step.factors(member)].add(member)

@@ -1,4 +1,4 @@
-"""The CPU share's bookkeeping of one step: what has been queued, begun and finished.
+"""The CPU share's bookkeeping of one step: buckets that are queued, members that are counted and updated.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -40,12 +40,12 @@ class CpuStep:
         self._updated: Counter[Member] = Counter()
 
     def scale_and_skip(self) -> tuple[torch.Tensor | None, bool]:
-        """Return what divides gradients (0-dim fp32 on the host, None for exactly 1) and whether to skip the step."""
+        """Return the divisor of gradients (0-dim fp32 on the host, None for exactly 1) and whether to skip the step."""
         scale, found = self._read()[:2]
         return (None if scale == 1.0 else torch.tensor(scale)), found != 0
 
     def factors(self, member: Member) -> tuple[float, ...]:
-        """Return what a member's gradient is multiplied by, in order, those of exactly 1 left out."""
+        """Return the factors of a member's gradient, in order, those of exactly 1 left out."""
         indices = self._factors.get(member)
         if not indices:
             return ()
@@ -75,7 +75,7 @@ class CpuStep:
 
 
 class BucketUpdate:
-    """One bucket in one step: what its `tasks` jobs share.
+    """One bucket in one step, which its `tasks` jobs share.
 
     Args:
         step: the step.

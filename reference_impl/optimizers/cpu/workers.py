@@ -5,8 +5,9 @@ earliest deadline runs first, which hides the most work behind forward and backw
 own and each computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's
 thread setting is not changed.
 
-All that a job needs was allocated before it was submitted. So one that fails has lost what it was updating: all work
-stops, and every call of the caller raises its error. Explained in docs/optimizer-offloading.md, "Timeline of a step".
+All that a job needs was allocated before it was submitted. So one that fails has lost the weights that it was updating:
+all work stops, and every call of the caller raises its error. Explained in docs/optimizer-offloading.md, "Timeline of
+a step".
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.worker import start
 from reference_impl.optimizers.step import WorkLostError, is_lasting
 
-# How long the caller waits until it looks for signals and for what else has happened.
+# How long the caller waits until it looks for signals and for dead threads.
 _SLICE_S = 0.05
 # Bytes of states that stream in while one thread updates one element: 0.4e9 elements a second and 50 GB/s (one NVIDIA
 # H200, 16 cores, PCIe 5), and a quarter more, so that the threads are done first.
@@ -37,7 +38,7 @@ _BYTES_BESIDE_AN_UPDATE = 160
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`run` may start once `arrival` is reached; `deadline` is smallest for what is needed first."""
+    """`run` may start once `arrival` is reached; `deadline` is smallest for the weights that are needed first."""
 
     deadline: int
     arrival: Event
@@ -65,7 +66,7 @@ def threads_beside(streamed_bytes: float) -> int:
 
 
 class _Queue:
-    """What the threads share. They hold it, and not its owner, who may be collected while they sleep."""
+    """The queue that the threads share. They hold it, and not its owner, who may be collected while they sleep."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -132,7 +133,7 @@ class DeadlineWorkers:
 
     def __init__(self, *, threads: int) -> None:
         self._queue = _Queue()
-        # What a job has failed with, or a thread has died of. The threads do not hold it: its frames hold this object.
+        # The error of a job, or of a thread that has died. The threads do not hold it: its frames hold this object.
         self.error: BaseException | None = None
         callers_threads = torch.get_num_threads()
         ready: SimpleQueue[None] = SimpleQueue()
@@ -174,7 +175,7 @@ class DeadlineWorkers:
             self._queue.put(jobs)
 
     def check(self) -> None:
-        """Raise what a job has failed with: a WorkLostError, or the error of a lost device.
+        """Raise the error of a failed job: a WorkLostError, or that of a lost device.
 
         Raises RuntimeError when closed, or when the threads are gone.
         """
@@ -248,7 +249,7 @@ def _close_all() -> None:
 
 
 def _lost_work(error: BaseException | None) -> WorkLostError:
-    """Return what every call raises from now on, where a job has failed with `error` or, for None, threads are gone."""
+    """Return the error of all calls from now on, where a job has failed with `error` or, for None, threads are gone."""
     reason = "as at the end of the interpreter, or in a forked process" if error is None else f"of {error!r}"
     lost = WorkLostError(
         f"a thread of the optimizer's has ended, {reason}; expected all to run until close(): some masters may be "

@@ -1,4 +1,4 @@
-"""The gradients of a step: where they are until it uses them, what stands for them, and the decision over all.
+"""The gradients of a step: where they are until it uses them, their stand-ins, and the decision over all.
 
 - to leave: a gradient goes to the host before `step()`; a stand-in takes its place.
 - to stand: a gradient stays on its parameter, as torch leaves it, and the update reads it there.

@@ -58,7 +58,7 @@ class LeavingGradients(StepGradients):
         self._sharded_too = sharded_too
         self._are_accumulated = False
         self._unplaced: dict[Member, torch.Tensor] = {}
-        # The members of the prepared step, and what will stand on them.
+        # The members of the prepared step, and their stand-ins.
         self._prepared: tuple[Sequence[Member], Mapping[Member, GradientStandIn]] = (), {}
         self.reduced_later: frozenset[torch.Tensor] = frozenset()
         self.adds_shards = False

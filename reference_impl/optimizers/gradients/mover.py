@@ -66,7 +66,7 @@ class GradientMover:
     def bring_back(self, member: Member, target: torch.Tensor) -> None:
         """Start the copy of a gradient that was sent off into `target`, its memory on the device in one dimension.
 
-        What of the member no piece holds is left as it is in `target`.
+        Elements of the member that no piece holds stay as they are in `target`.
         """
         assert member.arrival is not None
         self._device.wait(member.arrival)
@@ -111,7 +111,7 @@ class GradientMover:
                         landings.append(landed)
             arrival = together(self._device.record(), *landings)
         size_bytes = sum(gradient.nbytes for gradient in gradients.values())
-        # What is longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
+        # A gradient longer than the limit may be on its way alone. Waiting for a copy that frees nothing is of no use.
         counted_bytes = min(size_bytes, self._in_flight_bytes or size_bytes)
         self._in_flight.hold(arrival, list(gradients.values()), counted_bytes if frees else 0)
         return arrival

@@ -30,7 +30,7 @@ class PreparedGradients(NamedTuple):
 
 
 class StepGradients(ABC):
-    """The gradients of the members of one optimizer: those of a step, and what its update still reads.
+    """The gradients of the members of one optimizer: those of a step, and those that its update still reads.
 
     `measures` says that norms are taken. Where backward has begun to update, `begun` is that part of the step, and
     `rest` has the gradients of the others, once `step()` was called for them.
@@ -44,7 +44,7 @@ class StepGradients(ABC):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return the gradients of a step, each laid out like its parameter, or what stands for it on the host.
+        """Return the gradients of a step, each laid out like its parameter, or the stand-in of one on the host.
 
         Those of members that backward has begun to update are not among them. `wait_for` makes the live current stream
         see new weights: of the last step's members that have to be new before these gradients are used. Raises

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-# As autograd numbers what runs.
+# The number of no backward, as autograd numbers them.
 _NO_BACKWARD = -1
 REMEDY = (
     "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or with DistributedDataParallel "

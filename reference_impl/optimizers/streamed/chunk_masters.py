@@ -40,7 +40,7 @@ class ChunkMasters:
     def before_step(
         self, chunks: Iterable[Chunk], members: Iterable[Member], weights: StreamedWeights
     ) -> None:
-        """Let what stays on the device take over the weights of `members`; allocates."""
+        """Let masters that stay on the device take over the weights of `members`; allocates."""
         if not self._follows:
             return
         listed = [member for member in members if not member.is_apart]

@@ -51,7 +51,7 @@ _ROOT_TOP, _ROOT_NOISE_BITS = 255, 14
 # The bits of the least scales, 2**-100 and 2**-108.
 LEAST_SIGNED_SCALE = (_BIAS - 100) << 7
 LEAST_ROOT_SCALE = (_BIAS - 108) << 7
-# What the kernel on the GPU is compiled for.
+# Constants that the kernel on the GPU is compiled with.
 CONSTANTS = {
     "block": BLOCK,
     "least_signed_scale": LEAST_SIGNED_SCALE,
@@ -285,7 +285,7 @@ class CompactOperands(NamedTuple):
         compact_kernel.update(self, scalars, CONSTANTS)
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
-        """Return what the update would write."""
+        """Return the values that the update would write."""
         found = new_tables(formula, self.tables(), scalars)
         return [
             (state, new.view(-1)[: state.numel()]) for state, new in zip(self.written, found, strict=True)
@@ -299,7 +299,7 @@ class CompactOperands(NamedTuple):
 
 
 def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> list[torch.Tensor]:
-    """Return what the update writes, in the order of `written`: codes, scales and masters, in rows of `BLOCK`."""
+    """Return the new values, in the order of `written`: codes, scales and masters, in rows of `BLOCK`."""
     weight, low, whole, gradient, codes, scales = tables
     old = whole if low is None or weight is None else join(weight, low).view(torch.float32)
     assert old is not None

@@ -43,7 +43,7 @@ class Places(NamedTuple):
 
 
 class OfMembers(NamedTuple):
-    """What members do not share in one step, a column for each, on the device.
+    """The numbers that members do not share in one step, a column for each, on the device.
 
     `numbers` (fp32) has a row for each number of the formula, `steps` counts the step, and where `skipped` is not 0
     nothing changes. Gradients are divided by `grad_scale` (0-dim).

@@ -38,7 +38,7 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 Tensors = Sequence[torch.Tensor]
-# Pairs of a tensor and what is to be copied into it.
+# Pairs of a tensor and the source of a copy into it.
 Writes = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # In a field of their own.
@@ -315,7 +315,7 @@ class PieceOperands(Protocol):
         """Run the GPU's kernel; `own` gives a number a storage of its own."""
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
-        """Return what the update would write."""
+        """Return the values that the update would write."""
 
 
 class Operands(NamedTuple):
@@ -342,7 +342,7 @@ class Operands(NamedTuple):
         return self.each(lambda tensor: tensor[elements])
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
-        """Return what the update would write."""
+        """Return the values that the update would write."""
         function = _updated_whole if self.low is None else _updated_halved
         return function(formula, self, scalars)
 
@@ -355,7 +355,7 @@ class Operands(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What all elements of a piece share, on the device.
+    """The numbers that all elements of a piece share, on the device.
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
     the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0. Where elements of

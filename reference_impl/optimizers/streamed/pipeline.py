@@ -146,7 +146,7 @@ class StreamedPipeline:
         return self._queue.step is not None
 
     def allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
-        """Allocate what `chunks`, all there are, need on the live current stream.
+        """Allocate the buffers of `chunks`, all there are, on the live current stream.
 
         A step that has begun is finished first. At most `slots` slots for states will exist, three of them permanent.
         When it raises, all buffers are as they were or larger.
@@ -201,11 +201,11 @@ class StreamedPipeline:
                 self._end_step()
 
     def start(self) -> None:
-        """Queue what has come in, behind the live current stream, so that the link is busy from here on."""
+        """Queue chunks that have come in, behind the live current stream, so that the link is busy from here on."""
         self._queue_until(self._queue.with_exchanges(min(LEAST_SLOTS, self._queue.at_once), 0))
 
     def advance(self) -> None:
-        """Queue what is to be queued at once, behind the live current stream."""
+        """Queue the chunks of `ChunkQueue.at_once`, behind the live current stream."""
         self._queue_until(self._queue.with_exchanges(self._queue.at_once, self._exchanges_ahead))
 
     def queue_for(self, members: Iterable[Member], *, ahead: bool = True) -> None:
@@ -303,7 +303,7 @@ class StreamedPipeline:
         self._queue.step = None
         self._slots.retire_extra()
         chunks = self._queue.chunks
-        # What came last time, or the same again.
+        # Chunks that came last time, or the same again.
         for chunk in self._following.get(chunks[0], chunks) if chunks else ():
             if not self._slots.idle:
                 return
@@ -355,7 +355,7 @@ class StreamedPipeline:
     def _slot_of(self, chunk: Chunk) -> tuple[Slot, Event]:
         """Return the slot of `chunk` and the event after which it has come in; load it if it is not loaded."""
         if chunk not in self._loaded:
-            # There was no slot, because the order has changed since the prefetch. What was loaded last is needed last.
+            # There was no slot, because the order has changed since the prefetch. The last one loaded is needed last.
             slots = self._slots_for(chunk)
             if not slots.idle:
                 self._drop(

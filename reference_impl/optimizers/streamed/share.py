@@ -105,7 +105,7 @@ class StreamedShare:
         self._dropped.atexit = False
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
-        """Return what `add` takes of the host for these parts. Raises ValueError for a budget below three chunks."""
+        """Return the host bytes that `add` takes for these parts. Raises ValueError for a budget below three chunks."""
         return self._storage.host_bytes(self._with_staying(parts))
 
     @torch.no_grad()
@@ -272,7 +272,7 @@ class StreamedShare:
         decision: ClipDecision | None,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Prepare a step, begin it, and queue what is wanted at once; the host waits for nothing."""
+        """Prepare a step, begin it, and queue its first chunks; the host waits for nothing."""
         self.prepare(gradients, decision, groups)
         with as_one():
             self.begin()
@@ -334,7 +334,7 @@ class StreamedShare:
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Queue what the begun step wants at once."""
+        """Queue the chunks that the begun step wants at once."""
         self._pipeline.advance()
 
     def _has_split_member(self, chunk: Chunk) -> bool:
@@ -421,12 +421,12 @@ class StreamedShare:
 
     @torch.no_grad()
     def written(self, members: Iterable[Member]) -> list[Member]:
-        """Finish the step, and return those of `members` whose weights are not what their masters say."""
+        """Finish the step, and return those of `members` whose weights are not their masters rounded."""
         self.finish(for_writing=False)
         return [member for member in members if not member.is_apart and self._states.is_behind(member)]
 
     def close(self) -> None:
-        """Wait for all copies and free the memory on the device and on the host. What is not queued yet is dropped."""
+        """Wait for all copies and free the memory on device and host. Chunks that are not queued yet are dropped."""
         undo_all([self._pipeline.close, self._drop_views, self._storage.close])
 
     def _drop_views(self) -> None:

@@ -1,4 +1,4 @@
-"""What one optimizer step applies to streamed states.
+"""Gradients, numbers and decision of one step of streamed states.
 
 Explained in docs/optimizer-state-offloading.md, "What happens in a step".
 """
@@ -19,7 +19,7 @@ from reference_impl.optimizers.streamed.chunks import StreamedWeights
 
 @dataclass(frozen=True, slots=True)
 class StreamedStep:
-    """What one optimizer step applies.
+    """Gradients, numbers and decision of one step.
 
     `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
     memory. `steps` are the step counters, 0-dim fp32 on the device, which count this step from its begin on. `groups`
@@ -54,7 +54,7 @@ class StreamedStep:
 
     @property
     def grad_scale(self) -> torch.Tensor | None:
-        """What gradients are divided by, if by anything."""
+        """The divisor of gradients, if there is one."""
         return None if self.decision is None else self.decision.grad_scale
 
     @property

@@ -216,7 +216,7 @@ class StateStorage:
         self._format = state_format
         self._host_gradients = host_gradients
         self._arena = HostArena(device, remedy=remedy)
-        # What the last `make` has taken, and what was reserved for chunks that were discarded.
+        # Blocks that the last `make` has taken, and blocks that were reserved for chunks that were discarded.
         self._blocks: list[HostBlock] = []
         self._used_bytes = 0
         self._spare_bytes = 0
@@ -250,7 +250,7 @@ class StateStorage:
         return matrix_work_bytes(members, widens=self._format.moments_dtype != torch.float32)
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:
-        """Return what `make` takes of the host for these parts, but for gaps of alignment."""
+        """Return the bytes of the host that `make` takes for these parts, but for gaps of alignment."""
         total_bytes = 0.0
         for member, part in parts.items():
             leaving, staying = len(part.streamed), len(part.resident) + len(part.staying)
@@ -372,12 +372,12 @@ class StateStorage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _on_host(self, size_bytes: int) -> torch.Tensor:
-        """Return a part of the slab, which holds zeros: what is freed to it is set to zero."""
+        """Return a part of the slab, which holds zeros: freed memory is set to zero."""
         block = self._arena.allocate(size_bytes)
         self._blocks.append(block)
         return block.view(torch.uint8, (size_bytes,))
 
 
 def _reserved(size_bytes: int) -> int:
-    """Return what a block of `size_bytes` takes of the arena."""
+    """Return the bytes of the arena that a block of `size_bytes` takes."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

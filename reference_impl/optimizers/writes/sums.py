@@ -1,4 +1,4 @@
-"""What weights add up to: shows a write that neither autograd's counter nor an address does.
+"""Sums of weights: they show a write that neither autograd's counter nor an address does.
 
 Fused kernels, `.data` and a tensor's storage write past the counter. Where a master is in other memory than its weight,
 such a write would be undone by the next update. So each weight is added up once it has been written here, and again
@@ -25,7 +25,7 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.ledger import unseen
 from reference_impl.memory.readback import Readback
 
-# Bytes of a block: what one program of the kernel adds up.
+# Bytes of a block, which one program of the kernel adds up.
 BLOCK_BYTES = 2**17
 
 _Name = TypeVar("_Name", bound=Hashable)
