@@ -144,6 +144,7 @@ def diagnose(
     texts = symptoms.read(log, (config.sources if config else unread).items())
     offloads = symptoms.running(texts, failure, config)
     said = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else ""
+    seen = tuple(each for each in messages.find(log, failure) if not _is_past(each, went_on_until))
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -154,11 +155,16 @@ def diagnose(
             )
             if not any(first <= each.line <= last for first, last in past)
         ),
-        seen=tuple(each for each in messages.find(log, failure) if not _is_past(each, went_on_until)),
+        seen=seen,
         patterns=steps.patterns(log, times),
         out_of_memory=memory.out_of_memory(log),
         build=builds.first_error(log),
-        owners=memory_owners.owners(log, config.sources if config else unread, saving=phase is Phase.SAVE),
+        owners=memory_owners.owners(
+            log,
+            config.sources if config else unread,
+            saving=phase is Phase.SAVE,
+            ran_out=any(each.message.kind in HOST_RAN_OUT for each in seen),
+        ),
         findings=findings,
         config=config,
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),

@@ -91,8 +91,11 @@ class Owners(NamedTuple):
     grew: str = ""
 
 
-def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
-    """Return who else takes memory by the configuration's texts (`sources`) and the log."""
+def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool) -> Owners:
+    """Return who else takes memory by the configuration's texts (`sources`) and the log.
+
+    `saving` says that the run was saving, `ran_out` that the host's memory ran out, so that its growth matters.
+    """
     texts = [*sources.values(), log.text[:_COMMAND]]
     found, less = [], []
     for sign in _SIGNS:
@@ -108,7 +111,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool) -> Owners:
         shares[0] if shares else None,
         process,
         taken,
-        _grew(log),
+        _grew(log) if ran_out else "",
     )
 
 

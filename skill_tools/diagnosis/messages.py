@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.texts import REACH, position, span
+from skill_tools.diagnosis.texts import HOLE, REACH, position, span
 
 # What causes the others comes first: a build that failed ends in a time-out of the other ranks, not the other way.
 ORDER = (
@@ -100,17 +100,23 @@ def from_data(entry: dict[str, object]) -> Message:
 def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
     """Return the messages in `log`: those of what ended the run first, then what causes others, then in its order.
 
-    Of several whose frames the traceback goes through, the one with more frames is more exact, then the inner one.
+    Of several whose frames the traceback goes through, the one with more frames is more exact, then the inner one; of
+    several in one line, the one with the longer text.
     """
-    found: list[tuple[bool, int, int, int, int, Seen]] = []
+    found: list[tuple[bool, int, int, int, int, int, Seen]] = []
     for message in load_messages():
         start, inside = _place(message, log, ended_by)
         if start < 0:
             continue
         seen = Seen(log.line_at(start), log.context(start), message, start, inside)
         depth = _depth(message.frames, ended_by) if inside and ended_by is not None else 0
-        found.append((not inside, -len(message.frames), -depth, ORDER.index(message.kind), start, seen))
-    return tuple(seen for *_, seen in sorted(found, key=lambda each: each[:5]))
+        line, words = (
+            log.text.rfind("\n", 0, start),
+            max(len(text.replace(HOLE, "")) for text in message.texts),
+        )
+        rank = (not inside, -len(message.frames), -depth, ORDER.index(message.kind), line, -words)
+        found.append((*rank, seen))
+    return tuple(seen for *_, seen in sorted(found, key=lambda each: each[:6]))
 
 
 def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, bool]:

@@ -30,6 +30,7 @@ LACKING = {
     "miles-rollout-without-backup": "partly",
     "nemorl-optimizer-left-on-cpu": "partly",
     "skypilot-slime-oom": "partly",
+    "soup-failed-page-lock": "partly",
     "swift-grpo-no-grad-forward": "partly",
     "verl-fsdp2-load-reserves": "partly",
 }

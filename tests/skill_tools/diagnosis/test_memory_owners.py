@@ -64,7 +64,10 @@ def test_the_process_that_held_most_is_named() -> None:
     ],
 )
 def test_the_share_of_a_rollout_engine_is_read(text: str, share: float | None) -> None:
-    assert memory_owners.owners(Log("train.log", ""), {"run.sh": text}, saving=False).gpu_share == share
+    assert (
+        memory_owners.owners(Log("train.log", ""), {"run.sh": text}, saving=False, ran_out=False).gpu_share
+        == share
+    )
 
 
 def test_memory_that_grows_with_each_step_is_told() -> None:

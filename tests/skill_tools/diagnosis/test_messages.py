@@ -207,3 +207,13 @@ def test_the_line_that_every_cpu_adam_prints_is_no_fault() -> None:
     """The text of a message begins with it: in YAML a bare ` #` would end the value there."""
     seen = messages.find(log("Adam Optimizer #0 is created with AVX512 arithmetic capability."))
     assert [(each.message.role, each.message.shows) for each in seen] == [("chatter", "optimizer-offload")]
+
+
+def test_of_two_texts_in_one_line_the_longer_is_the_cause() -> None:
+    """A text with a hole fits more lines than one without."""
+    line = "NotImplementedError: offload_to_cpu=True and NO_SHARD is not supported yet"
+    found = diagnose(
+        Log("train.log", f'Traceback (most recent call last):\n  File "/a.py", line 1, in f\n{line}\n')
+    )
+    assert found.conclusion is not None
+    assert "NO_SHARD" in found.conclusion.cause
