@@ -27,6 +27,7 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Report, Shown
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.given import check_ranges, check_timeout, given
+from reference_impl.parking.graphs import captured_before
 from reference_impl.parking.guards import guard, guard_gradients
 from reference_impl.parking.host_states import HostStates
 from reference_impl.parking.masters import MastersOfParked
@@ -144,7 +145,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._is_read = self._is_closed = False
         self._masters = MastersOfParked(optimizers)
         # Of what a CUDA graph has been captured that may be there yet.
-        self._captured: set[Kind] = set()
+        self._captured = captured_before(models, optimizers, self._device)
         self._unguard: list[Callable[[], None]] = []
         self._report = ParkingReport()
         # What `close` has not brought to its end.

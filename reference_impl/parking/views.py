@@ -47,7 +47,7 @@ class UnnamedViews:
         wrappers = [each for each in (reference() for reference in self._wrappers) if each is not None]
         unknown = {key: each for key, each in by_key.items() if self._unnamed(each)}
         if unknown:
-            for tensor in _all_tensors():
+            for tensor in all_tensors():
                 if hasattr(type(tensor), _WRAPS):
                     wrappers.append(tensor)
                     continue
@@ -93,7 +93,7 @@ def _references(found: FoundStorage) -> int:
     return int(torch._C._storage_Use_Count(found.storage._cdata)) - len(found.tensors) - 1
 
 
-def _all_tensors() -> Iterable[torch.Tensor]:
+def all_tensors() -> Iterable[torch.Tensor]:
     """Return the tensors of this process that have memory of their own, or wrap such tensors."""
     counts: dict[type, bool] = {}
     for each in gc.get_objects():

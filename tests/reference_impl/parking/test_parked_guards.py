@@ -316,6 +316,31 @@ def test_what_a_graph_has_captured_stays_as_long_as_there_are_graphs(graphs, run
         each.close()
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_what_a_graph_had_captured_before_is_seen_by_what_it_returned(graphs, capturable):
+    model = net(CpuTwin(torch.device("cpu")))
+    optimizer = stepped(model)
+    optimizer.param_groups[0]["capturable"] = capturable
+    other = net(CpuTwin(torch.device("cpu")))
+    static_output = loss_of(model, 0)
+    address = static_output.data_ptr()
+    graphs.pools = ((address, address + 4),)
+    strict, lenient = park(model, optimizer), park(model, optimizer, strict=False)
+    with pytest.raises(RuntimeError, match=r"0\.0\.weight: a CUDA graph has been captured.*try strict=False"):
+        strict.park()
+    assert strict.status == "present"
+    with lenient:
+        assert set(lenient.report.parked_bytes) == (set() if capturable else {"states"})
+    # It knows nothing of this one.
+    with park(other) as parked:
+        assert parked.status == "parked"
+    graphs.pools = ()
+    with strict:
+        assert set(strict.report.parked_bytes) == {"weights", "gradients", "states"}
+    for each in (strict, lenient, parked):
+        each.close()
+
+
 def test_nothing_parks_while_a_graph_is_captured(graphs):
     model = net(CpuTwin(torch.device("cpu")))
     parked = park(model)
@@ -364,8 +389,8 @@ def test_what_is_detached_while_parked_can_be_used_behind_restore(model):
 
 def test_a_view_is_looked_for_where_one_is_new_and_is_not_kept(model, monkeypatch):
     looked = []
-    real = views._all_tensors
-    monkeypatch.setattr(views, "_all_tensors", lambda: looked.append(1) or real())
+    real = views.all_tensors
+    monkeypatch.setattr(views, "all_tensors", lambda: looked.append(1) or real())
     parked = park(model)
     for _ in range(2):
         with parked:
