@@ -65,6 +65,8 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
     _failures: Failures
     # Whether masters follow weights that somebody else has written.
     _follows_writes = True
+    # Whether the update runs on behind `step()`, where a model waits for its weights.
+    _overlaps_forward = True
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
@@ -186,11 +188,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         """Whether the calling thread is neither the one that steps nor one of autograd's in a backward."""
         elsewhere = self._step_thread != threading.get_ident()
         return elsewhere and torch._C._current_graph_task_id() == -1
-
-    @property
-    def _moves_in_backward(self) -> bool:
-        """Whether gradients are sent off before backward is over."""
-        return False
 
     @abstractmethod
     def _wait_for(self, members: Iterable[Member]) -> None:
@@ -326,7 +323,7 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
 
     @property
     def _returns_early(self) -> bool:
-        return self._model_waits
+        return self._model_waits and self._overlaps_forward
 
     def _order_gathers(self, *, all_are_new: bool) -> None:
         """Let FSDP2's gathers run behind all that the live current stream has waited for, see `ForwardWaits`."""

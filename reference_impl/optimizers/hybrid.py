@@ -126,7 +126,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         mover = GradientMover(self._device)
         self._leaving = LeavingGradients(
             mover,
-            leave_in_backward=self._moves_in_backward,
+            leave_in_backward=backward_overlap != "nothing",
             sharded_too=backward_overlap is not None,
             measures=backward_overlap != "update",
         )
@@ -216,14 +216,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     @property
     def _is_accumulating(self) -> bool:
         return self._accumulating or self._asks_whether_accumulating()
-
-    @property
-    def _returns_early(self) -> bool:
-        return self._model_waits and self._overlaps_forward
-
-    @property
-    def _moves_in_backward(self) -> bool:
-        return self._backward_overlap != "nothing"
 
     def _is_on_its_way(self, member: Member) -> bool:
         # All parts of a parameter are published together.

@@ -145,6 +145,11 @@ class SteppedOptimizer(SavedOptimizer):
         return self._open.streamed
 
     @property
+    def gradients_leave(self) -> bool:
+        """Whether gradients lose their values in backward, so that nobody can read or change them before `step()`."""
+        return self._gradients.may_leave
+
+    @property
     def _closed(self) -> bool:
         return self._shares is None
 

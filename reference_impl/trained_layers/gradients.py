@@ -118,7 +118,7 @@ class PassedGradients(LeavingGradients):
 
     def __init__(self, mover: GradientMover) -> None:
         super().__init__(
-            mover, leave_in_backward=False, sharded_too=False, measures=False, remedy=READ_IN_A_HOOK
+            mover, leave_in_backward=True, sharded_too=False, measures=False, remedy=READ_IN_A_HOOK
         )
         # Gradients that are final and wait for their update.
         self._final: dict[Member, torch.Tensor] = {}

@@ -32,11 +32,13 @@ class PreparedGradients(NamedTuple):
 class StepGradients(ABC):
     """The gradients of the members of one optimizer: those of a step, and those that its update still reads.
 
-    `measures` says that norms are taken. Where backward has begun to update, `begun` is that part of the step, and
-    `rest` has the gradients of the others, once `step()` was called for them.
+    `measures` says that norms are taken, `may_leave` that gradients lose their values in backward. Where backward has
+    begun to update, `begun` is that part of the step, and `rest` has the gradients of the others, once `step()` was
+    called for them.
     """
 
     measures = True
+    may_leave = False
     begun: CpuStep | None = None
     rest: RestOfStep | None = None
 
