@@ -80,7 +80,8 @@ def of_input(leaf: torch.Tensor, leading: Leading) -> Sum:
 @contextmanager
 def stand_ins(module: nn.Module, weights: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Have `module` compute with tensors that share memory with `weights`, and are leaves of their own; yield them."""
-    instead = {weight: weight.detach().requires_grad_() for weight in weights}
+    # Parameters, since a parametrization that a module registers while it runs makes buffers of other tensors.
+    instead = {weight: nn.Parameter(weight.detach()) for weight in weights}
     places: list[Place] = [
         (inner._parameters, name, instead[weight])
         for inner in module.modules()

@@ -189,8 +189,9 @@ class _Grouped(torch.autograd.Function):
         ctx.kernels = [
             (operation, tuple(_numbered(each, saved) for each in results)) for operation, results in kernels
         ]
-        # Weights too: whoever holds them elsewhere until they are used hears of their use.
-        ctx.save_for_backward(*saved, *tensors, *call.frozen)
+        # Weights too: whoever holds them elsewhere until they are used hears of their use. Frozen ones have no version:
+        # peft's adapters of experts register a parametrization in each forward, which counts as a write.
+        ctx.save_for_backward(*saved, *tensors, *(weight.data for weight in call.frozen))
         ctx.saved_results = len(saved)
         (output,) = (each for each in outputs if isinstance(each, torch.Tensor))
         return output

@@ -180,11 +180,16 @@ class HeadGroups(Shown, ClosedAtExit):
 
 
 def _candidates(block: nn.Module) -> list[nn.Module]:
-    """Return the modules inside `block` that may be attention: with linear layers before and behind a kernel."""
+    """Return the modules inside `block` that may be attention: linear layers before and behind a kernel.
+
+    Experts, whose weights are one tensor, are none: an adapter beside such a tensor does not like to be tried.
+    """
     return [
         each
         for each in block.modules()
-        if each is not block and sum(isinstance(inner, nn.Linear) for inner in each.modules()) > 1
+        if each is not block
+        and sum(isinstance(inner, nn.Linear) for inner in each.modules()) > 1
+        and all(param.dim() <= 2 for param in each.parameters())
     ]
 
 

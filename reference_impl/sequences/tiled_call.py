@@ -163,8 +163,9 @@ class _Inputs(torch.autograd.Function):
         ctx: Any, call: TiledCall, inputs: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.count = call, len(inputs)
-        # Weights too: whoever holds them elsewhere until they are used hears of their use.
-        ctx.save_for_backward(*tensors, *call.frozen)
+        # Weights too: whoever holds them elsewhere until they are used hears of their use. Frozen ones have no version:
+        # peft's adapters of experts register a parametrization in each forward, which counts as a write.
+        ctx.save_for_backward(*tensors, *(weight.data for weight in call.frozen))
         return torch.empty(0, device=tensors[0].device)
 
     @staticmethod

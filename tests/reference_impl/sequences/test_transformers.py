@@ -9,8 +9,9 @@ pytest.importorskip("transformers.modeling_utils", reason="transformers is not i
 import transformers
 from for_each import for_each
 
+from reference_impl import FrozenLayerStreamer
 from reference_impl.activations import CheckpointOffloader
-from reference_impl.sequences import SequenceTiles
+from reference_impl.sequences import HeadGroups, SequenceTiles
 
 SIZES = {
     "vocab_size": 128,
@@ -75,13 +76,18 @@ def test_gradients_are_those_without_tiles(name):
     """In fp32, whose 24 bits two layers round a few times; alone, and with attention kept beside."""
     model = made(name)
     expected = {key: value.clone() for key, value in gradients(model).items()}
+    with HeadGroups(model, groups=2, longer_than=32) as groups:
+        in_groups = {key: value.clone() for key, value in gradients(model).items()}
+        # Its attention is written out.
+        assert groups.modules_in_groups == (0 if name == "GptOss" else 2)
     with tiles_of(model):
         alone = {key: value.clone() for key, value in gradients(model).items()}
         with CheckpointOffloader(model, keep_attention=True, min_bytes=1):
             kept = gradients(model)
     assert expected.keys() == alone.keys() == kept.keys()
     for key, value in expected.items():
-        assert float((alone[key] - value).norm() / value.norm()) < 2**-19, key
+        for found in (alone, in_groups):
+            assert float((found[key] - value).norm() / value.norm()) < 2**-19, key
         assert torch.equal(alone[key], kept[key]), key
 
 
@@ -124,10 +130,13 @@ def test_packed_documents_stay_apart(case):
         assert tiles.modules_in_tiles >= 2 * 3
         with CheckpointOffloader(model, keep_attention=True, min_bytes=1):
             both = packed_gradients(model, batch)
+    with HeadGroups(model, groups=2, longer_than=32):
+        in_groups = packed_gradients(model, batch)
     for key, value in expected.items():
         assert torch.equal(kept[key], value), key
         assert torch.equal(both[key], alone[key]), key
-        assert float((alone[key] - value).norm() / value.norm()) < 2**-19, key
+        for found in (alone, in_groups):
+            assert float((found[key] - value).norm() / value.norm()) < 2**-19, key
     if name in LEAKING:
         return
     predicted = [len(document) - 1 for document in DOCUMENTS]
@@ -145,3 +154,51 @@ def test_logits_that_a_router_hands_to_another_loss_are_refused():
         pytest.raises(ValueError, match=r"layers.0.mlp.gate is kept, .*output_router_logits=False"),
     ):
         gradients(model)
+
+
+# Both layouts of `gate_up_proj` (transposed in GPT-OSS), with biases there and with shared experts in DeepSeek's.
+ADAPTED = {
+    "Qwen3Moe": ["q_proj", "v_proj"],
+    "GptOss": ["q_proj", "v_proj"],
+    "DeepseekV3": ["q_b_proj", "o_proj"],
+}
+
+
+@for_each(ADAPTED)
+def test_adapters_of_experts(name):
+    """To the bit where layers stream and are computed again; up to fp32's rounding in tiles and groups."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(1)
+    model = peft.get_peft_model(
+        made(name),
+        peft.LoraConfig(
+            r=4,
+            target_modules=ADAPTED[name],
+            target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        ),
+    )
+    for key, param in model.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(param, std=0.02)
+    expected = gradients(model)
+    assert any("experts" in key for key in expected)
+
+    def is_close(found):
+        return found.keys() == expected.keys() and all(
+            float((found[key] - value).norm() / value.norm()) < 2**-19 for key, value in expected.items()
+        )
+
+    with (
+        SequenceTiles(model, tile_tokens=32) as tiles,
+        HeadGroups(model, groups=2, longer_than=32) as groups,
+        CheckpointOffloader(model, keep_attention=True, min_bytes=1),
+    ):
+        assert is_close(gradients(model))
+        assert tiles.modules_in_tiles
+        # GPT-OSS's attention is written out.
+        assert groups.modules_in_groups == (0 if name == "GptOss" else 2)
+    with FrozenLayerStreamer(model) as streamer:
+        assert all(map(torch.equal, gradients(model).values(), expected.values()))
+        assert streamer.report.loaded_bytes
+        with CheckpointOffloader(model, min_bytes=1):
+            assert all(map(torch.equal, gradients(model).values(), expected.values()))
