@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from in_turns import in_turns
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from weight_writes import WAYS, batches_on, decoder, in_place, losses_of, plain_losses, trained_by
 
@@ -30,8 +31,7 @@ def batches(device):
     return batches_on(device)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+@in_turns(way=WAYS, frozen=[True, False])
 def test_offloaded_layers_have_what_was_written(device, batches, way, frozen):
     model = decoder(device, lora=frozen)
     name = "layers.0.gate.base.weight" if frozen else "layers.0.gate.weight"
@@ -84,8 +84,7 @@ def plain_or_refused(run, expected, refusal=_REFUSAL):
     assert re.search(refusal, found) if isinstance(found, str) else found == expected
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@in_turns(way=WAYS, layer=[0, 1, 2])
 def test_streamed_frozen_layers_have_what_was_written_or_name_it(device, batches, way, layer):
     name = f"layers.{layer}.gate.base.weight"
 
@@ -147,9 +146,11 @@ def test_nobody_looks_at_streamed_weights_that_nobody_touches(device, batches, m
                 model(ids)
 
 
-@pytest.mark.parametrize("overlap", ["gradients", "update"])
-@pytest.mark.parametrize("name", ["layers.0.gate.weight", "layers.2.gate.weight", "head.weight"])
-@pytest.mark.parametrize("way", WAYS)
+@in_turns(
+    way=WAYS,
+    name=["layers.0.gate.weight", "layers.2.gate.weight", "head.weight"],
+    overlap=["gradients", "update"],
+)
 def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batches, way, name, overlap):
     """A block that lingers, one that is away, and what never leaves."""
 

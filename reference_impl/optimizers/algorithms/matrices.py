@@ -15,6 +15,7 @@ Explained in docs/optimizer-state-offloading.md, "Matrices".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
 
@@ -143,16 +144,16 @@ class Work:
         return self._numbers[key]
 
 
-def work_bytes(algorithm: MatrixAlgorithm, shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the bytes of scratch that the update of a matrix takes."""
+@lru_cache(maxsize=1024)
+def work_bytes(algorithm: MatrixAlgorithm, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return the bytes of scratch that the update of a matrix takes; to count them runs it on `meta`."""
 
     def run(kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
         kernel(*arguments, **options)
 
     work = Work(None, run, torch.empty((), dtype=torch.bool, device="meta"))
     master, gradient, *moments = (
-        torch.empty_strided(tuple(shape), tuple(stride), device="meta")
-        for _ in range(2 + len(algorithm.moments))
+        torch.empty_strided(shape, stride, device="meta") for _ in range(2 + len(algorithm.moments))
     )
     algorithm.update_matrix(
         master, gradient, moments, torch.empty((), device="meta"), algorithm.defaults, work

@@ -8,9 +8,11 @@ release of its range; how many were compared is printed, and each that is not th
 
 import importlib.metadata
 import importlib.util
+import mmap
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +54,32 @@ def missing(entry: Mapping[str, Any], folder: Path) -> str:
         path = path.with_suffix(".dylib") if path.suffix == ".so" else path
     if not path.is_file():
         return f"no file {path}"
-    raw = path.read_bytes()
     texts = entry["text"] if isinstance(entry["text"], list) else [entry["text"]]
-    lacking = [each for each in texts if not _has(raw, each, is_source=path.suffix == ".py")]
+    lacking = [each for each in texts if not _has(path, each)]
     # Of several forms one release may have one alone.
     return "" if len(lacking) < len(texts) else f"{path}: no {lacking[0]!r}"
 
 
-def _has(raw: bytes, template: str, *, is_source: bool) -> bool:
-    if not is_source:
-        return all(
-            piece.strip().encode() in raw for piece in re.split(r"\{\.\.\}|'[^']*'|\"[^\"]*\"", template)
-        )
-    text = (
-        _FILLED.sub(HOLE, _JOINT.sub("", raw.decode("utf-8", "replace")))
-        .replace('\\"', '"')
-        .replace("\\'", "'")
-    )
+def _has(path: Path, template: str) -> bool:
+    if path.suffix != ".py":
+        pieces = re.split(r"\{\.\.\}|'[^']*'|\"[^\"]*\"", template)
+        return all(_binary(path).find(piece.strip().encode()) >= 0 for piece in pieces)
     plain = re.sub(r"^[A-Z]\w*Error: ", "", template)
-    return all(piece.strip() in text for piece in plain.split(HOLE))
+    return all(piece.strip() in _source(path) for piece in plain.split(HOLE))
+
+
+@lru_cache(maxsize=16)
+def _binary(path: Path) -> mmap.mmap:
+    """Return a library, which may have a gigabyte, without reading it whole."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@lru_cache(maxsize=64)
+def _source(path: Path) -> str:
+    """Return a file of Python with its joined literals in one, and holes for what is filled in."""
+    text = path.read_text("utf-8", "replace")
+    return _FILLED.sub(HOLE, _JOINT.sub("", text)).replace('\\"', '"').replace("\\'", "'")
 
 
 def main() -> int:

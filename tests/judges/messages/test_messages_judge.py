@@ -5,7 +5,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-import pytest
+from for_each import for_each
 from packaging.specifiers import SpecifierSet
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +22,7 @@ TORCH = [
 FOLDER = judge.trees()["torch"][INSTALLED]
 
 
-@pytest.mark.parametrize("entry", TORCH, ids=lambda entry: str(entry["id"]))
+@for_each(TORCH, lambda entry: entry["id"])
 def test_torch_s_own_texts_are_in_the_installed_torch(entry: dict[str, object]) -> None:
     assert judge.missing(entry, FOLDER) == ""
 

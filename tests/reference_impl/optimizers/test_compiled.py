@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from in_turns import in_turns
 from optimizer_training import hybrid
 from torch import nn
 
@@ -15,6 +16,8 @@ from reference_impl.optimizers.layout import Member
 # More than dynamo compiles of one piece of code before it gives up.
 BLOCKS = 10
 STEPS = 12
+# Graphs a step, for each way to compile.
+GRAPHS = {"in_place": 1, "around": 1, "blocks_in_place": BLOCKS, "blocks": BLOCKS}
 # Nothing is pending at the first, all at the second; at the third some blocks are cut.
 SPLITS = [{"offload_fraction": 0.0}, {"offload_fraction": 1.0}, {"split": (0.2, 0.4, 0.4)}]
 
@@ -86,19 +89,15 @@ def weights_after(steps, model, called, options, each=lambda: None):
         return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.mark.parametrize("options", SPLITS, ids=str)
-@pytest.mark.parametrize(
-    ("how", "graphs"),
-    [("in_place", 1), ("around", 1), ("blocks_in_place", BLOCKS), ("blocks", BLOCKS)],
-)
-def test_every_step_runs_compiled_graphs_as_without_an_optimizer(compiler, how, graphs, options):
+@in_turns(every=3, how=GRAPHS, options=SPLITS)
+def test_every_step_runs_compiled_graphs_as_without_an_optimizer(compiler, how, options):
     model = new_model()
     wanted = weights_after(STEPS, model, model, options)
     model = new_model()
     called = getattr(compiler, how)(model)
     run = []
     got = weights_after(STEPS, model, called, options, each=lambda: run.append(compiler.run))
-    assert run == [graphs * step for step in range(1, STEPS + 1)]
+    assert run == [GRAPHS[how] * step for step in range(1, STEPS + 1)]
     # One without a wait, in the first step, and one with it.
     assert compiler.compiled <= 2
     assert all(map(torch.equal, got, wanted))

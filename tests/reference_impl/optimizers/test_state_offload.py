@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from in_turns import in_turns
 from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, assert_same_weights, train, twins
 
@@ -26,9 +27,7 @@ def test_training_is_bitwise_that_of_the_wrapped_optimizer(device, offload, dtyp
     assert_same_weights(model, plain)
 
 
-@pytest.mark.parametrize("chunk_elements", [64, 500, 2**20])
-@pytest.mark.parametrize("slots", [3, 50])
-@pytest.mark.parametrize("fraction", [0.0, 1e-3, 0.3, 1.0])
+@in_turns(fraction=[0.0, 1e-3, 0.3, 1.0], slots=[3, 50], chunk_elements=[64, 500, 2**20])
 def test_chunks_slots_and_fraction_change_no_bit(device, offload, chunk_elements, slots, fraction):
     model, plain = twins(device)
     budget = (slots * 10 + 10) * chunk_elements

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from in_turns import in_turns
 from layers_trainee import batches as ids_of
 from layers_trainee import decoder, streamed
 from optimizer_reference import batches
@@ -125,9 +126,11 @@ def test_a_hook_before_the_step_leaves_it_untouched(device, build, attached):
         assert_equal(loop, device, build, 2)
 
 
-@EACH
-@ATTACHED
-@pytest.mark.parametrize("then", ["step", "go on", "synchronize", "zero_grad", "state_dict"])
+@in_turns(
+    build=[*BUILDS, *LAYERS],
+    attached=[False, True],
+    then=["step", "go on", "synchronize", "zero_grad", "state_dict"],
+)
 def test_a_hook_behind_the_step_leaves_it_taken(device, build, attached, then):
     with Loop(device, build, attached=attached) as loop:
         optimizer = loop.optimizer

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turns import in_turns
 from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, SMALL_CHUNKS, assert_same_weights, replace_job, train, twins
 from optimizer_training import hybrid as build
@@ -81,9 +82,7 @@ def test_no_split_chunk_or_bucket_changes_a_bit(parts, chunk_bytes, bucket_eleme
     assert_same_weights(model, plain)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("attached", [False, True])
+@in_turns(split=SPLITS, dtype=[torch.bfloat16, torch.float32], attached=[False, True])
 def test_a_checkpoint_that_is_loaded_over_later_training_is_as_it_was(device, split, dtype, attached):
     model, _ = twins(device, dtype)
     data = batches(device.torch_device, 6)

@@ -5,6 +5,7 @@ was last read and written. Whoever reads before the last write has ended, writes
 before both, would be wrong on a GPU: here it is found, though every copy is made at once.
 """
 
+from collections import defaultdict
 from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -43,10 +44,10 @@ class Moment:
 
 
 class Ranges:
-    """Byte ranges of memory, each with the end of its last write and of its last read."""
+    """Byte ranges of memory, each with the end of its last write and of its last read, by the pages they lie in."""
 
     def __init__(self):
-        self._known = []
+        self._known = defaultdict(dict)
         self.hazards = []
 
     def use(self, what, begin, end, *, reads=(), writes=()):
@@ -57,30 +58,27 @@ class Ranges:
 
     def free(self, what, storage, now):
         start, stop = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-        kept = []
-        for known in self._known:
-            if known[0] < stop and start < known[1]:
-                if max(known[2], known[3]) > now + 1e-9:
-                    self.hazards.append(f"{what} at {now}, in use until {max(known[2], known[3])}")
-            else:
-                kept.append(known)
-        self._known = kept
+        for known in self._pages(start, stop):
+            for span, ends in [*known.items()]:
+                if span[0] < stop and start < span[1]:
+                    if max(ends) > now + 1e-9:
+                        self.hazards.append(f"{what} at {now}, in use until {max(ends)}")
+                    del known[span]
 
     def _check(self, what, tensor, begin, end, *, writes):
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        for known in self._known:
-            if known[0] < stop and start < known[1]:
-                until = max(known[2], known[3]) if writes else known[2]
-                if begin < until - 1e-9:
-                    kind = "writes" if writes else "reads"
-                    self.hazards.append(f"{what} {kind} at {begin}, in use until {until}")
-        if writes:
-            self._known.append([start, stop, end, 0.0])
-        else:
-            self._known.append([start, stop, 0.0, end])
-        if len(self._known) > 4000:
-            horizon = begin - 10_000
-            self._known = [known for known in self._known if max(known[2], known[3]) > horizon]
+        for known in self._pages(start, stop):
+            for span, (written, read) in known.items():
+                if span[0] < stop and start < span[1]:
+                    until = max(written, read) if writes else written
+                    if begin < until - 1e-9:
+                        kind = "writes" if writes else "reads"
+                        self.hazards.append(f"{what} {kind} at {begin}, in use until {until}")
+            written, read = known.get((start, stop), (0.0, 0.0))
+            known[start, stop] = (max(written, end), read) if writes else (written, max(read, end))
+
+    def _pages(self, start, stop):
+        return [self._known[page] for page in range(start >> 12, ((stop - 1) >> 12) + 1)]
 
 
 class Clocks(CpuTwin):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from in_turns import in_turns
 from weight_writes import WAYS, batches_on, decoder, in_place, plain_losses, trained_by
 
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, TrainableLayerStreamer
@@ -54,9 +55,7 @@ def written_beside(device, batches, make, way, *, attached, name="layers.1.gate.
             optimizer.close()
 
 
-@pytest.mark.parametrize("attached", [True, False], ids=["attached", "detached"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("way", WAYS)
+@in_turns(way=WAYS, kind=OPTIMIZERS, attached=[True, False])
 def test_masters_follow_what_was_written(device, batches, kind, way, attached):
     if device.is_accelerator and kind not in ("resident", "streamed"):
         pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
@@ -134,9 +133,11 @@ def test_a_graph_from_before_a_step_is_no_use_after_it(device, batches, kind):
     optimizer.close()
 
 
-@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "uncounted"])
-@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -3.0])
-@pytest.mark.parametrize("states", ["exact", "compact-8", "compact-16", "bf16-moments"])
+@in_turns(
+    states=["exact", "compact-8", "compact-16", "bf16-moments"],
+    value=[0.0, -0.0, 1.0, -3.0],
+    is_counted=[True, False],
+)
 def test_masters_whose_upper_half_is_the_weight_round_to_what_was_written(
     device, batches, states, value, is_counted
 ):
@@ -225,8 +226,7 @@ MASTERS = {
 _UNCOUNTED = {".data in place": "clamp_", "its storage": "in place"}
 
 
-@pytest.mark.parametrize("way", _UNCOUNTED)
-@pytest.mark.parametrize("place", MASTERS)
+@in_turns(place=MASTERS, way=_UNCOUNTED)
 def test_every_master_follows_what_nothing_counts(device, batches, place, way):
     """A matrix is written after one step, and a vector after the next: neither write shows the other."""
     make, dtype = MASTERS[place]
