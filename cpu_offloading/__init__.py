@@ -1,7 +1,7 @@
 """The one name to import: `from cpu_offloading import HybridDeviceOptimizer`.
 
-What it names lives in `reference_impl`, which moves tensors and needs torch, and in `skill_tools`, which knows
-configurations and does not; `watch` is in `offload_watch`. Nothing of them is loaded before a name is used.
+The names live in `reference_impl`, which moves tensors and needs torch, in `skill_tools`, which knows configurations
+and needs no torch, and in `offload_watch` (`watch`). A package is loaded when one of its names is first used.
 `python -m cpu_offloading` is the command `offload`. `integrations` has the line for each trainer, `tiny` small models
 to try a line on.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic of offloading: what `reference_impl` does and `skill_tools` plans with, written once for both.
+"""The arithmetic of offloading, written once: `reference_impl` offloads by it, and `skill_tools` plans with it.
 
 - sizes: lengths of buffers and chunks, and shares of a budget, which are defaults there and facts here
 - states: bytes of an element's states, by their form

@@ -1,10 +1,11 @@
 """Which elements stay on the device, stream, and are updated on the CPU, as numbers of elements.
 
-A share is a number of elements, exact to `ALIGNMENT_ELEMENTS`, because every element costs the same bytes. What the
-forward uses last is offloaded first: its gradient is final first in backward, and its new weight is needed last in the
-next forward, so it has the most time to hide. Of the offloaded elements, as many as can be prefetched before the update
-begins are streamed first. Then units alternate between the streamed and the CPU share, so that both keep the forward's
-pace. At most one unit is cut. Explained in docs/optimizer-offloading.md.
+A share is a number of elements, exact to `ALIGNMENT_ELEMENTS`, because every element costs the same bytes. The
+parameters that the forward uses last are offloaded first: their gradients are final first in backward, and their new
+weights are needed last in the next forward, so their copies have the most time to hide. Of the offloaded elements, as
+many as can be prefetched before the update begins are streamed first. Then units alternate between the streamed and
+the CPU share, so that both keep the forward's pace. At most one unit is cut. Explained in
+docs/optimizer-offloading.md.
 """
 
 from collections.abc import Sequence
@@ -77,8 +78,8 @@ def most_of_a_cut_unit(unit: int, on_cpu: int) -> int:
 def alternate(units: Sequence[Sequence[Part]], streamed: float, ahead: int) -> None:
     """Let whole units stream: the first `ahead` elements, then whenever the stream is behind the rest of its share.
 
-    A unit is what is not to be split. What is left over or missing then is moved: at most one unit is cut, and one part
-    in it.
+    A unit is a group of parts that is not to be split. Elements that are then left over or missing are moved: at most
+    one unit is cut, and one part in it.
     """
     total = sum(part.on_cpu for unit in units for part in unit)
     wanted = streamed * total

@@ -31,7 +31,7 @@ PREFETCHED_GATHERS = 1  # whose shards come in ahead; in forward one more
 LEAST_PINNED_LIMIT_BYTES = 2**20  # less holds no ring of buffers for copies of pageable memory
 
 # Of a plan.
-HEADROOM = 0.05  # of the GPU's budget that stays free: for fragmentation, and for what no estimate sees
+HEADROOM = 0.05  # of the GPU's budget that stays free: for fragmentation, and for bytes that no estimate sees
 FORMULA_ERROR = (
     0.08  # of the bytes of forward and backward by formula, for most Hugging Face models (docs/tracing.md)
 )

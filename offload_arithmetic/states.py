@@ -1,6 +1,6 @@
 """Bytes of an element's optimizer states: where they are held, and as they move, by the form in which they stream.
 
-An fp32 parameter is its own master, so that its moments alone stream. Forms are those of `reference_impl`'s
+An fp32 parameter is its own master, so that its moments alone stream. The forms have the names of `reference_impl`'s
 `Streaming`, explained in docs/optimizer-state-offloading.md.
 """
 

@@ -21,12 +21,12 @@ class Split(NamedTuple):
 
     @property
     def streamed_of_offloaded(self) -> float:
-        """The streamed share of what does not stay on the device."""
+        """The streamed share of the states that do not stay on the device."""
         return self.streamed / (self.streamed + self.cpu) if self.streamed else 0.0
 
 
 class MachineRates(NamedTuple):
-    """What one process reaches: link bytes/s one way while both run, host memory bytes/s, CPU updates/s."""
+    """The rates of one process: link bytes/s one way while both are used, host memory bytes/s, CPU updates/s."""
 
     link_bytes_per_s: float
     host_bytes_per_s: float
@@ -67,7 +67,7 @@ def resources_of(
     step.
     """
     link, host = rates.link_bytes_per_s, rates.host_bytes_per_s
-    # What comes in passes through host memory once, and so does what goes out.
+    # Each byte that comes in passes through host memory once, and so does each byte that goes out.
     return [
         Resource(
             (elements * each.streamed * leaving - hidden_bytes) / link,
@@ -103,7 +103,7 @@ def update_seconds(
 def whole_update_seconds(
     split: Split, elements: int, each: StateBytes, rates: MachineRates, *, hidden_bytes: int = 0
 ) -> float:
-    """Return `update_seconds` and what no share fills: the way of the CPU's gradients out, and of its weights back.
+    """Return `update_seconds` and the seconds that no share fills, while the CPU's gradients and weights are copied.
 
     Where gradients are clipped the CPU begins when the last one has come, and its last weight goes home after all else.
     """

@@ -29,7 +29,7 @@ _FIRST_STEPS = 3  # states are made in the first, the second is the first with a
 
 
 class Observer:
-    """Writes what it sees of this process to `path`, whole each time; `tell`, if given, gets the same."""
+    """Writes each sample of this process to `path`, in place of the last one; `tell`, if given, gets it too."""
 
     def __init__(self, path: Path, tell: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._path, self._tell = path, tell
@@ -128,7 +128,7 @@ class Observer:
             self._write()
 
     def _count(self, moment: str) -> None:
-        """Count whose bytes are whose at this moment, and put the next count off by what it took."""
+        """Count the bytes of each owner now, and put the next count off in proportion to this one's time."""
         began_s = time.perf_counter()
         if self._counts % _SCAN_EVERY == 0:
             self._owners.scan()

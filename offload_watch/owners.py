@@ -1,9 +1,8 @@
 """Whose bytes are whose: the storages of weights, gradients, optimizer states and offload buffers, by tier.
 
-Storages are found by what holds them, each counted once, for the first owner of this order: weights, gradients,
-optimizer states, buffers of `reference_impl`'s offloaders. What the allocator counts beyond them is activations and
-the rest.
-No property of a foreign object is read: objects are followed as the garbage collector follows them.
+Storages are found through the objects that hold them. Each counts once, for the first owner in this order: weights,
+gradients, optimizer states, buffers of `reference_impl`'s offloaders. Further bytes of the allocator are activations
+and the rest. No property of a foreign object is read: objects are followed as the garbage collector follows them.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Owners:
             book.add(FROZEN, _held(module._buffers))
         optimizers = list(self._optimizers)
         params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
-        # Masters that a trainer keeps for itself, such as a flat fp32 copy, are what the inner optimizer updates.
+        # A trainer's own masters, such as a flat fp32 copy, are the parameters of the inner optimizer.
         book.add(STATES if modules else WEIGHTS, params)
         trained = (param for module in modules for param in _held(module._parameters))
         book.add(GRADIENTS, (grad for param in (*trained, *params) if (grad := _grad(param)) is not None))

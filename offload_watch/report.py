@@ -1,4 +1,4 @@
-"""Words for what observers have seen: a line while a program runs and one at its end, each beside what a plan says."""
+"""Words for the observers' samples: a line while a program runs and one at its end, each beside a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-# What a plan's kinds of lines are bytes of, as the owners are named here.
+# The owner, by its name here, of each kind of line in a plan.
 _OWNER_OF_KIND = {
     "weights": "weights",
     "frozen weights": "frozen weights",
@@ -30,7 +30,7 @@ _LEAST_BYTES = 2**20  # of an owner that a line names
 
 
 class Planned:
-    """What a plan predicts: bytes by owner on a GPU and on the host for each rank, at the peak."""
+    """A plan's prediction: bytes by owner on a GPU and on the host for each rank, at the peak."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         """Raises KeyError or TypeError for a document without a recommendation."""
@@ -52,7 +52,7 @@ def _by_owner(lines: list[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def planned(document: Any) -> Planned | None:
-    """Return what a plan predicts, None for a document that predicts nothing."""
+    """Return a plan's prediction, None for a document without one."""
     try:
         return Planned(document)
     except (KeyError, TypeError, ValueError):
@@ -60,7 +60,7 @@ def planned(document: Any) -> Planned | None:
 
 
 def live(seen: Mapping[str, Any], plan: Planned | None) -> str:
-    """Return a line of what is where now."""
+    """Return a line with the bytes of each owner now."""
     now = seen["now"] or {}
     parts = [_steps(seen)]
     if now.get("device_bytes") is not None:
@@ -73,7 +73,7 @@ def live(seen: Mapping[str, Any], plan: Planned | None) -> str:
 
 
 def last(seen: Mapping[str, Any], plan: Planned | None) -> str:
-    """Return the line at the end: the peak, whose its bytes were, and what the host held, beside the plan."""
+    """Return the line at the end: the peak with its bytes by owner, and the host's bytes, beside the plan."""
     parts = [_steps(seen)]
     if seen["peak"]:
         parts.append(_peak(seen, plan) + _parts(_at_peak(seen), plan.device if plan else None))
@@ -93,8 +93,8 @@ def last(seen: Mapping[str, Any], plan: Planned | None) -> str:
 def _at_peak(seen: Mapping[str, Any]) -> dict[str, int]:
     """Return the owners of the peak's bytes: as counted where its phase began, and the rest of the peak.
 
-    Gradients come in during backward, so that a peak within it has between none and all of them; they are counted as at
-    the end, and what then remains is the least that activations had.
+    Gradients are allocated during backward, so at a peak within it some may be missing. All of them are counted, so
+    the activations' number is a lower bound.
     """
     moment = {"forward": "loss", "backward": "step", "update": "step"}[seen["peak"]["phase"]]
     counted = (seen.get("moments") or {}).get(moment) or {}

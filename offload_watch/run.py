@@ -1,4 +1,4 @@
-"""Runs a program under watch: starts it as it is, shows what its processes write, and ends as it ends.
+"""Runs a program under watch: starts it as it is, shows the output of its processes, and ends as it ends.
 
 The program has the terminal, its own standard streams, and its signals: Ctrl-C reaches it as without us, and a signal
 that somebody sends to us is handed on. On a terminal the last row is ours; elsewhere a line appears now and then.
@@ -27,7 +27,7 @@ _LIVE_EVERY_S = 0.5
 def watch(command: Sequence[str], plan: Mapping[str, Any] | None, *, every_s: float, stream: TextIO) -> int:
     """Run `command` to its end and return its exit code, 128 and the signal's number where one ended it.
 
-    What is seen goes to `stream`: on a terminal the last row shows it live, elsewhere a line every `every_s` seconds.
+    The samples go to `stream`: on a terminal the last row shows them live, elsewhere a line every `every_s` seconds.
 
     Raises:
         OSError: the command cannot be started.
@@ -95,7 +95,7 @@ def _wait(
 
 
 def live_line(folder: Path, plan: Mapping[str, Any] | None) -> str | None:
-    """Return what the rank that holds most says now, None before any has stepped."""
+    """Return the newest line of the rank that holds most, None before any rank has stepped."""
     seen = [each for each in _samples(folder) if each["now"]]
     if not seen:
         return None

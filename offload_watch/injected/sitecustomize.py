@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
-# What the observer may need; the rest of that folder stays out of the program's sight.
+# Modules that the observer may need; the program does not see the rest of their folder.
 _OURS = ("offload_watch", "reference_impl", "offload_arithmetic")
 
 

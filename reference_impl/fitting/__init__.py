@@ -3,7 +3,7 @@
 Explained in docs/fitting.md. Terms:
 
 - budget: the bytes that torch's allocator may reserve on the device, and mechanisms on the host.
-- aim: what tensors may take of the device's budget; the rest is headroom for fragmentation.
+- aim: the bytes of the device's budget that tensors may take; the rest is headroom for fragmentation.
 - trial: some steps on the user's batch under one plan, after which everything is restored.
 - residual: the bytes that a trial measured beyond its plan's prediction.
 """

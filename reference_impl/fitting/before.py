@@ -46,7 +46,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make weights, buffers and random generators what they were; drop all gradients."""
+        """Restore weights, buffers and random generators; drop all gradients."""
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.copy_(copy)
         for param in self._params:
@@ -65,7 +65,7 @@ def copies_on_host(tensors: list[torch.Tensor], device: Device) -> list[torch.Te
     """Copy `tensors` to the host, into memory that several threads have touched: a copy to new pages brings 1.2 GB/s.
 
     A copy has the strides that `to` would give it. The memory lives as long as the copies. It comes from no arena,
-    because what arenas hand out counts as a plan's.
+    because bytes of arenas count as a plan's.
     """
     sizes = [-(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for tensor in tensors]
     slab = Slab(
@@ -97,7 +97,7 @@ class RandomState:
         self._numpy = _numpy_random().get_state() if _numpy_random() is not None else None
 
     def restore(self) -> None:
-        """Set all of them to what they were."""
+        """Set all of them to their earlier values."""
         torch.set_rng_state(self._host)
         if self._of_device is not None:
             self._of_device.set_rng_state(self._device_state, self._torch_device)
@@ -111,7 +111,7 @@ def _numpy_random() -> Any:
 
 
 def _changing(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what training changes, each storage once: trained parameters, and all buffers."""
+    """Yield the tensors that training changes, each storage once: trained parameters, and all buffers."""
     seen: set[int] = set()
     trained = (param for param in model.parameters() if param.requires_grad)
     for tensor in (*trained, *model.buffers()):

@@ -1,4 +1,4 @@
-"""What `fit` asks of its arguments, before anything is traced or moved; each refusal is one sentence.
+"""The checks of `fit`'s arguments, before anything is traced or moved; each refusal is one sentence.
 
 Explained in docs/fitting.md.
 """
@@ -108,7 +108,7 @@ def check_optimizer(given: Given, model: nn.Module) -> None:
 
 
 def matrices_of(given: Given) -> list[tuple[int, int, int]]:
-    """Return what Muon updates, as rows, columns and how many of each."""
+    """Return the matrices that Muon updates, as rows, columns and how many of each size."""
     found: Counter[tuple[int, int]] = Counter()
     for each in optimizers_in(given):
         for group in each.param_groups if type(each) is torch.optim.Muon else ():
@@ -118,7 +118,7 @@ def matrices_of(given: Given) -> list[tuple[int, int, int]]:
 
 
 def losses_of(given: Loss | Sequence[Loss] | None) -> list[Loss]:
-    """Return the losses to choose from. Raises ValueError for what cannot be called, or none."""
+    """Return the losses to choose from. Raises ValueError where there is none, or one cannot be called."""
     if given is None:
         return [own_loss]
     losses = list(given) if isinstance(given, Sequence) else [given]
@@ -131,7 +131,7 @@ def losses_of(given: Loss | Sequence[Loss] | None) -> list[Loss]:
 
 
 def scalar(loss: Loss) -> Loss:
-    """Return `loss` with a check of what it returns. That raises FitError for anything but one number to minimise."""
+    """Return `loss` with a check of its result, which raises FitError for anything but one number to minimise."""
 
     def checked(model: nn.Module, batch: Any) -> torch.Tensor:
         found: object = loss(model, batch)

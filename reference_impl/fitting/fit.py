@@ -44,7 +44,7 @@ from reference_impl.verification.trace_profile import profile_batch
 
 _LOG = logging.getLogger(__name__)
 
-# Of what the host has, the rest is for whoever else allocates there: the data loader, torch, the kernel.
+# The share of the host's memory for a plan; the data loader, torch and the kernel allocate from the rest.
 _HOST_SHARE = 0.9
 # The most, by the parameters that it counts, with which a plan is worth a trial.
 _MOST_FORMULA_ERROR = 0.5
@@ -54,9 +54,8 @@ class Fitted(Shown, ClosedAtExit):
     """A model under the plan that was settled on; a context manager.
 
     `optimizer` is the one to step, and `loss(model, batch)` the loss that it was fitted for: of several, the fastest.
-    `gathered()` is that of `AppliedPlan`.
-    `plan` is the document of `schema/plan.schema.json`, with what was measured under `fitted`; `apply_plan` takes it.
-    `summary` is one line.
+    `gathered()` does the same as `AppliedPlan.gathered()`. `plan` is the document of `schema/plan.schema.json`, with
+    the measurements under `fitted`; `apply_plan` takes it. `summary` is one line.
     """
 
     def __init__(
@@ -82,7 +81,8 @@ class Fitted(Shown, ClosedAtExit):
     def close(self) -> None:
         """Leave the model as it was and where it was, and give the host memory back.
 
-        All of it is done, and the first error is raised at the end. Again, it does what has failed.
+        Every step of closing is tried, and the first error is raised at the end. A second call repeats the steps that
+        failed.
         """
         undo_all(self._undo)
 
@@ -106,29 +106,25 @@ def fit(
     device: torch.device | str | None = None,
     progress: bool | Say = True,
 ) -> Fitted:
-    """Find the plan that trains `model` here and apply it; weights and random state stay what they are.
+    """Find the plan that trains `model` here and apply it; weights and random state do not change.
 
     Traces a step of the model, asks the planner, and tries its plan for two steps on `batch`; where the true peak or
     the lack of memory says so, it tries a corrected one. The batch should be the largest that will be trained on.
 
-    Args:
-        model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`.
-        optimizer: a `torch.optim.AdamW`, a `torch.optim.Muon` or a list of both; what is fitted takes groups and states
-            over.
-        batch: keyword arguments as a mapping, or one positional argument.
-        loss: `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns. Of
-            several, which say the same in other kernels (all logits at once, or chunks of them), the one that trains
-            fastest within the budget is `fitted.loss`; each is tried.
-        gpu_budget: bytes that torch's allocator may reserve; by default all that the device has free.
-        host_budget: bytes of host memory for what is offloaded; by default nine tenths of what is available.
-        pinned_budget: bytes of it that may be page-locked; by default as much as the machine has been found to take.
-        max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing.
-        plan: the plan to try first, a document of `offload plan --format json` or its path.
-        allow_other_numerics: let a plan round optimizer states, which `fitted.plan` then says.
-        device: where to run a model whose weights are on the CPU, because they may be larger than it; they are on the
-            CPU again after `close()`. The batch is there already.
-        progress: say on standard error what is being done, on a terminal in one line that changes; False says nothing,
-            and a function is called with each line instead.
+    Args: model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`. optimizer: a
+    `torch.optim.AdamW`, a `torch.optim.Muon` or a list of both; the fitted optimizer takes their groups and states
+    over. batch: keyword arguments as a mapping, or one positional argument. loss: `loss(model, batch)` returns a
+    scalar tensor; by default it is the attribute `loss` of the model's output. Several losses compute the same number
+    with other kernels (all logits at once, or in chunks); each is tried, and the one that trains fastest within the
+    budget is `fitted.loss`. gpu_budget: bytes that torch's allocator may reserve; by default all that the device has
+    free. host_budget: bytes of host memory for offloaded tensors; by default nine tenths of the available memory.
+    pinned_budget: bytes of it that may be page-locked; by default the limit that `offload probe` has found.
+    max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. plan: the plan to try
+    first, a document of `offload plan --format json` or its path. allow_other_numerics: let a plan round optimizer
+    states, which `fitted.plan` then says. device: where to run a model whose weights are on the CPU, because they may
+    be larger than it; they are on the CPU again after `close()`. The batch is there already. progress: say on
+    standard error what is being done, on a terminal in one line that changes; False says nothing, and a function is
+    called with each line instead.
 
     Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
     is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
@@ -202,7 +198,7 @@ def fit(
                 # the allocator's cache, and a loss of 2.3 GiB then found no room in 7 GiB of rests (Qwen3-4B, 40 GiB).
                 on.allocator.free_bytes()
             if gpu_budget != "auto" and on.allocator is not None:
-                # What somebody has set is a fence until the end.
+                # A budget that the caller has set limits the allocator until the end.
                 on.allocator.limit(budget_bytes)
                 undo.append(partial(on.allocator.limit, None))
             undo.append(task.put_back)
@@ -239,7 +235,7 @@ def fit(
 
 
 def _described(task: Task) -> tuple[Mapping[str, Any], float]:
-    """Return what the planner is told of the model, and by how much its bytes may be wrong."""
+    """Return the model's description for the planner, and by how much its bytes may be wrong."""
     _, tokens = checks.size(task.batch)
     config, matrices = _config(task.model), checks.matrices_of(task.optimizer)
     try:
@@ -286,7 +282,7 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
 def _formula_error(model: nn.Module, config: Mapping[str, Any]) -> float:
     """Return by how much the formula for this config.json may be wrong, infinity where there is none.
 
-    It counts a decoder: what a model has beside that, or less than that, it does not know.
+    The formula counts a decoder; it does not know parts that a model has beside one, or lacks.
     """
     counted = formula_parameters(config)
     if not counted:
@@ -300,7 +296,7 @@ def _distinct(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _least(model: nn.Module) -> str:
-    """Say what is known without a trace."""
+    """Describe the model as far as it is known without a trace."""
     params = _distinct(model)
     weights = sum(param.nbytes for param in params)
     trained = [param for param in params if param.requires_grad]
@@ -313,7 +309,7 @@ def _least(model: nn.Module) -> str:
 
 def _budgets(task: Task, gpu_budget: Budget, host_budget: Budget) -> tuple[int, int]:
     """Return the bytes that may be used on the device, weights included, and on the host."""
-    # What is closed and dropped may still wait for the collector.
+    # Objects that are closed and dropped may still wait for the garbage collector.
     gc.collect()
     device, there = task.device, available_bytes()
     if device.allocator is None:

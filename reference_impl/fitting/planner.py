@@ -27,14 +27,11 @@ class RefusedPlanError(ValueError):
 class Planner:
     """Plans one model and batch; `described` is a model profile, or a Hugging Face config without one.
 
-    Args:
-        described: what `trace_profile.profile_batch` returns, or the entries of a config.json.
-        sequences, tokens: of the batch.
-        host_bytes: what mechanisms may take of the host.
-        pinned_bytes: what of it may be page-locked; None is what `offload probe` has found here.
-        allow_other_numerics: whether a plan may round optimizer states.
-        gradients_wait: whether gradients wait for their copies; on the CPU twin copies are synchronous.
-        muon: whether Muon updates the matrices.
+    Args: described: the result of `trace_profile.profile_batch`, or the entries of a config.json. sequences, tokens:
+    of the batch. host_bytes: the bytes of host memory that mechanisms may take. pinned_bytes: the bytes of it that
+    may be page-locked; None means the limit that `offload probe` has found here. allow_other_numerics: whether a plan
+    may round optimizer states. gradients_wait: whether gradients wait for their copies; on the CPU twin copies are
+    synchronous. muon: whether Muon updates the matrices.
     """
 
     def __init__(

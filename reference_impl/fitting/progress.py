@@ -1,4 +1,4 @@
-"""What `fit` says while it works: a terminal has one line that changes, anything else a line each, on standard error.
+"""The progress of `fit`, on standard error: one line that changes on a terminal, elsewhere a line for each stage.
 
 Apart because the search and its trials say where they are without knowing who reads it.
 """

@@ -23,14 +23,15 @@ from reference_impl.fitting.trial import Task, Trial
 
 _LOG = logging.getLogger(__name__)
 
-# Of the budget, what a trial may not take: later steps cut the allocator's memory in other places. Llama-3-8B fitted
-# 24 GiB in both steps of a trial, and a later one had 1.5 GiB in pieces, of which none held its logits.
+# The share of the budget that a trial may not take: later steps cut the allocator's memory in other places.
+# Llama-3-8B fitted 24 GiB in both steps of a trial, and a later one had 1.5 GiB in pieces, of which none held its
+# logits.
 TRIAL_MARGIN = 0.02
 # Steps in all, unless none of the plans has fitted by then, or the only one that has takes far longer than it may.
 MOST_STEPS = 4
 _FAR_SLOWER = 1.5
 _MOST_PLANS = 12
-# What is asked for less after an attempt that had no room, of the budget.
+# After an attempt that had no room, the next one asks for less by this share of the budget.
 _LESS = 0.08
 # Room beside the headroom that is worth another plan, of the budget.
 _UNUSED = 0.05
@@ -52,7 +53,7 @@ _OTHER_WAY = {_TRAINED_LAYERS: _OPTIMIZER, _OPTIMIZER: _TRAINED_LAYERS}
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """The plan that was chosen, its trial, and what the search took."""
+    """The plan that was chosen, its trial, and the cost of the search."""
 
     plan: Plan
     trial: Trial
@@ -60,7 +61,7 @@ class Settled:
     plans: int
 
     def measured(self, budget_bytes: int) -> dict[str, Any]:
-        """Return what a plan says under `fitted`."""
+        """Return the plan's section `fitted`."""
         return {
             "gpu_budget_bytes": budget_bytes,
             "peak_device_bytes": self.trial.peak_device_bytes,
@@ -85,7 +86,7 @@ class Settled:
 class Search:
     """Tries plans for `task` until one is good, `first` before others, if there is one.
 
-    `error_share` of the budget is what the planner may be wrong by; `other_bytes` of it no plan counts.
+    The planner may be wrong by `error_share` of the budget; `other_bytes` of the budget are counted by no plan.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Search:
                 return self._plan(self._way)
             without = self._without - {_BUDGET_ENGINE} if self._may_learn else self._without
             self._may_learn = False
-            # Its refusal says what the way that needs less needs.
+            # Its refusal gives the bytes that the way with the smaller need takes.
             return self._planner.plan(self._asked, without=without)
         if self._tried or not self._compares_ways:
             return plan
@@ -199,7 +200,7 @@ class Search:
             self._before.restore()
 
     def _ask_for_less(self, plan: Plan, found: Trial) -> None:
-        """After an attempt without enough room: less of what it lacked, or another mechanism."""
+        """After an attempt without room: ask for less of the memory that it lacked, or for another mechanism."""
         match found.short_of:
             case "host":
                 hosted = plan["recommendation"]["option"]["memory"]["host_bytes_per_node"]
@@ -225,7 +226,8 @@ class Search:
         )
 
     def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
-        """Ask for what the budget still has room for, for less where it is too tight, or for a rival; or do not."""
+        """Ask for a plan with more memory where the budget has room, with less where it has not, for a rival, or
+        none."""
         residual = found.peak_device_bytes - _predicted(plan)
         unused = self._aim - found.peak_device_bytes
         if found.retried or unused < 0:
@@ -251,7 +253,7 @@ class Search:
         return self._task.device.is_accelerator and found.step_s > _FAR_SLOWER * _time(plan)["most_s"]
 
     def _rival(self, plan: Plan, found: Trial) -> tuple[str, frozenset[str]] | None:
-        """Return the way, and what to leave out, of the next best plan that may be faster here; None without one.
+        """Return the way of the next best plan that may be faster, and the mechanisms to leave out; None without one.
 
         Time is judged on an accelerator alone.
         """
@@ -282,7 +284,7 @@ class Search:
 
 
 def fastest(searches: Sequence[Search]) -> tuple[int, Settled]:
-    """Let all of them settle, and return the number of the best and what it has settled on, with the steps of all.
+    """Let all of them settle; return the number of the best, the plan that it has settled on, and the steps of all.
 
     Raises RefusedPlanError, the first one's, where none has a plan.
     """

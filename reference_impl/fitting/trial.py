@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What steps under a plan took. `short_of` is empty, or what had too little room: device, host or pinned.
+    """The time and memory of steps under a plan. `short_of` names the memory that was too small: device, host, pinned.
 
     `was_applied` says that the plan itself had room. `step_s` is the last step's, whose update hides behind nothing
     that follows; `retried` says that the allocator had to give its cache back in it. `found_tiles` is False where the
@@ -62,7 +62,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained: `loss(model, batch)` with AdamW, Muon or both, whose gradients are clipped to `max_grad_norm`.
+    """The training to try: `loss(model, batch)` with AdamW, Muon or both; gradients are clipped to `max_grad_norm`.
 
     `on_host` says that the model's weights are on the host, and are to be there again in the end.
     """
@@ -107,7 +107,7 @@ class Task:
         """Put `plan` on the model; the optimizers keep their states, for the next plan."""
         listed = optimizers_in(self.optimizer)
         states = [dict(each.state) for each in listed]
-        # What it says of the model's size may rest on a formula, whose error is known.
+        # Its size of the model may come from a formula, whose error is known.
         its_own = {name: section for name, section in plan.items() if name != "model"}
         applied = apply_plan(
             self.model,
@@ -127,7 +127,7 @@ class Task:
         applied.optimizer.zero_grad()
 
     def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
-        """Return what is on the device before `plan` is applied."""
+        """Return the bytes on the device before `plan` is applied."""
         if self.on_host and streams_weights(plan):
             return self._batch()
         return [*self._tensors(), *self._batch()]
@@ -140,7 +140,7 @@ class Task:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def other_bytes(self) -> int:
-        """Return what the device holds all the time beside the weights: buffers, the batch, tensors and workspaces.
+        """Return the bytes that the device always holds beside the weights: buffers, the batch, tensors and workspaces.
 
         No plan counts it. The optimizer's states are on the host by now, and no gradients are left.
         """
@@ -155,7 +155,7 @@ class Task:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return what the allocator takes for the storages of `tensors`, each counted once."""
+    """Return the bytes that the allocator takes for the storages of `tensors`, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({each._cdata: allocated_bytes(each.nbytes()) for each in storages}.values())
 
@@ -168,14 +168,14 @@ def _take_workspaces(device: Device) -> None:
 
 
 def _drop_stand_ins(model: nn.Module) -> None:
-    """Drop what a plan has left in the place of offloaded gradients: nobody can move it to another device."""
+    """Drop the stand-ins that a plan has left for offloaded gradients: they cannot be moved to another device."""
     for param in model.parameters():
         if isinstance(param.grad, GradientStandIn):
             param.grad = None
 
 
 def learns(plan: dict[str, Any]) -> bool:
-    """Whether the plan has a budget of activations, whose engine decides by what the first steps show."""
+    """Whether the plan has a budget of activations, whose engine learns from the first steps."""
     return (plan["execute"].get("activations") or {}).get("mode") == "budget"
 
 
@@ -202,7 +202,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
     ledger = Ledger(device, track=task.tensors(plan), limit_bytes=limit_bytes)
     try:
         with ledger, task.moved(plan), _closed_behind(task.apply(plan), ledger) as applied:
-            # To attach and to close may take more than a step, within the limit; a plan says what steps take.
+            # Attaching and closing may take more memory than a step, within the limit; a plan counts steps alone.
             ledger.reset_peak()
             was_applied, tiles = True, applied.tiles
             try:
@@ -220,7 +220,8 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
                 short_of = _short_of(error)
                 if not short_of:
                     raise
-                # What the step's frames hold has to go before the plan can be taken off: weights may come back.
+                # Tensors that the step's frames hold have to go before the plan can be taken off: weights may come
+                # back.
                 for each in (error, error.__cause__):
                     if each is not None:
                         traceback.clear_frames(each.__traceback__)
@@ -250,7 +251,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
 
 @contextmanager
 def _closed_behind(applied: AppliedPlan, ledger: Ledger) -> Iterator[AppliedPlan]:
-    """Take the plan off at the end; what a step that had no room has left unfinished is not wanted.
+    """Take the plan off at the end; the unfinished work of a step that had no room is dropped.
 
     If that has no room within the limit either, weights that come back have all that there is.
     """
@@ -267,9 +268,9 @@ def _closed_behind(applied: AppliedPlan, ledger: Ledger) -> Iterator[AppliedPlan
 
 
 def _short_of(error: BaseException) -> str:
-    """Return what had no room, or nothing for another error."""
+    """Return the memory that had no room, or an empty text for another error."""
     if isinstance(error, WorkLostError) and error.__cause__ is not None:
-        # A step had begun and found no memory: what it was taken from is lost, and `Before` has it.
+        # A step had begun and found no memory: its weights are lost, and `Before` has a copy.
         return _short_of(error.__cause__)
     if isinstance(error, BudgetError) or device_is_full(error):
         return "device"
@@ -279,6 +280,6 @@ def _short_of(error: BaseException) -> str:
 
 
 def _retries(device: Device) -> int:
-    """Count what a cache in pieces has cost; where segments grow, a cache that is given back was merely full."""
+    """Count the bytes that a fragmented cache has cost; where segments grow, a released cache was merely full."""
     allocator = device.allocator
     return 0 if allocator is None or allocator.segments_grow else allocator.retries
