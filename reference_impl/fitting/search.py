@@ -226,8 +226,7 @@ class Search:
         )
 
     def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
-        """Ask for a plan with more memory where the budget has room, with less where it has not, for a rival, or
-        none."""
+        """Ask for a plan of more memory where the budget has room, of less where it has not, for a rival, or none."""
         residual = found.peak_device_bytes - _predicted(plan)
         unused = self._aim - found.peak_device_bytes
         if found.retried or unused < 0:

@@ -34,6 +34,10 @@ _NUMBERS_BYTES = 8 * _ALIGNMENT_BYTES
 class MatrixAlgorithm(AnyAlgorithm, Protocol):
     """A formula whose unit is a matrix. It has no choice of kernels and no fixed options, unless it names some."""
 
+    def __hash__(self) -> int:
+        # The scratch of equal formulas is counted once for each shape.
+        return object.__hash__(self)
+
     @property
     def kernels(self) -> Mapping[str, Any]:
         """None."""
