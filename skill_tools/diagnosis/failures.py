@@ -45,7 +45,7 @@ _INTERESTING = re.compile(
     re.MULTILINE,
 )
 _PROGRESS = re.compile(
-    r"(?:iteration +\d+/|'loss': |[ )]step:\d+ - \w|[ \[|]step[ :=]+\d+\D.{0,40}loss|elapsed time per iteration"
+    r"(?:iteration +\d+/|'loss': |[ \[|)]step(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)|elapsed time per iteration"
     r"|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
     re.MULTILINE,
 )
