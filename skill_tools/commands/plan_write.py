@@ -8,7 +8,7 @@ import sys
 from skill_tools.configs.config import Config
 from skill_tools.configs.files import replace_text
 from skill_tools.configs.keys import load_keys
-from skill_tools.dialects.patch import exports, in_named_files
+from skill_tools.dialects.patch import exports
 from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.search.planner import Plan
 from skill_tools.rules.fixes import repaired, unified_diff
@@ -23,11 +23,8 @@ def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
     if plan.patch is None or not plan.patch.settings:
         return {}
     keys, wanted = load_keys(), plan.patch.settings
-    # What goes to the environment, or into a file that the configuration names, has no place in this one.
-    variables, own = exports(wanted)
-    _, here = in_named_files(own, config)
-    elsewhere = own.keys() - here.keys() - config.settings.keys()
-    is_written_here = not variables and not elsewhere and wanted.keys() <= keys.keys()
+    variables, _ = exports(wanted)  # what goes to the environment has no place in a file
+    is_written_here = not variables and wanted.keys() <= keys.keys()
     texts = repaired(config, RuleFix("safe", "the plan", wanted), keys) if is_written_here else {}
     if not texts:
         raise UnusableInput(

@@ -79,13 +79,25 @@ def _is_yaml(file: str) -> bool:
 def _steps(config: Config, fix: RuleFix, keys: Keys) -> list[_Step]:
     """Return every edit that `fix` needs; empty when one of its keys has no place in any input."""
     steps: list[_Step] = []
+    sections: dict[
+        tuple[str, str], _Addition
+    ] = {}  # new ones of a JSON, by what they go beside and their name
     for key, value in fix.set.items():
-        step = (
-            _set_step(config, key, value) if key in config.settings else _add_step(config, keys[key], value)
-        )
-        if step is None:
+        if key in config.settings:
+            steps.append(_set_step(config, key, value))
+            continue
+        addition = _addition(config, keys[key], value)
+        if addition is None:
             return []
-        steps.append(step)
+        if isinstance(addition, _Step):
+            steps.append(addition)
+            continue
+        place = (addition.sibling.key, addition.name)
+        sections[place] = _joined(sections[place], addition) if place in sections else addition
+    steps += [
+        _Step(each.sibling.place, partial(_add, sibling=each.sibling, name=each.name, value=each.value))
+        for each in sections.values()
+    ]
     for setting in _to_remove(config, fix):
         steps.append(_Step(setting.place, partial(_remove, setting=setting)))
     return steps
@@ -103,24 +115,57 @@ def _set_step(config: Config, key: str, value: object) -> _Step:
     return _Step(setting.place, partial(_set, setting=setting, value=value))
 
 
-def _add_step(config: Config, key: Key, value: object) -> _Step | None:
-    """Add a key beside the last setting of its section, or at the end of the first YAML file."""
+class _Addition(NamedTuple):
+    """A new entry: what it goes beside, its name, and its value, a mapping where the section is new too."""
+
+    sibling: Setting
+    name: str
+    value: object
+
+
+def _joined(one: _Addition, other: _Addition) -> _Addition:
+    """Return two entries of one new section as one."""
+    return one._replace(value=_both(one.value, other.value))
+
+
+def _both(one: object, other: object) -> object:
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return {
+        **one,
+        **{name: _both(one[name], value) if name in one else value for name, value in other.items()},
+    }
+
+
+def _addition(config: Config, key: Key, value: object) -> _Addition | _Step | None:
+    """Return a new key beside the last setting of its section, or what appends it to the first YAML file.
+
+    In a JSON a section that is not there yet goes beside what the file has of the section around it.
+    """
     spelling = spelled(config, key)
     if spelling is None:
         return None
     section, _, name = spelling.rpartition(".")
-    siblings = [
-        setting
-        for setting in config.settings.values()
-        if _is_editable(setting.place.file)
-        and setting.written.rpartition(".")[0] == section
-        and setting.written.startswith("--") is name.startswith("--")
-    ]
-    if siblings:
-        last = max(siblings, key=lambda setting: (setting.place.line, setting.place.column))
-        return _Step(last.place, partial(_add, sibling=last, name=name, value=value))
+    whole, owner = value, config.owner(key.name)
+    while True:
+        siblings = [
+            setting
+            for setting in config.settings.values()
+            if _is_editable(setting.place.file)
+            and config.owner(setting.key) == owner
+            and setting.written.rpartition(".")[0] == section
+            and setting.written.startswith("--") is name.startswith("--")
+            and (whole is value or setting.place.file.endswith(".json"))
+        ]
+        if siblings:
+            last = max(siblings, key=lambda setting: (setting.place.line, setting.place.column))
+            return _Addition(last, name, whole)
+        if not section:
+            break
+        section, _, outer = section.rpartition(".")
+        name, whole = outer, {name: whole}
     file = next((file for file in config.sources if _is_yaml(file)), None)
-    if file is None or not registry.named(config.framework).takes_new_keys:
+    if owner in config.embeds or file is None or not registry.named(config.framework).takes_new_keys:
         return None
     return _Step(Place(file, 10**9, 1), partial(_append, path=tuple(spelling.split(".")), value=value))
 

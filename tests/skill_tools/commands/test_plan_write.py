@@ -65,6 +65,18 @@ def test_a_diff_writes_nothing_and_write_writes_it(
     assert "nothing to write" in capsys.readouterr().err
 
 
+def test_a_section_that_the_json_lacks_is_added_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not to the file that names the JSON."""
+    section = '{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stage": 2}\n}\n'
+    run = written(tmp_path, section)
+    assert main(["plan", run, *MACHINE, "--target", "deepspeed==0.19.5", "--write"]) == 0
+    text = (tmp_path / "ds.json").read_text(encoding="utf-8")
+    assert text == section.replace('"stage": 2', '"stage": 2, "offload_optimizer": {"device": "cpu"}')
+    assert "offload" not in (tmp_path / "run.yaml").read_text(encoding="utf-8")
+
+
 def test_comments_stay(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     text = RUN.replace("full", "lora").replace(
@@ -75,22 +87,35 @@ def test_comments_stay(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == text.replace(": true  # why", ": false  # why")
 
 
+SCRIPT = """\
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B"), LoraConfig(r=16))
+arguments = TrainingArguments(output_dir="out", bf16=True, per_device_train_batch_size=1, gradient_checkpointing=False)
+Trainer(model, arguments).train()
+"""
+
+
 @pytest.mark.parametrize(
-    ("section", "arguments", "said"),
+    ("name", "arguments", "said"),
     [
-        (SECTION.replace(', "offload_optimizer": {"device": "none"}', ""), (), "no place that can be edited"),
-        (SECTION, ("--what-if", "cutoff_len=1024"), "--what-if"),
+        ("train.py", ("--gpu", "rtx3090"), "no place that can be edited"),
+        ("run.yaml", (*MACHINE, "--what-if", "cutoff_len=1024"), "--what-if"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, arguments: tuple[str, ...], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, arguments: tuple[str, ...], said: str
 ) -> None:
-    run = written(tmp_path, section)
-    assert main(["plan", run, *MACHINE, *arguments, "--write"]) == 2
+    written(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    before = (tmp_path / name).read_text(encoding="utf-8")
+    assert main(["plan", str(tmp_path / name), *arguments, "--write"]) == 2
     captured = capsys.readouterr()
     assert said in captured.err
     assert captured.err.count("\n") == 1
-    assert (tmp_path / "ds.json").read_text(encoding="utf-8") == section
+    assert (tmp_path / name).read_text(encoding="utf-8") == before
+    assert (tmp_path / "ds.json").read_text(encoding="utf-8") == SECTION
 
 
 @pytest.mark.parametrize(("order", "column"), [("gpu", -4), ("time", None)])
