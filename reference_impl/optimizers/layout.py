@@ -121,6 +121,11 @@ class Member:
         is_stack = local.dim() == 3 and self.stride[0] == matrix and matrix % ALIGNMENT_ELEMENTS == 0
         return matrix if is_stack else local.numel()
 
+    @property
+    def matrix_numel(self) -> int:
+        """Elements of each of its matrices that this rank has."""
+        return max(self.param_local.shape[-2:].numel(), 1)
+
     def matrices_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the matrices, or of what ranks share the shards, of `flat`, with the strides of the parameter."""
         shape = self.param_local.shape

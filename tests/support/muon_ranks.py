@@ -24,6 +24,7 @@ import torch.distributed as dist
 from late_device import LateTwin
 from muon_reference import ADAMW, MUON
 from sharded_ranks import WatchedGathers, backward
+from stacked_products import one_by_one
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,7 +46,8 @@ CLIPS = {"clipped": 0.05, "unclipped": None}
 ACCUMULATIONS = ("once", "reduced", "unreduced")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # `nan`: in one step one rank has a gradient that is not finite, so all ranks skip it. `gone`: the last rank fails.
-TROUBLES = ("none", "nan", "gone")
+# `batched`: owners transform several matrices in one call, for the bits of one call each.
+TROUBLES = ("none", "nan", "gone", "batched")
 TABLES = (LAYOUTS, SHARES, CLIPS, ACCUMULATIONS, DTYPES, TROUBLES)
 STEPS, WIDTH, ROWS = 4, 12, 37
 
@@ -185,10 +187,10 @@ def shard_of(param, whole):
 
 
 @contextmanager
-def trained(model, shares, clip):
+def trained(model, shares, clip, chunk_bytes):
     """Yield an optimizer of ours for `model`, attached."""
     matrices, rest = parts_of(model, shares)
-    clipping, small = {"max_grad_norm": CLIPS[clip]}, Streaming(chunk_bytes=1024)
+    clipping, small = {"max_grad_norm": CLIPS[clip]}, Streaming(chunk_bytes=chunk_bytes)
     if SHARES[shares] is None:
         wrapped = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, fused=True, **ADAMW)]
     if shares == "everything":
@@ -196,7 +198,7 @@ def trained(model, shares, clip):
             yield streamer.optimizer
         return
     if shares == "offloader":
-        optimizer = OptimizerStateOffloader(wrapped, chunk_bytes=1024, **clipping)
+        optimizer = OptimizerStateOffloader(wrapped, chunk_bytes=chunk_bytes, **clipping)
     else:
         groups = [{"params": matrices, "use_muon": True, **MUON}, {"params": rest, **ADAMW}]
         optimizer = HybridDeviceOptimizer(
@@ -274,11 +276,15 @@ def compare(case, rank, ranks):
     generator = torch.Generator().manual_seed(rank)
     size = 1 if accumulation == "once" else 3
     data = [[torch.randint(0, ROWS, (3, 5), generator=generator) for _ in range(size)] for _ in range(STEPS)]
+    stacks = one_by_one() if trouble == "batched" else None
     with (
-        trained(ours, shares, clip) as optimizer,
+        trained(ours, shares, clip, 8192 if trouble == "batched" else 1024) as optimizer,
         WatchedGathers(optimizer) as watched,
         CountedExchanges() as exchanges,
     ):
+        if stacks is not None:
+            # What was tried before the first step.
+            stacks.clear()
         for number, batches in enumerate(data):
             exchanges.breaks = trouble == "gone" and number == 2 and rank == ranks - 1
             spoils, on_host = trouble == "nan" and number == 1, shares == "everything"
@@ -295,6 +301,7 @@ def compare(case, rank, ranks):
             reference.step(optimizer.grad_norm)
         optimizer.synchronize()
         check_traffic(exchanges.sent, ours, shares)
+        assert stacks is None or max(stacks) > 1, "no rank has a stack"
         assert rank or layout == "root" or watched.most_left, "step() has waited for all"
         for (name, one), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(one.to_local().cpu(), other.to_local()), name

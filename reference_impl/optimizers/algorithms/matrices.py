@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -78,7 +78,7 @@ class ShardedMatrixAlgorithm(MatrixAlgorithm, Protocol):
         """Update moments in place, and return what `of_whole` is computed of; `gradient` may be overwritten."""
 
     def of_whole(self, matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
-        """Return what a matrix becomes, of which this rank has all; it may be overwritten."""
+        """Return what a matrix, or each one of a stack, becomes; it may be overwritten."""
 
     def after(
         self,
@@ -89,6 +89,11 @@ class ShardedMatrixAlgorithm(MatrixAlgorithm, Protocol):
         work: Work,
     ) -> None:
         """Update the master in place by a result of the same elements; `shape` is that of the whole matrix."""
+
+
+def is_in_parts(algorithm: object) -> TypeGuard[ShardedMatrixAlgorithm]:
+    """Return whether a formula of matrices consists of three parts."""
+    return hasattr(algorithm, "of_whole")
 
 
 class Work:
@@ -120,9 +125,9 @@ class Work:
         flat = self.new((matrix.numel(),), dtype or matrix.dtype)
         return flat.as_strided(matrix.shape, matrix.stride())
 
-    def reuse(self) -> None:
-        """Hand everything out again: for the next matrix, whose kernels run behind those of the last."""
-        self.used_bytes = _NUMBERS_BYTES
+    def reuse(self, *, behind: int = 0) -> None:
+        """Hand everything out again, or all `behind` so many bytes, for the next matrix: its kernels run later."""
+        self.used_bytes = behind or _NUMBERS_BYTES
 
     def replace(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Let `before` be `after`, unless the step is skipped."""

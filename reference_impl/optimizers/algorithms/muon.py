@@ -109,7 +109,7 @@ class Muon(ShardedMatrixAlgorithm):
         return gradient if group["nesterov"] else average
 
     def of_whole(self, matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
-        """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape."""
+        """Return about the nearest matrix with orthogonal rows or columns, in bf16, of the same shape; or several."""
         return orthogonal(matrix, group, work)
 
     def after(
@@ -132,26 +132,32 @@ class Muon(ShardedMatrixAlgorithm):
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
     """Return about the nearest matrix to `matrix` (bf16, overwritten) with orthogonal rows or columns, of its shape.
 
-    Where the step is skipped it is zero: the norm of a finite `matrix` counts as infinite.
+    So it is for each one of a stack. Where the step is skipped it is zero: the norm of a finite `matrix` counts as
+    infinite.
     """
     a, b, c = group["ns_coefficients"]
-    is_tall = matrix.size(0) > matrix.size(1)
-    flat = matrix.T if is_tall else matrix
-    norm = work.new((), torch.bfloat16)
-    work.launch(torch.linalg.vector_norm, flat, out=norm)
-    work.launch(norm.clamp_, min=work.number(group["eps"], if_skipped=inf, dtype=norm.dtype))
-    work.launch(flat.div_, norm)
-    rows, columns = flat.shape
-    gram, polynomial = (work.new((rows, rows), torch.bfloat16) for _ in range(2))
+    *stack, rows, columns = matrix.shape
+    is_tall = rows > columns
+    flat = matrix.mT if is_tall else matrix
+    multiply, add_product = (torch.bmm, torch.baddbmm) if stack else (torch.mm, torch.addmm)
+    norms = work.new(stack, torch.bfloat16)
+    # Each by itself: the norm of a stack's rows adds in another order.
+    for each, norm in zip(flat.unbind(), norms.unbind(), strict=True) if stack else [(flat, norms)]:
+        work.launch(torch.linalg.vector_norm, each, out=norm)
+    work.launch(norms.clamp_, min=work.number(group["eps"], if_skipped=inf, dtype=norms.dtype))
+    work.launch(flat.div_, norms[:, None, None] if stack else norms)
+    rows, columns = flat.shape[-2:]
+    gram, polynomial = (work.new((*stack, rows, rows), torch.bfloat16) for _ in range(2))
     # Products are written side by side, whatever the strides of the parameter; the first input's place is free then.
-    results = [work.new((rows, columns), torch.bfloat16), flat.as_strided((rows, columns), (columns, 1))]
+    product = work.new((*stack, rows, columns), torch.bfloat16)
+    results = [product, flat.as_strided(product.shape, product.stride())]
     for _ in range(group["ns_steps"]):
-        work.launch(torch.mm, flat, flat.T, out=gram)
-        work.launch(torch.addmm, gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        work.launch(torch.addmm, flat, polynomial, flat, beta=a, out=results[0])
+        work.launch(multiply, flat, flat.mT, out=gram)
+        work.launch(add_product, gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        work.launch(add_product, flat, polynomial, flat, beta=a, out=results[0])
         flat = results[0]
         results.reverse()
-    return flat.T if is_tall else flat
+    return flat.mT if is_tall else flat
 
 
 def _ratio(shape: Sequence[int], adjust: str | None) -> float:

@@ -23,6 +23,7 @@ from reference_impl.distributed.matrix_owners import Cut, Exchange
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.algorithms.matrices import ShardedMatrixAlgorithm, Work, work_bytes
 from reference_impl.optimizers.layout import Member, Piece
+from reference_impl.optimizers.streamed.batches import Batches, MatrixKind, kind_of
 from reference_impl.optimizers.streamed.chunks import Chunk, is_rounded
 from reference_impl.optimizers.streamed.packing import Packer, Rounding, integers
 from reference_impl.optimizers.streamed.step import StreamedStep
@@ -66,6 +67,7 @@ class MatrixUpdate:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._skipped = torch.zeros((), dtype=torch.bool)
         self._packer = Packer(device)
+        self._batches = Batches(device)
         self._exchanges: dict[Chunk, Exchange] = {}
         self._crossing = torch.empty(0)
 
@@ -74,15 +76,45 @@ class MatrixUpdate:
         listed = [chunk for chunk in chunks if chunk.matrices is not None]
         self._prepare_exchanges(listed)
         needed = max((_work_bytes(chunk) for chunk in listed), default=0)
-        if needed <= self._buffer.numel():
-            return
-        on = self._device.torch_device
-        skipped = torch.empty((), dtype=torch.bool, device=on)
-        self._buffer = torch.empty(needed, dtype=torch.uint8, device=on)
-        self._skipped = skipped
-        if self._device.compiles:
-            for algorithm in {chunk.matrices for chunk in listed if chunk.matrices is not None}:
-                self._build(algorithm)
+        if needed > self._buffer.numel():
+            on = self._device.torch_device
+            skipped = torch.empty((), dtype=torch.bool, device=on)
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device=on)
+            self._skipped = skipped
+            if self._device.compiles:
+                for algorithm in {chunk.matrices for chunk in listed if chunk.matrices is not None}:
+                    self._build(algorithm)
+        self._learn_batches(listed)
+
+    def _learn_batches(self, chunks: Sequence[Chunk]) -> None:
+        """Find which matrices run together, where updates run."""
+        runs = [self._kinds(chunk, chunk.pieces) for chunk in chunks]
+        widened = max(
+            (
+                _widened_bytes(piece.member)
+                for chunk in chunks
+                if is_rounded(chunk.fields)
+                for piece in chunk.pieces
+            ),
+            default=0,
+        )
+        ready = self._device.record()
+        with self._device.on_update_stream(), torch.no_grad():
+            self._device.wait(ready)
+            self._batches.learn(runs, self._buffer, widened)
+            learnt = self._device.record()
+        self._device.wait(learnt)
+
+    def _kinds(self, chunk: Chunk, pieces: Sequence[Piece]) -> list[MatrixKind | None]:
+        """Return the kinds of the matrices of `pieces`; of a chunk whose matrices ranks share those that are whole."""
+        if chunk.exchanges:
+            owned = self._exchanges[chunk].owned
+            return [kind_of(chunk.matrices, cut.shape, (cut.shape[1], 1)) for cut, _ in owned]
+        return [
+            kind_of(chunk.matrices, piece.member.param_local.shape[-2:], piece.member.stride[-2:])
+            for piece in pieces
+            for _ in range(piece.numel // piece.member.matrix_numel)
+        ]
 
     def _prepare_exchanges(self, chunks: Sequence[Chunk]) -> None:
         """Give each matrix that ranks share its owner, and allocate what the longest exchange takes.
@@ -148,12 +180,34 @@ class MatrixUpdate:
         """Update matrices one after the other."""
         algorithm, group = chunk.matrices, step.groups[chunk.group]
         assert algorithm is not None
-        for matrix in _matrices_in(states):
+        matrices = list(_matrices_in(states))
+        for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
             work.reuse()
+            if kind is not None and len(places) > 1:
+                self._run_batch(chunk, kind, [matrices[place] for place in places], step, work)
+                continue
+            matrix = matrices[places[0]]
             moments = [self._widened(moment, work) for moment in matrix.moments]
             counter = step.steps[matrix.piece.member]
             algorithm.update_matrix(matrix.master, matrix.gradient, moments, counter, group, work)
             self._round(chunk, matrix, moments, step)
+
+    def _run_batch(
+        self, chunk: Chunk, kind: MatrixKind, batch: Sequence[_Matrix], step: StreamedStep, work: Work
+    ) -> None:
+        """Update matrices of one kind together, elementwise work one after the other."""
+        group, stack = step.groups[chunk.group], kind.stack(len(batch), work)
+        behind = work.used_bytes
+        for matrix, place in zip(batch, stack.unbind(), strict=True):
+            work.reuse(behind=behind)
+            moments = [self._widened(moment, work) for moment in matrix.moments]
+            direction = kind.algorithm.before(matrix.gradient, moments, group, work)
+            self._device.launch(place.copy_, direction)
+            self._round(chunk, matrix, moments, step)
+        work.reuse(behind=behind)
+        results = kind.algorithm.of_whole(stack, group, work)
+        for matrix, result in zip(batch, results.unbind(), strict=True):
+            kind.algorithm.after(matrix.master, result, kind.shape, group, work)
 
     def _run_shared(self, chunk: Chunk, states: MatrixStates, step: StreamedStep, work: Work) -> None:
         """Update this rank's shards of matrices, each of which its owner has whole between.
@@ -172,14 +226,18 @@ class MatrixUpdate:
             launch(shard.copy_, algorithm.before(matrix.gradient, moments, group, work))
             self._round(chunk, matrix, moments, step)
         exchange.to_owners()
-        for cut, shards in exchange.owned:
+        for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
+            assert kind is not None
             work.reuse()
-            whole = work.new(cut.shape, algorithm.crosses_as)
-            for shard, part in zip(shards, cut.parts_of(whole), strict=True):
-                launch(part.copy_, shard)
-            result = algorithm.of_whole(whole, group, work)
-            for shard, part in zip(shards, cut.parts_of(result), strict=True):
-                launch(shard.copy_, part)
+            stack, batch = kind.stack(len(places), work), [exchange.owned[place] for place in places]
+            for whole, (cut, shards) in zip(stack.unbind(), batch, strict=True):
+                for shard, part in zip(shards, cut.parts_of(whole), strict=True):
+                    launch(part.copy_, shard)
+            given = stack if len(places) > 1 else stack[0]
+            results = algorithm.of_whole(given, group, work).view(stack.shape)
+            for result, (cut, shards) in zip(results.unbind(), batch, strict=True):
+                for shard, part in zip(shards, cut.parts_of(result), strict=True):
+                    launch(shard.copy_, part)
         exchange.to_ranks()
         for matrix, shard in crossing:
             work.reuse()
@@ -216,6 +274,12 @@ class MatrixUpdate:
         """Drop the scratch. No update may be running."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._crossing, self._exchanges = torch.empty(0), {}
+
+
+def _widened_bytes(member: Member) -> int:
+    """Return the bytes that the moments of one matrix take in fp32."""
+    algorithm, shape = member.matrices, member.param_local.shape[-2:]
+    return 0 if algorithm is None else len(algorithm.moments) * aligned(shape.numel()) * 4
 
 
 def _cuts(chunk: Chunk) -> list[Cut]:

@@ -17,7 +17,12 @@ def run(tmp_path, ranks, place, *cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        ("blocks,streamed", "blocks,everything,bf16", "blocks,thirds,nan", "columns,everything,unreduced"),
+        (
+            "blocks,streamed,batched",
+            "blocks,everything,bf16",
+            "blocks,thirds,nan",
+            "columns,everything,unreduced",
+        ),
         pytest.param(
             (
                 "blocks,offloader,bf16",
