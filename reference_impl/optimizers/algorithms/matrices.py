@@ -1,13 +1,13 @@
 """The protocol of an algorithm that updates whole matrices, and the scratch that its kernels write to.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
-once a matrix: products of several matrices at once may round differently on a GPU. A stack of matrices (a parameter of
-three dimensions, as those of experts) is updated one matrix after the other.
+once a matrix, of which a stack (a parameter of three dimensions, as those of experts) has several. Products of several
+at once may round differently, see `streamed.batches`.
 
 An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped, which
 the host does not know. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
 One that consists of three parts, of which only the second needs the whole matrix (`ShardedMatrixAlgorithm`), updates
-matrices that ranks hold shards of, too.
+matrices that ranks hold shards of, too, and several of one shape in one call.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
