@@ -4,8 +4,8 @@ Of matrices that ranks share each rank has its shards here. A formula of element
 exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
 
 A formula changes nothing where the device has found that the step is skipped. Matrices run one after the other, or
-several short ones together, so one scratch, as long as the longest matrix takes, serves all. Moments that are kept in bf16 are widened there, and rounded
-behind the formula.
+several short ones together, so one scratch, as long as the longest matrix takes, serves all. Moments that are kept in
+bf16 are widened there, and rounded behind the formula.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
