@@ -2,12 +2,12 @@
 
     python muon_ranks.py RANK RANKS STORE_FILE cpu|late CASE ...
 
-A case is `refused`, or words joined by commas, each a key of one of the tables below; what is not named has the first
-value. The reference has all gradients gathered, and is one process's training: torch's own Muon over fp32 copies of
-whole matrices, each of a stack a parameter of its own, beside torch's AdamW over this rank's shards of the rest (its
-kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error where a bit of a weight, of a
-momentum or of a loss differs, and where more crosses between ranks than the directions of Muon. `late` is the CPU with
-copies that are late and gathers that hesitate, differently on each rank.
+A case is `refused`, `rounded`, or words joined by commas, each a key of one of the tables below; what is not named has
+the first value. The reference has all gradients gathered, and is one process's training: torch's own Muon over fp32
+copies of whole matrices, each of a stack a parameter of its own, beside torch's AdamW over this rank's shards of the
+rest (its kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error
+where a bit of a weight, of a momentum or of a loss differs, and where more crosses between ranks than the directions of
+Muon. `late` is the CPU with copies that are late and gathers that hesitate, differently on each rank.
 """
 
 import os
@@ -187,10 +187,10 @@ def shard_of(param, whole):
 
 
 @contextmanager
-def trained(model, shares, clip, chunk_bytes):
+def trained(model, shares, clip, chunk_bytes, *, states="exact"):
     """Yield an optimizer of ours for `model`, attached."""
     matrices, rest = parts_of(model, shares)
-    clipping, small = {"max_grad_norm": CLIPS[clip]}, Streaming(chunk_bytes=chunk_bytes)
+    clipping, small = {"max_grad_norm": CLIPS[clip]}, Streaming(chunk_bytes=chunk_bytes, states=states)
     if SHARES[shares] is None:
         wrapped = [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, fused=True, **ADAMW)]
     if shares == "everything":
@@ -265,6 +265,25 @@ def check_refusals(ranks):
             HybridDeviceOptimizer([{"params": [param], "algorithm": formula}], split=split)
 
 
+def check_rounded(rank, ranks):
+    """Momentum in bf16 is rounded by its place in a shard alone: chunks change no bit, and exact ones are near."""
+    for layout, shares in (("blocks", "streamed"), ("columns", "everything")):
+        found = []
+        for states, chunk_bytes in (("bf16-moments", 1024), ("bf16-moments", 8192), ("exact", 1024)):
+            model = sharded(layout, torch.bfloat16, ranks)
+            generator = torch.Generator().manual_seed(rank)
+            with trained(model, shares, "clipped", chunk_bytes, states=states) as optimizer:
+                for _ in range(STEPS):
+                    model(torch.randint(0, ROWS, (3, 5), generator=generator)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                optimizer.synchronize()
+                found.append([each.to_local().float().cpu() for each in model.state_dict().values()])
+        first, second, exact = (torch.cat([each.flatten() for each in listed]) for listed in found)
+        assert torch.equal(first, second), shares
+        assert 0 < (first - exact).norm() < 0.02 * exact.norm(), ((first - exact).norm(), exact.norm())
+
+
 def compare(case, rank, ranks):
     words = case.split(",")
     layout, shares, clip, accumulation, dtype, trouble = (
@@ -330,6 +349,8 @@ def main(rank, ranks, store, place, *cases):
         print(case, flush=True)
         if case == "refused":
             check_refusals(ranks)
+        elif case == "rounded":
+            check_rounded(rank, ranks)
         else:
             compare(case, rank, ranks)
     # All ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.

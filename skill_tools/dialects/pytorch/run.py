@@ -125,7 +125,7 @@ def _matrices(
     sharded = gpus > 1 and fields.text(config, "sharding") != spread.Sharding.REPLICAS
     beside = {
         "lora_rank, whose factors AdamW updates": (rank is not None, f"optimizer={ADAMW}"),
-        "matrices that FSDP2 shards": (sharded, "sharding=replicas"),
+        "matrices that FSDP2 shards, which train and have no plan": (sharded, "sharding=replicas"),
         f"streamed_states={states}": (states not in OF_MATRICES, f"streamed_states={StreamedStates.PACKED}"),
     }
     for what, (is_so, attempt) in beside.items():

@@ -105,5 +105,10 @@ def test_what_one_rank_has_is_whole(group):
 
 
 @pytest.mark.slow
+def test_rounded_momentum_of_shards_is_the_same_however_it_is_cut(tmp_path):
+    run(tmp_path, 2, "cpu", "rounded")
+
+
+@pytest.mark.slow
 def test_shards_that_no_exchange_serves_are_refused_by_name(tmp_path):
     run(tmp_path, 4, "cpu", "refused")
