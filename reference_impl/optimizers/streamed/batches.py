@@ -98,7 +98,8 @@ class Batches:
     def _is_exact(self, kind: MatrixKind, count: int, buffer: torch.Tensor) -> bool:
         """Return whether a batch of matrices of noise becomes to the bit what each of them becomes by itself."""
         on, algorithm = self._device.torch_device, kind.algorithm
-        noise = torch.randn((count, *kind.shape), generator=torch.Generator(on).manual_seed(0), device=on)
+        generator = torch.Generator(on).manual_seed(0)
+        noise = torch.randn((count, *kind.shape), generator=generator, dtype=algorithm.crosses_as, device=on)
         work = Work(buffer, self._device.launch, None)
         together = kind.stack(count, work).copy_(noise)
         found = algorithm.of_whole(together, algorithm.defaults, work).clone()
