@@ -23,6 +23,8 @@ LEFT_OUT = (
     *(f"skill_tools/knowledge/{name}.yaml" for name in ("keys", "models", "hardware")),
     # Pictures are for people; the text beside them says the same.
     "docs/figures",
+    # How it is built, for contributors.
+    "docs/design.md",
 )
 
 
