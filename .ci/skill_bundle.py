@@ -8,6 +8,7 @@ It takes files that git knows. The YAML behind the compiled `index.json` stays a
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,12 @@ def bundle(target: Path) -> Path:
         if is_within(path, TAKEN) and not is_within(path, LEFT_OUT):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, target / path)
-    return Path(shutil.make_archive(str(target), "zip", target.parent, target.name))
+    archive = Path(f"{target}.zip")
+    # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:
+        for path in sorted(path for path in target.rglob("*") if path.is_file()):
+            written.write(path, path.relative_to(target.parent))
+    return archive
 
 
 if __name__ == "__main__":
