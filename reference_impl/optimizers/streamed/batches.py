@@ -12,7 +12,9 @@ Explained in docs/optimizer-state-offloading.md, "Matrices".
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,8 +72,9 @@ class Batches:
         self._most.clear()
         listed = list(runs)
         for each in {kind for run in listed for kind in run if kind is not None}:
-            fitting = (n for n in range(_MOST, 1, -1) if each.bytes_of(n, widened_bytes) <= buffer.numel())
-            self._most[each] = next(fitting, 1)
+            size_bytes = partial(each.bytes_of, widened_bytes=widened_bytes)
+            fitting = bisect_right(range(1, _MOST + 1), buffer.numel(), key=size_bytes)
+            self._most[each] = max(fitting, 1)
         for run in listed:
             for kind, places in self._divided(run):
                 if kind is not None and len(places) > 1 and (kind, len(places)) not in self._exact:
