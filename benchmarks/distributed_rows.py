@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from muon_rows import MUON, parts_of
 from stream_limits import over_link
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from reference_impl import HybridDeviceOptimizer, ShardStreamer, Streaming
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, ShardStreamer, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.rates import CopyRates
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
@@ -28,6 +29,37 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1
 MAX_NORM = 1.0
 # Of states: where the peak counts, and where the host has least time to launch.
 SMALL_CHUNK_BYTES, LARGE_CHUNK_BYTES = 32 * 2**20, 192 * 2**20
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return torch's Muon of the matrices and torch's AdamW of all other parameters."""
+    whole, rest = parts_of(model)
+    return [torch.optim.Muon(whole, **MUON), torch.optim.AdamW(rest, fused=True, **OPTIONS)]
+
+
+class PlainMuon:
+    """Torch's Muon and fused AdamW over the shards, clipped by torch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._params = list(model.parameters())
+        self._inner = muon_and_adamw(model)
+
+    def step(self) -> None:
+        """Clip, then update."""
+        nn.utils.clip_grad_norm_(self._params, MAX_NORM)
+        for each in self._inner:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for each in self._inner:
+            each.zero_grad()
+
+    def synchronize(self) -> None:
+        """Do nothing: it returns finished."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
 
 
 class Plain:
@@ -131,11 +163,23 @@ def ours(traffic: Traffic | None = None, **options: Any) -> Row:
     return Row(build, traffic=traffic)
 
 
+def ours_with_muon(**options: Any) -> Row:
+    """Return a row of Muon and AdamW in one optimizer of ours, attached and clipping exactly."""
+
+    def build(model: nn.Module) -> OptimizerStateOffloader:
+        optimizer = OptimizerStateOffloader(muon_and_adamw(model), max_grad_norm=MAX_NORM, **options)
+        optimizer.attach(model)
+        return optimizer
+
+    return Row(build)
+
+
 class EverythingOff:
     """Our streamer of shards, with its optimizer."""
 
-    def __init__(self, model: nn.Module, streaming: Streaming) -> None:
-        inner = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    def __init__(self, model: nn.Module, streaming: Streaming, *, with_muon: bool = False) -> None:
+        adamw = None if with_muon else torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+        inner = adamw or muon_and_adamw(model)
         streamer = ShardStreamer(model, inner, max_grad_norm=MAX_NORM, streaming=streaming)
         self.step = streamer.optimizer.step
         self.zero_grad = streamer.optimizer.zero_grad
@@ -173,6 +217,14 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
         "everything off, bf16 moments": off(
             Traffic(in_backward=(4, 4), after_it=(12, 8)),
             Streaming(chunk_bytes=SMALL_CHUNK_BYTES, states="bf16-moments"),
+        ),
+        "muon, torch's": Row(PlainMuon),
+        "muon, on the GPU": ours_with_muon(fraction=0.0),
+        "muon, exact": ours_with_muon(),
+        "muon, exact, slots": ours_with_muon(device_budget_bytes=slots_bytes),
+        "muon, bf16 momentum": ours_with_muon(states="bf16-moments"),
+        "muon, everything off": Row(
+            lambda model: EverythingOff(model, Streaming(chunk_bytes=SMALL_CHUNK_BYTES), with_muon=True)
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
         "CPUOffloadPolicy, unclipped, OMP_NUM_THREADS unset": Row(
