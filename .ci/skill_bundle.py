@@ -22,6 +22,21 @@ TAKEN = (
 LEFT_OUT = (
     *(f"skill_tools/knowledge/{name}" for name in ("rules", "keys", "vocabulary", "messages", "coverage")),
     *(f"skill_tools/knowledge/{name}.yaml" for name in ("keys", "models", "hardware")),
+    # Of that YAML; what commands print has the other schemas.
+    *(
+        f"schema/{name}.schema.json"
+        for name in (
+            "keys",
+            "messages",
+            "fixes",
+            "numbers",
+            "symptoms",
+            "code",
+            "changes",
+            "offloads",
+            "builds",
+        )
+    ),
     # Pictures are for people; the text beside them says the same.
     "docs/figures",
     # How it is built, for contributors.
