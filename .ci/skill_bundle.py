@@ -5,6 +5,7 @@
 It takes files that git knows. The YAML behind the compiled `index.json` stays away too: no command of a user reads it.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -41,12 +42,26 @@ LEFT_OUT = (
     "docs/figures",
     # How it is built, for contributors.
     "docs/design.md",
+    # All keys at once; `explain KEY` prints one in a few lines.
+    "docs/configuration.md",
 )
+LINK = re.compile(r"!?\[([^\]]*)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
 def is_within(path: str, folders: tuple[str, ...]) -> bool:
     """Return whether `path` is one of `folders` or lies in one."""
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def without_dead_links(page: Path) -> str:
+    """Return the text of a page of the bundle, with the words alone where a link's file stayed away."""
+
+    def kept(link: re.Match[str]) -> str:
+        words, address = link.groups()
+        is_here = ":" in address or (page.parent / address).exists()
+        return link[0] if is_here else words
+
+    return LINK.sub(kept, page.read_text())
 
 
 def bundle(target: Path) -> Path:
@@ -58,6 +73,8 @@ def bundle(target: Path) -> Path:
         if is_within(path, TAKEN) and not is_within(path, LEFT_OUT):
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, target / path)
+    for page in target.rglob("*.md"):
+        page.write_text(without_dead_links(page))
     archive = Path(f"{target}.zip")
     # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:

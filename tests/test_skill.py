@@ -61,8 +61,13 @@ def test_what_an_agent_installs_is_slim(bundle: Path) -> None:
     files = [path for path in bundle.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 7_000_000
     assert bundle.with_name("cpu-offloading.zip").stat().st_size < 2_000_000
-    for link in re.findall(r"\]\(([^)#\s]+)", SKILL):
-        assert (bundle / link).exists(), link
+    dead = [
+        f"{page.relative_to(bundle)}: {link}"
+        for page in bundle.rglob("*.md")
+        for link in re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text())
+        if not (page.parent / link).exists()
+    ]
+    assert not dead, "\n".join(dead)
 
 
 def test_its_commands_work_as_written_from_a_folder_of_the_user(bundle: Path, tmp_path: Path) -> None:
