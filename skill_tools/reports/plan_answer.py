@@ -190,9 +190,7 @@ def _host(plan: Plan, best: Option) -> str:
     taken, there = best.memory.host_bytes_per_node, plan.budget.host_bytes
     if not taken:
         return "host: no memory taken"
-    share = (
-        f"of {gib(there)} a node" if there else "a node, of which nobody said how much it has (--host-memory)"
-    )
+    share = f"of {gib(there)} a node" if there else "a node, whose memory is not stated (--host-memory)"
     before = plan.as_it_is.memory.host_bytes_per_node
     as_it_is = f"; as it is {both(before)}" if before else ""
     behind = best.memory.pageable_bytes * best.memory.ranks_on_node

@@ -183,7 +183,7 @@ def _of_numbers(text: str, constants: dict[str, float]) -> Machine:
     link, dram = given["link_GBs"] * 1e9, given["dram_GBs"] * 1e9
     adam = dram / constants["cpu_adam_bytes"]
     return Machine(
-        name="the given numbers",
+        name="custom GPU",
         source="--gpu",
         gpu_memory_bytes=0,
         host_memory_bytes=0,
