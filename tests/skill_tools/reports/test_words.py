@@ -186,8 +186,9 @@ CASES = {
         "diagnose strange.log both.yaml",
         [
             "cause: not known. the run ended at its start in RuntimeError: strange thing #; raised in x.py:# <module>, "
-            "in no code that offloads; this run offloads by model.cpu_offloading=True, model.cpu_offloading_num_layers=#, "
-            "optimizer.optimizer_cpu_offload=True",
+            "in no code that offloads; this run offloads by "
+            "model.cpu_offloading=True, model.cpu_offloading_num_layers=#"
+            ", optimizer.optimizer_cpu_offload=True",
             "to decide it:",
             "  the same run for # steps without any offload: if it fails too, no offload is the cause",
             "  the whole traceback of the first rank that failed, and the configuration, given to diagnose",
