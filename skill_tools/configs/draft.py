@@ -161,6 +161,10 @@ class Draft:
         if is_known:
             self._known_wrong.add(key)
 
+    def refused(self, key: str) -> str | None:
+        """Return what was expected of the value that the canonical `key` has, None where it fits."""
+        return self._wrong.get(key)
+
     def take_by_truth(self) -> None:
         """Note that the framework checks no type, so that what stands for true or false is read by Python's truth."""
         for name in self._wrong:

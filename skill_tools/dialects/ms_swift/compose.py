@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from skill_tools import knowledge
 from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.releases import is_before
@@ -22,7 +23,7 @@ from skill_tools.configs.shell.launch import (
 )
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
-from skill_tools.configs.values import UNREADABLE, whole_number
+from skill_tools.configs.values import UNREADABLE, is_template, whole_number
 from skill_tools.configs.vocabulary import lacking, load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import EMBEDDED
@@ -30,7 +31,7 @@ from skill_tools.dialects.deepspeed import section as deepspeed
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.ms_swift import MS_SWIFT
-from skill_tools.dialects.transformers.parsers import FALSE, TRUE, TRUTH
+from skill_tools.dialects.transformers.parsers import FALSE, TRUE, TRUTH, meant
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -122,26 +123,24 @@ def _write_flags(draft: Draft, given: Iterable[Flag], program: str, release: str
         elif not draft.accepts(spelling):
             if "$" not in flag.name:
                 draft.note_unknown(flag.name, flag.place, spelling=spelling)
-            continue
-        key = draft.key(spelling)
-        value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
-        if not flag.known:
-            value = UNREADABLE
-        elif not flag.values:
-            value = True
-        elif key is not None and key.type_in(MS_SWIFT) == "list":
-            value = list(flag.values)
-        _set(draft, spelling, value, flag.name, flag.place)
+        elif not flag.known:
+            _set(draft, spelling, UNREADABLE, flag.name, flag.place)
+        else:
+            _set_texts(draft, spelling, flag.values, flag.name, flag.place)
 
 
 def _spelling(draft: Draft, flag: str, program: str) -> str:
-    """Return the full name of a flag, as the vocabulary has it; argparse takes dashes for underscores nowhere."""
+    """Return the full name of a flag, as the vocabulary has it; argparse knows each with dashes, too."""
     prefix = f"{_MEGATRON} " if program == _MEGATRON else ""
     spelling = f"{prefix}{flag}"
     if draft.accepts(spelling):
         return spelling
-    longer = [name for name in load_vocabulary(MS_SWIFT).names if name.startswith(spelling)]
-    return longer[0] if len(longer) == 1 else spelling
+    underscored = f"{prefix}--{flag.removeprefix('--').replace('-', '_')}"
+    if draft.accepts(underscored):
+        return underscored
+    start = f"{prefix}--" if program == _MEGATRON else "--"
+    names = (name.removeprefix(start) for name in load_vocabulary(MS_SWIFT).names if name.startswith(start))
+    return f"{start}{meant(flag.removeprefix('--'), names)}"
 
 
 def _note_release(draft: Draft, spelling: str, place: Place, release: str | None) -> None:
@@ -151,7 +150,8 @@ def _note_release(draft: Draft, spelling: str, place: Place, release: str | None
         draft.faults.append(Fault(_OF_RELEASE, lacks, place))
 
 
-def _set(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
+def _set(draft: Draft, spelling: str, value: object, written: str, place: Place) -> str:
+    """Write a value under the canonical name of an argument, and return that."""
     key = draft.key(spelling)
     name = (
         key.name if key else spelling
@@ -159,30 +159,78 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
     if name == "recompute_granularity" and value == "none":
         value = None
     draft.set_key(name, value, written, place)
-    is_truth = key is not None and key.type_in(MS_SWIFT) == "bool" and isinstance(value, str)
-    if is_truth and str(value).lower() not in TRUE | FALSE and name in draft:
-        draft.refuse_type(name, TRUTH)
     if name.endswith("--model") and isinstance(value, str):
         draft.model_name = value
+    return name
+
+
+def _set_texts(draft: Draft, spelling: str, texts: Sequence[str], written: str, place: Place) -> None:
+    """Write what argparse makes of the words behind an argument, and note what it does not take."""
+    kind, key = argument_kinds().get(spelling), draft.key(spelling)
+    expects = "bool" if key is not None and key.type_in(MS_SWIFT) == "bool" else kind
+    value: object = texts[0] if len(texts) == 1 else list(texts)
+    if not texts and expects in ("bool", None):
+        value = True
+    elif kind == "list" or (key is not None and key.type_in(MS_SWIFT) == "list"):
+        value = list(texts)
+    refused = draft.refused(
+        key.name if key else spelling
+    )  # argparse parses a value that another one overrides, too
+    if expects is not None and any(map(is_template, texts)):
+        value = UNREADABLE
+    elif expects is not None and value is not True:
+        value, here = _parsed(expects, texts, value)
+        refused = here or refused
+    name = _set(draft, spelling, value, written, place)
+    if refused and name in draft:
+        draft.refuse_type(name, refused)
+
+
+def _parsed(kind: str, texts: Sequence[str], value: object) -> tuple[object, str | None]:
+    """Return what an argument of `kind` is given by `texts`, and what argparse expects where it ends the run."""
+    if kind == "list":
+        return value, None if texts else "a value"
+    if len(texts) != 1:
+        return value, "one value"
+    (text,) = texts
+    if kind == "bool":
+        is_true = text.lower() in TRUE
+        return (is_true, None) if is_true or text.lower() in FALSE else (value, TRUTH)
+    if kind == "str":
+        return value, None
+    try:
+        return (int(text) if kind == "int" else float(text)), None
+    except ValueError:
+        return value, "an integer" if kind == "int" else "a number"
+
+
+@knowledge.derived
+def argument_kinds() -> dict[str, str]:
+    """Return what argparse makes of each argument of `swift sft`, where all releases that were read agree."""
+    pairs = (line.split(" ") for line in knowledge.names("ms_swift_kinds"))
+    return {name: kind for kind, name in pairs}
 
 
 def _set_from_file(
     draft: Draft, spelling: str, value: object, written: str, place: Place, release: str | None
 ) -> None:
     """Write a value of a file as the text that stands for it on the command line that ms-swift makes of the file."""
-    is_container = value is UNREADABLE or isinstance(value, list | dict)
-    _set(draft, spelling, value if is_container else str(value), written, place)
+    is_list = isinstance(value, list)
+    if value is UNREADABLE or isinstance(value, dict) or (is_list and _is_refused_list(value, release)):
+        name = _set(draft, spelling, value, written, place)
+        if is_list and name in draft:
+            since = _LISTS_AS_TEXT_SINCE
+            text = f"a list of text: before ms-swift {since} no command line holds a number or null of it"
+            draft.refuse_type(name, text)
+        elif isinstance(value, dict) and argument_kinds().get(spelling) in ("bool", "int", "float"):
+            draft.refuse_type(name, "one value, no section")
+        return
+    texts = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+    _set_texts(draft, spelling, texts, written, place)
     key = draft.key(spelling)
     name = key.name if key else spelling
-    if name not in draft:
-        return
-    if value is None:
+    if value is None and name in draft:
         draft.refuse_type(name, "a value, or no such key: null becomes the text None on the command line")
-    elif _is_refused_list(value, release):
-        since = _LISTS_AS_TEXT_SINCE
-        draft.refuse_type(
-            name, f"a list of text: before ms-swift {since} no command line holds a number or null of it"
-        )
 
 
 def _is_refused_list(value: object, release: str | None) -> bool:

@@ -1,9 +1,9 @@
 """Reads torchtune's YAML and the `key=value` words of `tune run`, which win over it.
 
 Facts from `torchtune/config/_utils.py::_merge_yaml_and_cli_args` and `torchtune/_cli/run.py`: an override of a
-component by its section's name alone changes the component, `~key` removes, `None` is null, and the first word after
-the launcher's options is the recipe. Keys that nobody reads are no error there, so a name is called misspelt only if it
-is close to one that some recipe reads.
+component by its section's name alone changes the component, `~key` removes from the file, `None` is null, and the first
+word after the launcher's options is the recipe. Keys that nobody reads are no error there, so a name is called misspelt
+only if it is close to one that some recipe reads.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import PurePath
 
-from skill_tools.configs.config import Config, Place
+from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.entries import Entries
 from skill_tools.configs.shell.command import Argument, Command
@@ -20,7 +20,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import OMEGACONF, as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
 from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
@@ -59,6 +59,8 @@ _MEANS_TO = (
 )
 
 _SIMILAR = 0.9
+_REFUSED = "tt-override-refused"
+_MISSING = "???"  # which OmegaConf lays over nothing
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -80,7 +82,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                     attempt="the YAML file that `tune run` gets with --config",
                 )
     for text in overrides:
-        _override(entries, command_line(text, _OVERRIDES), _OVERRIDES)
+        _override(draft, entries, command_line(text, _OVERRIDES), _OVERRIDES)
     _finish(draft, entries)
     return draft.finish()
 
@@ -132,7 +134,7 @@ def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
     else:
         draft.take(found)
         entries.write_tree(single_document(found, OMEGACONF, draft=draft), found.name)
-    _override(entries, rest, source.name)
+    _override(draft, entries, rest, source.name)
 
 
 def _is_launch(command: Command) -> bool:
@@ -186,25 +188,62 @@ def _without_config(words: Sequence[Argument]) -> tuple[list[Argument], Argument
     return rest, named
 
 
-def _override(entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Write `a.b=c` and `~a.b`."""
+def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
+    """Take out what `~a.b` names, then write each `a.b=c`; note what torchtune's own parser refuses."""
     for word in words:
-        place = Place(file, word.line, word.column)
-        if word.text.startswith("~"):
+        refused = _why_refused(draft, entries, word)
+        if refused:
+            draft.faults.append(Fault(_REFUSED, refused, Place(file, word.line, word.column)))
+        elif word.text.startswith("~"):
             entries.remove(word.text[1:].partition("=")[0])
-            continue
+    components = {name for name in entries.sections if f"{name}._component_" in entries}
+    for word in words:
         name, equals, text = word.text.partition("=")
-        if not equals or name.startswith("-"):
+        if not equals or name.startswith(("-", "~")):
             continue
-        path = f"{name}._component_" if "." not in name and f"{name}._component_" in entries else name
-        known = word.resolved and word.certain
-        entries.write(path, _scalar(text) if known else UNREADABLE, name, place)
+        path = f"{name}._component_" if "." not in name and name in components else name
+        place = Place(file, word.line, word.column)
+        value = _scalar(text) if word.resolved and word.certain else UNREADABLE
+        if isinstance(value, dict | list):
+            entries.write_tree(_node(value, path.split("."), place), file)
+        elif value != _MISSING or path not in entries:
+            entries.write(path, value, name, place)
+
+
+def _node(value: object, names: Sequence[str], place: Place) -> Node:
+    """Return a list or a section as a tree at the path `names`, all of it at `place`."""
+    if names:
+        return Node({names[0]: _node(value, names[1:], place)}, place.line, place.column)
+    if isinstance(value, dict):
+        children = {str(name): _node(each, (), place) for name, each in value.items()}
+        return Node(children, place.line, place.column)
+    items = [_node(each, (), place) for each in value] if isinstance(value, list) else value
+    return Node(items, place.line, place.column)
+
+
+def _why_refused(draft: Draft, entries: Entries, word: Argument) -> str | None:
+    """Return why torchtune's own parser ends at a word that it gets, None where it does not or nobody knows."""
+    text = word.text
+    name = text.lstrip("~-").partition("=")[0]
+    if not word.resolved or not word.certain or (text.startswith("-") and not draft.accepts(name)):
+        return None
+    if text.startswith("--"):
+        return f"{text}: an override has no dashes"
+    if not text.startswith("~"):
+        is_pair = text.count("=") == 1
+        return None if is_pair or not draft.accepts(name) else f"{text}: an override is one key and one value"
+    if "_component_" in name or f"{name}._component_" in entries:
+        return f"{text}: a component cannot be removed"
+    is_there = name in entries or name in entries.sections
+    return None if is_there or not draft.complete else f"{text}: the file has no such key"
 
 
 def _scalar(text: str) -> object:
-    if text == "None":
+    if text in ("None", ""):
         return None
     documents = parse(text, _OVERRIDES)
+    if not documents:
+        return None
     return plain(as_omegaconf(documents[0])) if len(documents) == 1 else text
 
 
@@ -212,6 +251,10 @@ def _finish(draft: Draft, entries: Entries) -> None:
     """Write what the merge left into the draft, and say which recipe it is for as far as the sections show it."""
     for loser in entries.lost:
         draft.shadow(loser.written, loser.value, loser.place)
+    draft.faults += [
+        Fault(_REFUSED, f"{each.written}: a list and a section cannot be merged", each.place)
+        for each in entries.clashes
+    ]
     for path, entry in entries:
         value = entries.resolved(entry.value)
         known = draft.key(path)

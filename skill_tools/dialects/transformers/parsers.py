@@ -63,8 +63,10 @@ def meant(name: str, names: Iterable[str]) -> str:
 
     An argument with an underscore is known with dashes too, so that a start before the first one fits two options.
     """
-    longer = [each for each in names if each.startswith(name) and "." not in each]
-    if len(longer) != 1 or ("_" in longer[0] and "_" not in name):
+    start = name.replace("-", "_")
+    longer = [each for each in names if each.startswith(start) and "." not in each]
+    is_mixed = "-" in name and "_" in name
+    if len(longer) != 1 or is_mixed or ("_" in longer[0] and "_" not in start):
         return name
     return longer[0]
 

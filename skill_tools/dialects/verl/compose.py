@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from skill_tools import knowledge
-from skill_tools.configs.config import Config, Fault, Place
+from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.folder import above, files_below
 from skill_tools.configs.hydra import looks_like_override, parse_override
@@ -26,10 +26,11 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source, load
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.vocabulary import lacking, load_vocabulary
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import OMEGACONF, Node, plain
 from skill_tools.dialects.verl import VERL
 from skill_tools.dialects.verl.megatron import hand_on_to_megatron
+from skill_tools.dialects.verl.refused import CONFIGURATION, Base, base_of, note_refused
 from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
@@ -46,17 +47,7 @@ _GROUPS = frozenset(
 )  # fmt: skip
 _ENGINES = frozenset({"dp", "fsdp", "megatron", "veomni", "torchtitan", "mindspeed", "automodel"})
 _STRATEGIES = {"dp": "fsdp"}  # of a model_engine whose name is not its strategy
-_ENGINE_GROUPS = frozenset({"model_engine", "actor", "ref", "critic"})
-# The section that the configurations of actor and reference model have for each engine, and no other one.
-_SECTION_OF = {
-    "dp": "fsdp_config",
-    **{engine: engine for engine in ("megatron", "veomni", "torchtitan", "mindspeed")},
-}
-_OF_ROLE = re.compile(rf"actor_rollout_ref\.(?:actor|ref)\.({'|'.join(_SECTION_OF.values())})\.")
-_CONFIGURATION = "verl/trainer/config"  # in a checkout
 _ACTOR = "actor_rollout_ref.actor.strategy"
-_ADDED = "verl-plus-existing"
-_OF_RELEASE = "verl-key-release"
 _PPO = "main_ppo"
 
 
@@ -79,7 +70,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                     attempt="the script that starts verl.trainer.main_ppo",
                 )
     for text in overrides:
-        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES, is_closed=is_closed)
+        base = base_of((), "", None, None, is_ppo=False) if is_closed else None
+        _write_words(draft, command_line(text, _OVERRIDES), _OVERRIDES, base)
     draft.take_by_truth()
     hand_on_to_megatron(draft)
     model = draft.get("actor_rollout_ref.model.path") or draft.get("model.path")
@@ -101,11 +93,13 @@ def _write_script(draft: Draft, source: Source) -> bool:
     is_closed = all(map(_is_own, programs)) and _base_is_own(words)
     if not is_closed:
         draft.may_be_set()
-    release = None if above(source.folder, _CONFIGURATION) else source.release(VERL)
-    _write_words(draft, words, source.name, is_closed=is_closed, folder=source.folder, release=release)
     is_ppo = bool(programs) and all(_PPO in program for program in programs)
-    if is_closed and is_ppo and above(source.folder, _CONFIGURATION) is None:
-        _note_added_again(draft, words, source.name)
+    base = None
+    if is_closed:
+        named = _option(words, "--config-name", "-cn")
+        configuration = "ppo_trainer" if named is None else named.text.removesuffix(".yaml")
+        base = base_of(words, configuration, source.folder, source.release(VERL), is_ppo=is_ppo)
+    _write_words(draft, words, source.name, base)
     return is_closed
 
 
@@ -162,97 +156,16 @@ def _brings_another(override: str) -> bool:
     return is_engine and "$" not in value and value.removesuffix("_actor") not in _ENGINES
 
 
-def _write_words(
-    draft: Draft,
-    words: Sequence[Argument],
-    file: str,
-    *,
-    is_closed: bool,
-    folder: Path | None = None,
-    release: str | None = None,
-) -> None:
-    """Write the overrides among `words`; `is_closed` says that their base is verl's own configuration.
-
-    In a fork, a checkout around `folder`, that configuration may have more keys than a release's; `release` is the one
-    that is stated.
-    """
+def _write_words(draft: Draft, words: Sequence[Argument], file: str, base: Base | None) -> None:
+    """Write the overrides among `words`; `base` is verl's own configuration, None where another one may be."""
     name = _option(words, "--config-name", "-cn")
     if name is not None and "megatron" in name.text:
         _set_strategies(draft, "megatron", name, file)
-    engine = _engine(words, name) if is_closed else None
     for word in words:
-        if engine and _is_of_another_engine(word, engine, folder):
-            key = word.text.partition("=")[0]
-            _note_other_engine(draft, key, engine, Place(file, word.line, word.column))
-        elif looks_like_override(word.text):
-            _write_override(draft, word, file, is_closed=is_closed, folder=folder)
-            if is_closed and release is not None:
-                _note_release(draft, word, release, Place(file, word.line, word.column))
-
-
-def _engine(words: Sequence[Argument], name: Argument | None) -> str | None:
-    """Return the engine whose sections the run's configuration has; None where that is not plain."""
-    configuration = "ppo_trainer" if name is None else name.text.removesuffix(".yaml")
-    if configuration == "ppo_megatron_trainer":
-        return "megatron"
-    chosen = [word for word in words if word.text.partition("=")[0].partition("@")[0] in _ENGINE_GROUPS]
-    if configuration != "ppo_trainer" or len(chosen) > 1:
-        return None
-    if not chosen:
-        return "dp"
-    group, _, engine = chosen[0].text.partition("=")
-    is_plain = group == "model_engine" and chosen[0].resolved and chosen[0].certain
-    return engine if is_plain and engine in _SECTION_OF else None
-
-
-def _is_of_another_engine(word: Argument, engine: str, folder: Path | None) -> bool:
-    """Return whether an override without a plus is below a section that the configuration has for another engine.
-
-    In a fork, a checkout around `folder`, the actor's file may name that section all the same.
-    """
-    section = _OF_ROLE.match(word.text) if word.resolved else None
-    if section is None or section[1] == _SECTION_OF[engine]:
-        return False
-    base = above(folder, _CONFIGURATION)
-    if base is None:
-        return True
-    with suppress(UnusableInput):
-        return section[1] not in load(base / "actor" / f"{engine}_actor.yaml").text
-    return False
-
-
-def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> None:
-    """Note the first of such keys: Hydra ends at it."""
-    rule = "verl-other-engine"
-    if not any(fault.rule == rule for fault in draft.faults):
-        draft.faults.append(Fault(rule, f"{key}, with model_engine {engine}", place))
-
-
-def _note_release(draft: Draft, word: Argument, release: str, place: Place) -> None:
-    """Note a key without a plus that `release` does not have yet, or no more."""
-    name = word.text.partition("=")[0]
-    lacks = lacking(VERL, name, release) if word.resolved else None
-    if lacks:
-        draft.faults.append(Fault(_OF_RELEASE, lacks, place))
-
-
-def _note_added_again(draft: Draft, words: Sequence[Argument], file: str) -> None:
-    """Note each plus before a key that has a value in verl's own configuration; a list or a dict is merged into it."""
-    filled = _filled(_engine(words, _option(words, "--config-name", "-cn")) or "")
-    removed = tuple(word.text[1:].partition("=")[0] for word in words if word.text.startswith("~"))
-    for word in words:
-        sign, _, rest = word.text.partition("+")
-        key, equals, value = rest.partition("=")
-        is_added = not sign and equals and word.certain and key in filled
-        if is_added and not value.startswith(("[", "{", "$", "+")) and not key.startswith(removed or " "):
-            draft.faults.append(Fault(_ADDED, word.text, Place(file, word.line, word.column)))
-
-
-@knowledge.derived
-def _filled(engine: str) -> frozenset[str]:
-    """Return the keys that have a value in the configuration for `engine` in every known release."""
-    names = (name.rpartition(" ") for name in knowledge.names("verl_values"))
-    return frozenset(name for of, _, name in names if of in ("", engine) and engine in ("dp", "megatron"))
+        place = Place(file, word.line, word.column)
+        is_there = base is None or note_refused(draft, word, place, base)
+        if is_there and looks_like_override(word.text):
+            _write_override(draft, word, place, base)
 
 
 def _option(words: Sequence[Argument], *names: str) -> Argument | None:
@@ -266,26 +179,26 @@ def _option(words: Sequence[Argument], *names: str) -> Argument | None:
     return None
 
 
-def _write_override(draft: Draft, word: Argument, file: str, *, is_closed: bool, folder: Path | None) -> None:
-    place = Place(file, word.line, word.column)
+def _write_override(draft: Draft, word: Argument, place: Place, base: Base | None) -> None:
     sign = word.text[: len(word.text) - len(word.text.lstrip("+~"))]
     written = word.text.lstrip("+~").partition("=")[0].partition("@")[0]
     if written in _GROUPS or written.startswith("hydra"):
-        _write_choice(draft, word, written, file)
+        _write_choice(draft, word, written, place.file)
     elif not _is_taken(draft, sign, written):
-        if is_closed and word.resolved and not _stands_in_checkout(written, folder):
+        if base is not None and word.resolved and not _stands_in_checkout(written, base.folder):
             draft.note_unknown(word.text.partition("=")[0], place)
     elif sign == "~":
         draft.remove(written)
     else:
-        _write_value(draft, word, written, place)
+        _write_value(draft, word, written, place, is_closed=base is not None and not sign)
 
 
 def _is_taken(draft: Draft, sign: str, written: str) -> bool:
     """Return whether Hydra takes the key: without a plus one that is there, else any; a misspelt offload is none."""
-    if not sign and in_open_mapping(written):
-        return written in _closed_names()
-    return draft.accepts(written) or (bool(sign) and "offload" not in written.rpartition(".")[2])
+    is_closed = "+" not in sign
+    if is_closed and in_open_mapping(written):
+        return written in _closed_names() or draft.canonical(written) in draft
+    return draft.accepts(written) or (not is_closed and "offload" not in written.rpartition(".")[2])
 
 
 def _stands_in_checkout(written: str, folder: Path | None) -> bool:
@@ -293,7 +206,7 @@ def _stands_in_checkout(written: str, folder: Path | None) -> bool:
 
     Its files hold whole configurations or groups, so a file may have the key's last names alone.
     """
-    base = above(folder, _CONFIGURATION)
+    base = above(folder, CONFIGURATION)
     names = written.split(".")
     return base is not None and any(
         ".".join(names[start:]) in _paths_in(str(base)) for start in range(len(names))
@@ -322,16 +235,26 @@ def _closed_names() -> frozenset[str]:
     return frozenset(knowledge.names(VERL))
 
 
-def _write_value(draft: Draft, word: Argument, written: str, place: Place) -> None:
+def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is_closed: bool) -> None:
+    """Write a value; a mapping is merged into the section, and anything else takes the section's place.
+
+    `is_closed` says that the mapping may only have names that the section has.
+    """
     value: object = UNREADABLE
     if word.resolved and word.certain:
         with suppress(UnusableInput):
             value = parse_override(word.text).value
     if isinstance(value, dict):
         for name, part in value.items():
-            draft.set(f"{written}.{name}", part, place)
-    else:
-        draft.set_key(draft.canonical(written), value, written, place)
+            path = f"{written}.{name}"
+            if is_closed and not draft.accepts(path):
+                draft.note_unknown(path, place)
+            else:
+                draft.set(path, part, place)
+        return
+    if value is not UNREADABLE and not draft.is_leaf(written):
+        draft.remove(written)
+    draft.set_key(draft.canonical(written), value, written, place)
 
 
 def _write_choice(draft: Draft, word: Argument, group: str, file: str) -> None:

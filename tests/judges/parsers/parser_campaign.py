@@ -27,9 +27,12 @@ import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
 import llama_factory_commands  # noqa: E402
+import ms_swift_commands  # noqa: E402
 import nemo_rl_commands  # noqa: E402
 import torchtitan_commands  # noqa: E402
+import torchtune_commands  # noqa: E402
 import trl_commands  # noqa: E402
+import verl_commands  # noqa: E402
 import yaml_texts  # noqa: E402
 from parser_answers import Answer, agree, encoded  # noqa: E402
 
@@ -145,6 +148,32 @@ PARSERS = {
         torchtitan_commands.TABLE,
         torchtitan_commands.ours,
         torchtitan_commands.agree,
+        _TRAINERS,
+    ),
+    "ms-swift": Parser(
+        "ms_swift",
+        {each: (f"../ms_swift/{each}",) for each in ("4.3.2", "4.6.0")},
+        ms_swift_commands.question,
+        ms_swift_commands.TABLE,
+        ms_swift_commands.ours,
+        ms_swift_commands.agree,
+        _TRAINERS,
+    ),
+    "torchtune": Parser(
+        "torchtune",
+        {each: (f"torchtune-{each}", "omegaconf-2.3.0", *_OMEGACONF) for each in ("0.5.0", "0.6.1")},
+        torchtune_commands.question,
+        torchtune_commands.TABLE,
+        torchtune_commands.ours,
+        torchtune_commands.agree,
+    ),
+    "verl": Parser(
+        "verl",
+        {each: (f"../verl/{each}", "../rl/libraries") for each in ("0.6.1", "0.7.1", "0.8.0", "0.9.1")},
+        verl_commands.question,
+        verl_commands.TABLE,
+        verl_commands.ours,
+        verl_commands.agree,
         _TRAINERS,
     ),
     "axolotl": Parser(

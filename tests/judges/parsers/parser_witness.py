@@ -111,6 +111,32 @@ def nemo_rl(question: dict[str, Any]) -> Any:
     return _held(OmegaConf.to_container(config), NAMES)
 
 
+def verl(question: dict[str, Any]) -> Any:
+    """verl's configuration as Hydra composes it, with its own classes made of each engine's section."""
+    import verl_command
+    from verl_commands import asked_names
+
+    return verl_command.run(question["name"], question["words"], asked_names(question["words"]))
+
+
+def ms_swift(question: dict[str, Any]) -> Any:
+    """ms-swift's command line, made of a file or not, as its own argument classes take it."""
+    import ms_swift_command
+    from ms_swift_commands import NAMES
+
+    given = ms_swift_command.run(question["text"], question["suffix"], question["words"], NAMES)
+    said = " ".join([question["text"] or "", *question["words"]]).replace("-", "_")
+    return {name: value for name, value in given.items() if name[:-1] in said}
+
+
+def torchtune(question: dict[str, Any]) -> Any:
+    """torchtune's own parser and merge, of a file and overrides."""
+    import torchtune_command
+    from torchtune_commands import NAMES
+
+    return torchtune_command.run(question["text"], question["words"], NAMES)
+
+
 def torchtitan(question: dict[str, Any]) -> Any:
     """torchtitan's `ConfigManager` on a TOML and options; the class does not look for the files that it names."""
     from torchtitan_commands import NAMES

@@ -1,0 +1,248 @@
+"""What Hydra refuses of the overrides of a command over verl's own configuration.
+
+Facts: hydra/_internal/config_loader_impl.py, `ConfigLoaderImpl._apply_overrides_to_config`, of 1.3.2, and the
+configurations of verl 0.5.0 to 0.9.1 (`knowledge/vocabulary/verl*.txt`).
+"""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.configs.config import Fault, Place
+from skill_tools.configs.draft import Draft
+from skill_tools.configs.folder import above
+from skill_tools.configs.hydra import looks_like_override, parse_override
+from skill_tools.configs.releases import is_before
+from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.source import load
+from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.vocabulary import lacking
+from skill_tools.dialects.verl import VERL
+from skill_tools.errors import UnusableInput
+
+CONFIGURATION = "verl/trainer/config"  # in a checkout
+_REFUSED, _ADDED, _OF_RELEASE = "verl-override-refused", "verl-plus-existing", "verl-key-release"
+_OTHER_ENGINE = "verl-other-engine"
+_ENGINE = "model_engine"
+_ENGINE_GROUPS = frozenset({_ENGINE, "actor", "ref", "critic"})
+_ENGINES = ("dp", "megatron", "veomni", "torchtitan", "mindspeed")
+# The sections that the configuration of a role has for one engine, and for no other one.
+_OF_ROLE = re.compile(
+    r"(?:(?:actor_rollout_ref\.(?:actor|ref)|critic)\.(?P<engine>megatron|veomni|torchtitan|mindspeed)"
+    r"|actor_rollout_ref\.(?:actor|ref)\.fsdp_config|critic\.(?:model\.fsdp_config|fsdp))(?=[.=]|$)"
+)
+# Keys beside the sections that were FSDP's alone, up to the first release that has them for each engine.
+_FSDP_ALONE = {
+    **{
+        f"actor_rollout_ref.model.enable_{name}": "0.7.0"
+        for name in ("activation_offload", "gradient_checkpointing")
+    },
+    **{f"critic.model.enable_{name}": "0.8.0" for name in ("activation_offload", "gradient_checkpointing")},
+}
+_OF_ANY_ENGINE = ("actor_rollout_ref.model.", "algorithm.", "trainer.", "data.")
+_CLASSES_SINCE = "0.6"  # verl/workers/config
+_CLASSES = ("actor_rollout_ref.actor.", "critic.")  # whose classes refuse a section that a plus adds
+_CHECKED = re.compile(r"(?:fsdp_config|fsdp|megatron|veomni|torchtitan)\.\w+$")  # fields of verl's classes
+
+
+class Base(NamedTuple):
+    """The configuration that overrides lie over, of verl itself or of a fork: a checkout around `folder`.
+
+    `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
+    nothing states it. `knows_values` says that what has a value in it is known. `removed` are the names
+    that a `~`, or a value in place of a section, has taken out so far, `added` the sections of engines that a plus has
+    brought.
+    """
+
+    engine: str | None
+    folder: Path | None
+    release: str | None
+    knows_values: bool
+    removed: set[str]
+    added: set[str]
+
+
+def base_of(
+    words: Sequence[Argument], configuration: str, folder: Path | None, release: str | None, *, is_ppo: bool
+) -> Base:
+    """Return the base of a command, by the configuration that its options name; `is_ppo` says which program runs."""
+    is_fork = above(folder, CONFIGURATION) is not None
+    engine = _engine(words, configuration)
+    return Base(engine, folder, None if is_fork else release, is_ppo and not is_fork, set(), set())
+
+
+def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool:
+    """Note why Hydra refuses an override, if it does; return whether the run has a section for its key at all."""
+    if not word.resolved:
+        return True
+    if base.engine and _is_of_another_engine(word, base):
+        _note_other_engine(draft, word.text.partition("=")[0], base.engine, place)
+        return False
+    for rule, reason in (
+        (_REFUSED, _why_no_override(draft, word, base)),
+        (_OF_RELEASE, _why_not_of_release(word, base)),
+        (_ADDED, word.text if _is_added_again(draft, word, base) else None),
+    ):
+        if reason:
+            draft.faults.append(Fault(rule, reason, place))
+            break
+    _follow(word, base)
+    return True
+
+
+def _follow(word: Argument, base: Base) -> None:
+    """Note what an override takes out, and what one with a plus brings back."""
+    sign, written = _split(word.text)
+    name, _, value = written.partition("=")
+    if sign == "~" or (_OF_ROLE.fullmatch(name) and not value.startswith(("{", "$"))):
+        base.removed.add(name)
+    elif word.text.startswith("+"):
+        base.removed.discard(name)
+        section = _OF_ROLE.match(name)
+        if section is not None and (section["engine"] or "dp") != base.engine:
+            base.added.add(section[0])
+
+
+def _engine(words: Sequence[Argument], configuration: str) -> str | None:
+    """Return the engine whose sections the run's configuration has; None where that is not plain."""
+    if configuration == "ppo_megatron_trainer":
+        return "megatron"
+    chosen = [word for word in words if word.text.partition("=")[0].partition("@")[0] in _ENGINE_GROUPS]
+    if configuration != "ppo_trainer" or len(chosen) > 1:
+        return None
+    if not chosen:
+        return "dp"
+    group, _, engine = chosen[0].text.partition("=")
+    is_plain = group == _ENGINE and chosen[0].resolved and chosen[0].certain
+    return engine if is_plain and engine in _ENGINES else None
+
+
+def _is_of_another_engine(word: Argument, base: Base) -> bool:
+    """Return whether an override is in a section that the configuration has for another engine, or the role's class.
+
+    In a fork the actor's file may name that section all the same.
+    """
+    sign, written = _split(word.text)
+    alone_until = _FSDP_ALONE.get(written.partition("=")[0])
+    has_classes = base.release is not None and not is_before(base.release, _CLASSES_SINCE)
+    if "+" in sign and not (has_classes and written.startswith(_CLASSES)):
+        return False
+    if alone_until is not None:
+        is_alone = base.release is not None and is_before(base.release, alone_until)
+        return is_alone and base.engine != "dp"
+    section = _OF_ROLE.match(written)
+    if section is None or (section["engine"] or "dp") == base.engine or section[0] in base.added:
+        return False
+    fork = above(base.folder, CONFIGURATION)
+    if fork is None:
+        return True
+    with suppress(UnusableInput):
+        name = section[0].rpartition(".")[2]
+        return name not in load(fork / "actor" / f"{base.engine}_actor.yaml").text
+    return False
+
+
+def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> None:
+    """Note the first of such keys: Hydra ends at it."""
+    if not any(fault.rule == _OTHER_ENGINE for fault in draft.faults):
+        draft.faults.append(Fault(_OTHER_ENGINE, f"{key}, with model_engine {engine}", place))
+
+
+def _why_no_override(draft: Draft, word: Argument, base: Base) -> str | None:
+    """Return why Hydra's command line does not take a word that names a key, None where it does."""
+    name = word.text.lstrip("-+~").partition("=")[0]
+    if not draft.accepts(name):
+        return None
+    if word.text.startswith("-"):
+        return f"{word.text}: an override has no dashes"
+    if not looks_like_override(word.text):
+        return f"{word.text}: a value is missing, as in {name}=True"
+    if not word.certain:
+        return None
+    if _is_gone(name, base) and not word.text.startswith("+"):
+        return f"{word.text}: a word before it has taken the key out"
+    try:
+        given = parse_override(word.text)
+    except UnusableInput as error:
+        return f"{word.text}: expected {error.expected}"
+    if given.sign == "~" and given.value not in (None, UNREADABLE):
+        key, setting = draft.key(name), draft.get(draft.canonical(name))
+        held = setting.value if setting is not None else key.default.get(VERL) if key is not None else None
+        if held is not None and held != given.value:
+            return f"{word.text}: its value is {held}"
+    return None
+
+
+def _why_not_of_release(word: Argument, base: Base) -> str | None:
+    """Return why the release refuses a key or a choice that it does not have yet, or no more.
+
+    A plus adds any key, but one in a section of the engine that runs has to be a field of its class.
+    """
+    sign, name = _split(word.text.partition("=")[0])
+    section = _OF_ROLE.match(name)
+    is_field = section is not None and (section["engine"] or "dp") == base.engine and _CHECKED.search(name)
+    is_new = section is not None and section[0] in base.added
+    if base.release is None or ("+" in sign and (not is_field or is_new)):
+        return None
+    return lacking(VERL, word.text if name == _ENGINE else name, base.release)
+
+
+def _is_gone(key: str, base: Base) -> bool:
+    return any(f"{key}.".startswith(f"{name}.") for name in base.removed)
+
+
+def _split(key: str) -> tuple[str, str]:
+    name = key.lstrip("+~")
+    return key[: len(key) - len(name)], name
+
+
+def _is_added_again(draft: Draft, word: Argument, base: Base) -> bool:
+    """Return whether a plus is before a key that has a value, in verl's own configuration or by a word before.
+
+    A list or a dict is merged into the value.
+    """
+    written, equals, value = word.text.partition("=")
+    sign, key = _split(written)
+    if (
+        not base.knows_values
+        or sign != "+"
+        or not equals
+        or not word.certain
+        or value.startswith(("[", "{", "$"))
+    ):
+        return False
+    given = draft.get(draft.canonical(key))
+    if given is not None and given.written == key and given.value is not None:
+        return True
+    return not _is_gone(key, base) and _is_filled(key, base.engine, base.release)
+
+
+def _is_filled(key: str, engine: str | None, release: str | None) -> bool:
+    """Return whether the configuration for `engine` has a value at `key`, in every release if none is stated."""
+    if any(name.startswith(f"{key}.") and _is_filled(name, engine, release) for name in _filled()):
+        return True
+    for of, since, before in _filled().get(key, ()):
+        is_always = since == before == "-"
+        began = since == "-" or (release is not None and not is_before(release, since))
+        goes_on = before == "-" or (release is not None and is_before(release, before))
+        is_engines = of == engine or (
+            not of and (engine in ("dp", "megatron") or key.startswith(_OF_ANY_ENGINE))
+        )
+        if is_engines and (is_always or (began and goes_on)):
+            return True
+    return False
+
+
+@knowledge.derived
+def _filled() -> dict[str, list[tuple[str, str, str]]]:
+    """Return the keys that have a value: for which engine, from which release on and until which."""
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for line in knowledge.names("verl_values"):
+        *words, name = line.split(" ")
+        engine = words.pop(0) if len(words) % 2 else ""
+        since, before = words or ("-", "-")
+        found.setdefault(name, []).append((engine, since, before))
+    return found
