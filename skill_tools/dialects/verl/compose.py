@@ -247,7 +247,7 @@ def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is
     if isinstance(value, dict):
         for name, part in value.items():
             path = f"{written}.{name}"
-            if is_closed and not draft.accepts(path):
+            if is_closed and not draft.is_leaf(written) and not draft.accepts(path):
                 draft.note_unknown(path, place)
             else:
                 draft.set(path, part, place)

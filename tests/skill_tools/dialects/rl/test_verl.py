@@ -291,3 +291,29 @@ def test_another_program_or_a_fork_has_a_configuration_of_its_own(tmp_path: Path
     script = tmp_path / "run.sh"
     script.write_text(f"python3 -m verl.trainer.main_ppo {words}")
     assert "verl-plus-existing" not in found(read([script]))
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (f"--{FSDP}.param_offload=True", "verl-override-refused"),
+        (f"{FSDP}.param_offload", "verl-override-refused"),
+        (f"~{FSDP}.param_offload=True", "verl-override-refused"),
+        (f"{FSDP}=null {FSDP}.param_offload=True", "verl-override-refused"),
+        (f"{FSDP}={{param_ofload:true}}", "verl-unknown-key"),
+        (f"{FSDP}.param_offload={{a:1}}", None),
+        (f"~{FSDP}.param_offload=False", None),
+        (f"{FSDP}={{param_offload:true}}", None),
+    ],
+)
+def test_what_the_campaign_found_of_overrides(words: str, rule: str | None) -> None:
+    rules = {"verl-override-refused", "verl-unknown-key"} & found(verl(words))
+    assert rules == ({rule} if rule else set())
+
+
+def test_an_engine_that_the_release_does_not_have_is_refused() -> None:
+    for release, lacks in (("0.7.1", True), ("0.8.0", False)):
+        config = read_text(
+            f"# verl=={release}\npython3 -m verl.trainer.main_ppo model_engine=megatron\n", "run.sh"
+        )
+        assert ("verl-key-release" in found(config)) is lacks
