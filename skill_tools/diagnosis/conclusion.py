@@ -147,6 +147,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         return _of_the_host(message, evidence, change)
     out_of_memory = evidence.out_of_memory
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None
+    if out_of_memory and out_of_memory.is_shared and out_of_memory.others_bytes > (fragments or 0):
+        fragments = None  # the others hold more than this process left unused
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
         because, less = _why_full(evidence)
@@ -183,7 +185,7 @@ def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
     held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
     if "sleep" in evidence.offloads:
         return f"{held}: a rollout engine that is awake, or of which a part does not sleep"
-    return f"{held}: an earlier run that still lives, a notebook, or a rollout engine"
+    return f"{held}: an earlier run that still lives, a notebook, a rollout engine, or ranks that all chose this GPU"
 
 
 def _of_a_hang_at_the_start(evidence: Evidence) -> Conclusion:

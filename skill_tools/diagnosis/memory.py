@@ -5,6 +5,7 @@ out-of-memory message; the last one counts, because the failure is at the log's 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skill_tools.diagnosis.log import Log
@@ -77,15 +78,21 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
         text=log.context(last.start()),
         tried_bytes=_bytes(last),
         count=len(matches),
-        others_bytes=_others(message, fields["total_bytes"]),
+        others_bytes=_others(message, fields),
         **fields,
     )
 
 
-def _others(message: str, total_bytes: int | None) -> int:
-    """Return what other processes held; nothing where that is more than the GPU has, as a container may count twice."""
+def _others(message: str, fields: Mapping[str, int | None]) -> int:
+    """Return what other processes held; nothing where that is more than the GPU has, as a container may count twice.
+
+    Where no process is called "this", it is one of the numbered: a container numbers its processes anew, and torch
+    does not find its own number in the driver's list.
+    """
     held = sum(_amount(match.group(2), match.group(3)) for match in _OTHERS.finditer(message))
-    return held if total_bytes is not None and held < total_bytes else 0
+    if fields["process_bytes"] is None:
+        held -= (fields["allocated_bytes"] or 0) + (fields["unallocated_bytes"] or 0)
+    return held if 0 < held < (fields["total_bytes"] or 0) else 0
 
 
 def _first(patterns: tuple[str, ...], message: str) -> int | None:

@@ -157,3 +157,31 @@ def test_another_process_on_the_gpu_is_said_where_its_memory_ran_out() -> None:
         alone = answer(log.format(little)).conclusion
         assert alone is not None
         assert "another process" not in alone.cause
+
+
+_NUMBERED_ANEW = (  # as a container's processes are: none of the driver's list is called "this"
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of {} of which "
+    "2.00 MiB is free. {} Of the allocated memory {} is allocated by PyTorch, and {} is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.\n"
+)
+
+
+def test_eight_ranks_on_one_gpu_are_no_fragmentation() -> None:
+    held = (5.57, 5.35, 5.53, 5.57, 5.75, 5.49, 5.65, 5.57)  # reported to NVlabs/Sana, issue 160
+    processes = " ".join(
+        f"Process {280467 + rank} has {each} GiB memory in use." for rank, each in enumerate(held)
+    )
+    log = _NUMBERED_ANEW.format("42.00 MiB", "44.52 GiB", processes, "4.92 GiB", "134.41 MiB")
+    found = answer(log).conclusion
+    assert found is not None
+    assert "another process holds 39.4 GiB of this GPU" in found.cause
+    assert "fragmentation" not in found.cause
+
+
+def test_a_process_that_a_container_numbers_anew_is_no_other() -> None:
+    process = "Process 2670 has 15.82 GiB memory in use."  # reported to andimarafioti/florence2-finetuning, issue 17
+    log = _NUMBERED_ANEW.format("108.00 MiB", "15.89 GiB", process, "15.36 GiB", "168.02 MiB")
+    found = answer(log).conclusion
+    assert found is not None
+    assert "another process" not in found.cause
