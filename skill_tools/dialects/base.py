@@ -112,19 +112,25 @@ class Dialect(ABC):
         return ""
 
     def carry_out_ours(
-        self, model: str = "NAME", gpus: int | str = "N", *, keeps_optimizer: bool = False
+        self,
+        model: str = "NAME",
+        gpus: int | str = "N",
+        *,
+        options: Sequence[str] = (),
+        keeps_optimizer: bool = False,
     ) -> str:
         """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter.
 
-        With `keeps_optimizer` the trainer's optimizer is none whose states it can take.
+        `options` say to the plan of a plain loop what it cannot read of the run. With `keeps_optimizer` the trainer's
+        optimizer is none whose states it can take.
         """
         if not self.adapter:
             return ""
         left_out = dict.fromkeys((*self.adapter_without, *(STATES_OF_OPTIMIZERS if keeps_optimizer else ())))
-        without = "".join(f" --without {mechanism}" for mechanism in left_out)
+        more = "".join(f" {option}" for option in (*options, *(f"--without {each}" for each in left_out)))
         return (
             f"with this project's offloaders instead, carry it out: offload plan --framework pytorch --model {model} "
-            f"--gpus {gpus}{without} --format json > plan.json, then {self.adapter}"
+            f"--gpus {gpus}{more} --format json > plan.json, then {self.adapter}"
         )
 
     def evidence(self, source: Source) -> Evidence:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from skill_tools.dialects import registry
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
+from skill_tools.planning.cost.machine import is_known
 from skill_tools.planning.cost.unnamed_gpu import smallest_label_gb
 from skill_tools.planning.model import known_models
 from skill_tools.planning.search import decisive
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Option, Way, over
 from skill_tools.planning.search.planner import Plan
-from skill_tools.units import both, gib, seconds
+from skill_tools.units import GIB, both, gib, seconds
 
 NOTHING = "nothing to change"
 _WATCHED = 4
@@ -248,8 +249,30 @@ def carried_out_by_ours(plan: Plan) -> str:
         return ""
     model = run.shape.name if run.shape.name in known_models.entries() else "NAME"
     return registry.named(run.dialect).carry_out_ours(
-        model, run.layout.gpus, keeps_optimizer=run.keeps_optimizer
+        model, run.layout.gpus, options=_of_this_run(plan), keeps_optimizer=run.keeps_optimizer
     )
+
+
+def _of_this_run(plan: Plan) -> list[str]:
+    """Return the options by which a plain loop is planned as this run: its card, memory, tokens and adapters."""
+    run, machine, budget = plan.run, plan.machine, plan.budget
+    is_named = is_known(machine.name) and not machine.measured and not machine.stands_for
+    options = [f"--gpu {machine.name}"] if is_named else []
+    if not options or budget.gpu_bytes != machine.gpu_memory_bytes:
+        option = "--gpu-memory" if budget.headroom else "--tensor-memory"
+        options.append(f"{option} {budget.gpu_bytes / GIB:.6g}GiB")
+    if budget.host_bytes is not None and budget.host_bytes != machine.host_memory_bytes:
+        options.append(f"--host-memory {budget.host_bytes / GIB:.6g}GiB")
+    settings = {
+        "seq_length": run.seq_length,
+        "micro_batch_size": run.micro_batch,
+        "gradient_accumulation_steps": run.micro_batches,
+        "lora_rank": run.adapter.rank if run.adapter else None,
+        "recompute_granularity": "full" if run.recompute.granularity == "full" else None,
+        "sharding": "replicas" if run.layout.gpus > 1 else None,
+    }
+    said = " ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
+    return [*options, f"--overrides {said}"]
 
 
 def why_nothing_fits(plan: Plan) -> str:

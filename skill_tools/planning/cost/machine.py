@@ -119,6 +119,11 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
     )
 
 
+def is_known(name: str) -> bool:
+    """Return whether `known` finds a GPU of this name."""
+    return _entry(plain_name(name)) is not None
+
+
 def plain_name(name: object) -> str:
     """Return a GPU's name without maker, family, blanks and dashes: `NVIDIA GeForce RTX 4090` is `rtx4090`."""
     letters = re.sub(r"[^a-z0-9]", "", str(name).lower())

@@ -1,5 +1,6 @@
 """A plan of a trainer's run names the line by which this project's offloaders do it there."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ micro_batch_size: 1
 gradient_checkpointing: true
 """
 LINE = (
-    "carry it out: offload plan --framework pytorch --model llama-3-8b --gpus 1 --without trained-layer-streaming "
-    "--format json > plan.json, then plugins: [cpu_offloading."
+    "carry it out: offload plan --framework pytorch --model llama-3-8b --gpus 1 --gpu-memory 30GiB --overrides "
+    "seq_length=8192 micro_batch_size=1 gradient_accumulation_steps=1 lora_rank=16 recompute_granularity=full "
+    "--without trained-layer-streaming --format json > plan.json, then plugins: [cpu_offloading."
 )
 
 
@@ -62,6 +64,34 @@ def test_an_optimizer_that_is_not_torchs_adamw_stays_the_trainers(
     }
     assert found == ways
     assert ("adamw_bnb_8bit" not in answer) or "adamw" in optimizer
+
+
+LORA_ON_A_SMALL_CARD = """\
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+cutoff_len: 1024
+per_device_train_batch_size: 1
+bf16: true
+"""
+
+
+def test_the_plan_that_it_names_is_of_the_same_run_and_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As printed, the command planned full training of 2,048 tokens on no named card, and ended with "nothing fits"."""
+    (tmp_path / "run.yaml").write_text(LORA_ON_A_SMALL_CARD, encoding="utf-8")
+    main(["plan", str(tmp_path / "run.yaml"), "--gpu", "rtx3060", "--host-memory", "48GiB"])
+    answer = capsys.readouterr().out
+    assert "nothing fits" in answer
+    command = answer.partition("carry it out: offload ")[2].partition(" --format json > plan.json")[0]
+    assert main(shlex.split(command)) == 0
+    printed = capsys.readouterr().out
+    assert "on 1 x rtx3060 of 11.7 GiB (12.6 GB), 1024 tokens x micro-batch 1" in printed
+    assert "frozen layers streamed" in printed
+    assert "of 48.0 GiB a node" in printed
 
 
 SCRIPT = """\

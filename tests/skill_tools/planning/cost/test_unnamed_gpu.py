@@ -71,7 +71,7 @@ def test_a_memory_size_gives_a_range_over_its_cards(capsys: pytest.CaptureFixtur
 def test_no_host_of_another_machine_is_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, "--gpu-memory", "16GiB")
     (host,) = (line for line in lines if line.startswith("host: "))
-    assert "nobody said how much it has (--host-memory)" in host
+    assert "whose memory is not stated (--host-memory)" in host
 
 
 def test_a_named_card_needs_no_such_line(capsys: pytest.CaptureFixture[str]) -> None:
