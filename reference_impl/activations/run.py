@@ -476,5 +476,6 @@ class ForwardPass:
         return saved
 
     def __del__(self) -> None:
-        if self._trace:
+        # Its construction may have been interrupted.
+        if getattr(self, "_trace", None):
             self._orders.learn(len(self._storages), list(self._trace))

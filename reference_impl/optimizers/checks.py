@@ -398,6 +398,24 @@ def used_twice(member: Member) -> RuntimeError:
     )
 
 
+def used_in_between(member: Member) -> RuntimeError:
+    """Return the error for using a weight whose update backward has begun, before `step()`."""
+    return RuntimeError(
+        f"a weight of shape {tuple(member.param.shape)} was used between backward and step(), and backward had started "
+        "its update; expected weights to be read or written before backward or behind step(); try that, or "
+        "backward_overlap='gradients'"
+    )
+
+
+def of_another_parameter(member: Member) -> RuntimeError:
+    """Return the error for a step that finds on a parameter the gradient of another one, which has been offloaded."""
+    return RuntimeError(
+        f"the gradient on a parameter of shape {tuple(member.param.shape)} is that of another parameter, and has been "
+        "offloaded for that one; expected each gradient on its own parameter; try exchanging gradients with "
+        "backward_overlap='nothing', which keeps them on param.grad until step()"
+    )
+
+
 def saved_in_between() -> RuntimeError:
     """Return the error for saving states between a backward that has started the update and its step."""
     return RuntimeError(

@@ -29,8 +29,7 @@ from reference_impl.optimizers.forward_waits import ForwardWaits, forgetful
 from reference_impl.optimizers.gradients.used import UsedGradients
 from reference_impl.optimizers.layout import Member, check_kept
 from reference_impl.optimizers.module_load import written, written_on_its_way
-from reference_impl.optimizers.step import Failures, Status, as_one, in_turn
-from reference_impl.optimizers.writes.awaited import let_wait
+from reference_impl.optimizers.step import Failures, Status, in_turn
 
 # All that have not been collected, so that two do not train one parameter.
 _open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
@@ -139,16 +138,6 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             # Whoever hears so may call step() to go on.
             self._failures.told_begun |= status == "begun"
             return status
-
-    @contextmanager
-    def _beginning(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> Iterator[None]:
-        """Begin a step inside, as one or not at all, with gradients that are `standing`, and those that left unseen."""
-        with deferred_interrupts():
-            self._step_begins(standing, left_unseen=left_unseen)
-            with as_one():
-                yield
-            if self._returns_early and self._waits is not None and not self._waits.has_compiled:
-                let_wait((m.param for m in self._members.values() if m.pending), self)
 
     def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
         """Note which gradients a step begins to use, and on which stream; all or nothing."""

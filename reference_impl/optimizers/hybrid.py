@@ -196,9 +196,13 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                     self._follow_writes()
                     begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
                 written = self._open.compare(bucket)
+                if self._returns_early:
+                    self._held.note(piece.member for piece in bucket.pieces)
                 with as_one():
                     self._leaving.begun = begun
                     self._open.submit(bucket, begun, written)
+                # Whoever uses such a weight before step() would find it old or new.
+                self._let_users_wait(piece.member for piece in bucket.pieces)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

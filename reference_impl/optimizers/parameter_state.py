@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.optimizers.algorithms import Algorithm, AnyAlgorithm
+from reference_impl.optimizers.guarded import GuardedTensor
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.module_load import note_loaded
 from reference_impl.optimizers.saved_checks import check_state
@@ -55,6 +56,38 @@ class StateParts(Protocol):
 FinishedParts = Callable[[Iterable[Member]], StateParts]
 
 
+class WrittenBack(GuardedTensor):
+    """A copy of a state that stands in several places or streams: what is written into it is written to all of them.
+
+    Reading shows the state as it was when it was asked for; whoever writes begins with the state of now.
+    """
+
+    whole: torch.Tensor
+    stored: StoredState
+    state: str
+
+    @classmethod
+    def of(
+        cls, whole: torch.Tensor, stored: StoredState, name: str, view: torch.Tensor | None = None
+    ) -> WrittenBack:
+        """Guard `whole`, a copy of the state `name`, or a `view` of it."""
+        made = cls.over(whole if view is None else view)
+        made.whole, made.stored, made.state = whole, stored, name
+        return made
+
+    def before_write(self) -> None:
+        """Fetch the state: a step may have been taken since."""
+        self.whole.copy_(local_of(self.stored.copied(self.state)))
+
+    def after_write(self) -> None:
+        """Write the state to all its places."""
+        self.stored[self.state] = self.whole
+
+    def guarding(self, view: torch.Tensor) -> WrittenBack:
+        """Guard a view in the same way."""
+        return WrittenBack.of(self.whole, self.stored, self.state, view)
+
+
 class StoredState(MutableMapping[str, torch.Tensor]):
     """The state of one parameter where it lives: `ParameterState` says how it is read and written.
 
@@ -87,11 +120,12 @@ class StoredState(MutableMapping[str, torch.Tensor]):
             raise KeyError(name)
         parts = self._finished([self._member])
         if name == STEP:
-            return parts.steps(self._member)[0]
+            steps = parts.steps(self._member)
+            return steps[0] if len(steps) == 1 else WrittenBack.of(steps[0].clone(), self, name)
         views, local = list(parts.views(self._member, name)), self._member.param_local
         if len(views) == 1 and views[0][1].numel() == local.numel():
             return shard_like(self._member.param, views[0][1].as_strided(local.shape, self._member.stride))
-        return self.copied(name)
+        return shard_like(self._member.param, WrittenBack.of(local_of(self.copied(name)), self, name))
 
     @without_gradients
     def __setitem__(self, name: str, value: Any) -> None:
@@ -146,8 +180,8 @@ class ParameterState(MutableMapping[str, Any]):
     """One parameter's `step`, moments and, where it has one of its own, `master_param`.
 
     A state that stands in one place is returned as a view of it, in the parameter's shape; of one that stands in
-    several (a parameter split between buckets or tiers) or streams a copy is returned. Assigning writes to all places;
-    a name that is not known raises KeyError, and nothing can be removed.
+    several (a parameter split between buckets or tiers) or streams a copy is returned, see `WrittenBack`. Assigning, or
+    writing into either, writes to all places; a name that is not known raises KeyError, and nothing can be removed.
 
     Made of any other mapping it only holds those values, as trainers expect who rebuild an entry with its type;
     `optimizer.state[param] = entry` then writes them.
@@ -279,6 +313,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         else:
             target[MASTER] = member.weight
         note_loaded(member, values.get(MASTER))
+        self._finished([member]).note_weight(member)
 
     @torch.no_grad()
     def follow(self, member: Member) -> None:

@@ -101,7 +101,10 @@ class ResidentShare:
     @torch.no_grad()
     def take_over(self, members: Iterable[Member]) -> None:
         """Let masters of `members`, which no update changes now, take over writes of others."""
-        self._take_over([self._states[member] for member in members if member in self._states])
+        states = [self._states[member] for member in members if member in self._states]
+        for state in states:
+            state.follow()
+        self._take_over(states)
 
     def _take_over(self, states: Iterable[ResidentState]) -> None:
         """Let masters take over writes of others to their weights, which nothing may have counted."""

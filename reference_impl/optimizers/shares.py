@@ -177,7 +177,8 @@ class Shares:
             self.cpu.send(plan.decision, numbers)
         last = [bucket for bucket in buckets if self._streams_in_part(bucket)]
         first = [bucket for bucket in buckets if bucket not in last]
-        written = self.cpu.compare(arrivals)
+        # Of a member that backward has begun to update another bucket may be left.
+        written = self.cpu.compare(dict.fromkeys(piece.member for each in buckets for piece in each.pieces))
         self._prepared = PreparedStep(step, arrivals, streamed, first, last, of_split, of_whole, written)
 
     def begin(self) -> None:

@@ -10,7 +10,8 @@ Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,11 +37,14 @@ from reference_impl.optimizers.step import (
     Failures,
     Status,
     StepPlan,
+    as_one,
     hooked,
     in_turn,
     snapshot,
     without_gradients,
 )
+from reference_impl.optimizers.writes.awaited import let_wait
+from reference_impl.optimizers.writes.held import HeldWeights
 
 if TYPE_CHECKING:
     from reference_impl.optimizers.streamed.share import StreamedShare
@@ -78,6 +82,7 @@ class SteppedOptimizer(SavedOptimizer):
         self._failures = Failures(self._status)
         self._shares: Shares | None = None
         self._refused_in_between = False
+        self._held = HeldWeights()
         # Of wrapped optimizers, the states of parameters that have none here yet.
         self._states_of_frozen: dict[torch.Tensor, Any] = {}
         self.grad_norm: torch.Tensor | None = None
@@ -174,7 +179,8 @@ class SteppedOptimizer(SavedOptimizer):
         members = self._placement.lay_out(params, before=self._members.values(), matrices=self._matrices)
         parts = self._placement.parts(members)
         self._placement.check_room(self._open, members, parts)
-        self._open.add(members, parts)
+        with self._held.learning(members):
+            self._open.add(members, parts)
         with deferred_interrupts():
             self._members.update((member.param, member) for member in members)
             self._admitted(members)
@@ -283,6 +289,8 @@ class SteppedOptimizer(SavedOptimizer):
         prepared = self._gradients.prepare(gradients, returns_early=self._returns_early)
         self._open.prepare(plan, gradients, arrived=prepared.arrived, factors=prepared.factors, begun=begun)
         standing = {**standing_on(self._members.values()), **prepared.stand_ins}
+        if self._returns_early and self._follows_writes:
+            self._held.note(gradients)
         if self._waits is not None:
             self._waits.on_step(members)
         with self._beginning(standing, left_unseen=not standing):
@@ -292,8 +300,22 @@ class SteppedOptimizer(SavedOptimizer):
             norm = None if plan.decision is None else plan.decision.norm
             self.grad_norm = norm if self._gradients.measures else None
             count_own(members)
-        if not self._returns_early:
-            self._wait_for_all()
+        self._wait_in_step(self._held.take_noted()) if self._returns_early else self._wait_for_all()
+
+    @contextmanager
+    def _beginning(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> Iterator[None]:
+        """Begin a step inside, as one or not at all, with gradients that are `standing`, and those that left unseen."""
+        with deferred_interrupts():
+            self._step_begins(standing, left_unseen=left_unseen)
+            with as_one():
+                yield
+            if self._returns_early:
+                self._let_users_wait(self._members.values())
+
+    def _let_users_wait(self, members: Iterable[Member]) -> None:
+        """Let whoever uses a weight that is on its way wait for it, but for compiled code, which knows the classes."""
+        if self._waits is None or not self._waits.has_compiled:
+            let_wait((member.param for member in members if member.pending), self)
 
     def _plan(self, gradients: Mapping[Member, torch.Tensor]) -> StepPlan:
         """Decide over all gradients, on the device; where backward has begun to use them, it was decided before."""
@@ -342,6 +364,12 @@ class SteppedOptimizer(SavedOptimizer):
         if self._unwritten or self._gradients.rest is not None:
             self._ready()
         self._wait(members)
+
+    def _wait_for_use(self, member: Member) -> None:
+        """Wait as `_wait_for`, for a use outside a forward. Raises RuntimeError between backward and `step()`."""
+        if not self._is_reader:
+            self._check_between_steps(lambda: checks.used_in_between(member))
+        self._wait_for([member])
 
     def _is_on_its_way(self, member: Member) -> bool:
         return self._open.is_on_its_way(member)

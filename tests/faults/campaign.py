@@ -42,6 +42,7 @@ CAMPAIGNS = (
     "timed-layers-signals",
     "users",
     "users-signals",
+    "writers",
     "muon",
     "muon-signals",
     "muon-python",
@@ -148,7 +149,14 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
     import memory_calls
     import memory_cases
     import readers
-    from matrices import layers_settings, muon_settings, settings, shards_settings, users_settings
+    from matrices import (
+        layers_settings,
+        muon_settings,
+        settings,
+        shards_settings,
+        users_settings,
+        writers_settings,
+    )
 
     if campaign.startswith("memory"):
         if "calls" in campaign:
@@ -165,6 +173,7 @@ def _case(campaign: str, seed: int) -> tuple[object, Any]:
         "layers": layers_settings,
         "shards": shards_settings,
         "users": users_settings,
+        "writers": writers_settings,
         "muon": muon_settings,
     }
     words = campaign.split("-")

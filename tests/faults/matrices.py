@@ -1,7 +1,8 @@
 """The matrices of the campaigns: every way to keep an optimizer's states, as data.
 
-`settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `muon_settings` those of
-which Muon updates the matrices, `layers_settings` trained layers that stream, `shards_settings` shards under FSDP2.
+`settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `writers_settings` loops
+that read and write weights themselves, `muon_settings` those of which Muon updates the matrices, `layers_settings`
+trained layers that stream, `shards_settings` shards under FSDP2.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from settings import USERS_LOOPS, Setting
+from settings import USERS_LOOPS, WRITERS_LOOPS, Setting
 
 
 def _make(kind: str, dtype: torch.dtype, attached: bool, *, loop: str = "plain", **options: Any) -> Setting:
@@ -98,8 +99,20 @@ def users_settings() -> list[Setting]:
         {"split": (0.3, 0.4, 0.3)},
         {"split": (0.0, 1.0, 0.0)},
     ]
+    return _of_loops(USERS_LOOPS, shares)
+
+
+def writers_settings() -> list[Setting]:
+    """Return the matrix of loops that read weights, or write them past every counter."""
+    return _of_loops(
+        WRITERS_LOOPS, [{"offload_fraction": 0.5}, {"split": (0.3, 0.4, 0.3)}, {"offload_fraction": 1.0}]
+    )
+
+
+def _of_loops(loops: tuple[str, ...], shares: list[dict[str, Any]]) -> list[Setting]:
+    """Return settings of `loops` with both optimizers: with each of `shares` of the hybrid's, attached or not."""
     found = []
-    for loop in USERS_LOOPS:
+    for loop in loops:
         for attached in (False, True):
             dtype = torch.bfloat16 if attached else torch.float32
             for overlap in ("nothing", "gradients", "update"):

@@ -25,6 +25,7 @@ from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.step import Failures
 from reference_impl.optimizers.streamed import share
 from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.optimizers.writes.sums import WeightSums
 from reference_impl.trained_layers import shards
 
 Wrapper = Callable[..., Any]
@@ -188,6 +189,14 @@ def few_signals_are_deferred() -> None:
     interrupts._SIGNALS = [int(SIGINT)]
 
 
+def writes_are_not_compared() -> None:
+    """Masters on the CPU follow no write that nothing counts."""
+
+    @around(WeightSums, "compare")
+    def compare(real: Wrapper, *args: Any) -> Any:
+        return real(*args) if undisturbed.active else None
+
+
 class _EverybodysTurn:
     def __enter__(self) -> bool:
         return True
@@ -221,5 +230,6 @@ MUTATIONS: dict[str, Mutation] = {
     "rates-of-the-next-batch": Mutation(rates_of_the_next_batch, "users:0:60"),
     "allocated-after-the-begin": Mutation(allocated_after_the_begin, "begun:0:12"),
     "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
+    "writes-are-not-compared": Mutation(writes_are_not_compared, "writers:0:20"),
     "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }

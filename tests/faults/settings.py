@@ -6,7 +6,8 @@ Programs train in loops of different kinds: `plain`; `scaled` by GradScaler; `ac
 `infinite`, where the gradients of one batch overflow; `averaged`, with an AveragedModel beside the model. Those of
 `USERS_LOOPS` have hooks wherever torch calls any, and more: `hooked` has them alone; `scheduled` a learning rate of
 its own for each batch; `zeroed` calls `model.zero_grad()`, and `filled` sets gradients to zero instead of dropping
-them.
+them. Those of `WRITERS_LOOPS` use weights outside the forward: `written` clamps them in front of each, past every
+counter, and `watched` reads them behind each step without `synchronize()`.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ LOSS_FACTORS = (1.0, 64.0, 0.02, 8.0, 0.3)
 LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5)
 INFINITE_BATCH = 2
 USERS_LOOPS = ("hooked", "scheduled", "zeroed")
+WRITERS_LOOPS = ("written", "watched")
+# A power of two at least half as large as the weights that a kernel clamps: what it takes off is exact.
+LARGEST = 0.125
 
 Visit = Callable[[str], None]
 
@@ -198,7 +202,7 @@ class Trainee:
             hook_everywhere(self.model, self.optimizer, self.visit)
         if self.setting.attached:
             self.optimizer.attach(self.model)
-        if loop == "averaged":
+        if loop in ("averaged", "watched"):
             # Of the last weights alone: which steps it has missed does not show, and what is no weight does.
             self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
         self._batch = 0
@@ -306,8 +310,15 @@ class Trainee:
     def take_average(self) -> None:
         """Average the weights, if the loop does."""
         if self.average is not None:
-            self.optimizer.synchronize()
+            if self.setting.loop == "averaged":
+                self.optimizer.synchronize()
             self.average.update_parameters(self.model)
+
+    def write(self) -> None:
+        """Clamp the weights, if the loop does; once more changes nothing, however often the batch is begun."""
+        if self.setting.loop == "written":
+            for number, param in enumerate(p for p in self.model.parameters() if p.requires_grad):
+                _CLAMPS[number % len(_CLAMPS)](param)
 
     def _accumulates(self, more: bool) -> AbstractContextManager[None]:
         told = self.setting.kind in ("hybrid", "shards")
@@ -337,10 +348,12 @@ class Trainee:
         factor = LOSS_FACTORS[index]
         if self.setting.loop == "infinite" and index == INFINITE_BATCH:
             factor = math.inf
+        self.write()
         return self.model(self.batches[index], everything=index % 2 == 0) * factor
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Return copies of all states and weights, by name."""
+        """Return copies of all states and weights, by name, as they are in front of a forward."""
+        self.write()
         state = self.optimizer.state_dict()["state"]
         found = {
             f"{key}.{name}": _local(value).clone()
@@ -364,10 +377,37 @@ class Trainee:
         return {f"average of {name}": each.detach().clone() for name, each in named}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return copies of the weights as they are."""
+        """Return copies of the weights as they are in front of a forward."""
+        self.write()
         if self.setting.kind in ("layers", "shards"):
             return {name: _local(value).clone() for name, value in self.model.state_dict().items()}
         return {name: each.detach().clone() for name, each in self.model.named_parameters()}
+
+
+@torch.no_grad()
+def _clamp_by_a_kernel(param: torch.Tensor) -> None:
+    too_large = param - param.clamp(-LARGEST, LARGEST)
+    options = {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+    torch._fused_sgd_([param], [too_large], [], lr=1.0, is_first_step=True, **options)
+
+
+@torch.no_grad()
+def _clamp_the_storage(param: torch.Tensor) -> None:
+    param.untyped_storage().copy_(param.clamp(-LARGEST, LARGEST).untyped_storage())
+
+
+@torch.no_grad()
+def _set_to_clamped(param: torch.Tensor) -> None:
+    param.set_(param.clamp(-LARGEST, LARGEST))
+
+
+# None of them moves autograd's counter, but the last, which takes other memory. The first is the embedding's.
+_CLAMPS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    lambda param: param.data.clamp_(-LARGEST, LARGEST),
+    _clamp_by_a_kernel,
+    _clamp_the_storage,
+    _set_to_clamped,
+)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ FAST = {
     "optimizers": 40,
     "begun": 12,
     "users": 20,
+    "writers": 20,
     "muon": 10,
     "python": 15,
     "calls": 14,
@@ -30,6 +31,7 @@ SLOW = {
     "begun": 40 * TIMES,
     "layers-begun": 20 * TIMES,
     "users": 40 * TIMES,
+    "writers": 40 * TIMES,
     "muon": 40 * TIMES,
     "muon-signals": 10 * TIMES,
     "muon-python": 10 * TIMES,
@@ -51,7 +53,7 @@ SLOW = {
 # Each of these runs in one process.
 TOGETHER = [
     ["optimizers"],
-    ["users", "python", "begun", "layers-begun"],
+    ["users", "writers", "python", "begun", "layers-begun"],
     ["muon", "muon-signals", "muon-python", "muon-calls", "muon-begun"],
     ["calls", "calls-signals", "readers"],
     ["layers", "signals", "users-signals", "layers-signals"],

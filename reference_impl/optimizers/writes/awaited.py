@@ -5,6 +5,8 @@ average, a clamp through `.data`, a logger. Until a weight has arrived, its para
 `__torch_function__` waits; then it is an `nn.Parameter` again. So nothing is asked of anybody, and nothing is there
 once weights are new. Parameters of other classes (a DTensor, one of the user's) keep their class.
 
+Where backward has begun an update, a weight is new too early for whoever uses it before `step()`: he gets an error.
+
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 """
 
@@ -40,6 +42,15 @@ _HARMLESS: frozenset[Any] = frozenset(
         *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
         *(getattr(torch.Tensor, name) for name in _METHODS),
         *(torch.is_floating_point, torch.is_complex, torch.numel),
+        *(
+            torch.empty_like,
+            torch.zeros_like,
+            torch.ones_like,
+            torch.full_like,
+            torch.rand_like,
+            torch.randn_like,
+        ),
+        *(getattr(torch.Tensor, f"new_{name}") for name in ("empty", "zeros", "ones", "full", "tensor")),
     ]
 )
 
@@ -53,7 +64,7 @@ class Waiter(Protocol):
     @property
     def _closed(self) -> bool: ...
 
-    def _wait_for(self, members: Iterable[Any]) -> None: ...
+    def _wait_for_use(self, member: Any) -> None: ...
 
 
 # Who has the new weights, by the id of each parameter that is of the class below.
@@ -128,7 +139,7 @@ def _wait_for(param: torch.Tensor) -> bool:
     # Of one that has lost its work weights are as they are: it has said so, and a checkpoint can be loaded into them.
     if waiter is not None and not waiter._closed and waiter._failures.first is None:
         member = waiter._members[param]
-        waiter._wait_for([member])
+        waiter._wait_for_use(member)
         if member.pending:
             return False
     # Of a copy nobody knows, and an optimizer may be gone.

@@ -1,9 +1,20 @@
 """`optimizer.state`: read and written where states live."""
 
+import copy
+
 import pytest
 import torch
 from optimizer_reference import batches
-from optimizer_training import hold_updates, hybrid, train, twins
+from optimizer_training import (
+    OPTIONS,
+    assert_same_weights,
+    fresh,
+    hold_updates,
+    hybrid,
+    streaming,
+    train,
+    twins,
+)
 from torch import nn
 
 from reference_impl import CpuUpdate
@@ -130,3 +141,75 @@ def test_looking_up_one_parameter_reads_one_counter(device, split, monkeypatch):
         assert len(optimizer.state) == 60
         assert len(counters) == 100
         assert all(one is other for one, other in zip(optimizer.state, params[:60], strict=True))
+
+
+def _in_place(state):
+    state.mul_(0.5)
+
+
+def _of_data(state):
+    state.data.zero_()
+
+
+def _of_a_part(state):
+    state.view(-1)[3:9] = 0.25
+
+
+def _by_foreach(state):
+    torch._foreach_mul_([state], 0.5)
+
+
+def _into_out(state):
+    torch.mul(state, 0.5, out=state)
+
+
+@pytest.mark.parametrize("write", [_in_place, _of_data, _of_a_part, _by_foreach, _into_out])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda model: hybrid(model),
+        lambda model: hybrid(model, offload_fraction=0.5),
+        lambda model: hybrid(model, split=(0.3, 0.4, 0.3)),
+        lambda model: streaming(model),
+    ],
+    ids=["on the CPU", "half on the CPU", "three ways", "streamed"],
+)
+def test_states_that_are_written_into_are_those_of_the_next_step(device, build, write):
+    """As ReLoRA, or whoever revives dead neurons, resets moments."""
+    if device.is_accelerator:
+        pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
+
+    def trained(make):
+        model = fresh(device, torch.float32)
+        optimizer = make(model)
+        data = batches(device.torch_device, 5)
+        train(model, optimizer, data[:1])
+        # Somebody may have asked a step ago.
+        kept = {
+            param: dict(optimizer.state[param]) for param in model.parameters() if param in optimizer.state
+        }
+        train(model, optimizer, data[1:3])
+        for states in kept.values():
+            write(states["exp_avg"])
+            write(states["exp_avg_sq"])
+            states["step"].add_(2)
+        train(model, optimizer, data[3:])
+        if hasattr(optimizer, "close"):
+            optimizer.close()
+        return model
+
+    assert_same_weights(
+        trained(build), trained(lambda m: torch.optim.AdamW(m.parameters(), fused=True, **OPTIONS))
+    )
+
+
+def test_a_state_that_streams_is_a_plain_tensor_to_whoever_copies_or_saves_it(device, tmp_path):
+    model = fresh(device)
+    with streaming(model) as optimizer:
+        train(model, optimizer, batches(device.torch_device, 1))
+        state = optimizer.state[model.first.weight]["exp_avg"]
+        torch.save({"state": state}, tmp_path / "state.pt")
+        loaded = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
+        for copied in (loaded, copy.deepcopy(state), state.clone(), state + 0):
+            assert type(copied) is torch.Tensor
+            assert torch.equal(copied, state)

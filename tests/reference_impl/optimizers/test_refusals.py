@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from optimizer_reference import batches
 from optimizer_training import twins
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.distributed import host_room
 from reference_impl.memory.host import HostMemoryError, host_book
 
@@ -74,3 +75,54 @@ def test_host_memory_is_checked_before_anything_is_taken(device, monkeypatch):
     ):
         OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), fused=True))
     assert (host_book.live_bytes, host_book.reserved_bytes) == before
+
+
+def _norm(param):
+    param.norm()
+
+
+def _decay(param):
+    param.data.mul_(0.9)
+
+
+def _count(param):
+    with torch.no_grad():
+        param.mul_(0.9)
+
+
+@pytest.mark.parametrize("use", [_norm, _decay, _count])
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "detached"])
+def test_a_weight_is_not_used_between_a_backward_that_updates_and_its_step(device, use, attached):
+    """It may be old or new by then, and what is written is lost; the optimizer goes on."""
+
+    def trained(*, uses):
+        model, _ = twins(device, torch.float32)
+        cpu = CpuUpdate(bucket_elements=1024)
+        with HybridDeviceOptimizer(
+            model.parameters(), lr=1e-2, backward_overlap="update", cpu=cpu
+        ) as optimizer:
+            if attached:
+                optimizer.attach(model)
+            for batch in batches(device.torch_device, 3):
+                model(batch).backward()
+                if uses:
+                    with pytest.raises(RuntimeError, match=r"between backward and step\(\).*='gradients'"):
+                        use(model.second.weight)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [param.detach().clone() for param in model.parameters()]
+
+    assert all(map(torch.equal, trained(uses=True), trained(uses=False)))
+
+
+def test_gradients_that_change_places_are_named(device):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(device.torch_device)
+    with HybridDeviceOptimizer(model.parameters(), lr=1e-2) as optimizer:
+        model(torch.ones(2, 8, device=device.torch_device)).sum().backward()
+        one, other = model[0].weight, model[1].weight
+        one.grad, other.grad = other.grad, one.grad
+        with pytest.raises(RuntimeError, match=r"is that of another parameter.*backward_overlap='nothing'"):
+            optimizer.step()
+        assert optimizer.status == "untouched"
+        one.grad, other.grad = other.grad, one.grad
+        optimizer.step()

@@ -13,6 +13,7 @@ from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
 from reference_impl import CpuUpdate
+from reference_impl.optimizers import stepped
 from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -410,9 +411,13 @@ def test_a_gradient_that_backward_has_used_is_not_dropped_in_silence(device, dro
         assert_same_weights(model, plain)
 
 
-def test_a_forward_over_old_weights_is_refused_where_no_model_is_attached(device, monkeypatch):
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkeypatch, waits):
+    """Parameters wait for a begun step, and those of a user's class do not."""
     model, data = twins(device)[0], batches(device.torch_device, 2)
     plain = reference(device, data)
+    if not waits:
+        monkeypatch.setattr(stepped, "let_wait", lambda *_: None)
     with hybrid(model, **UPDATING) as optimizer:
         model(data[0]).backward()
         with monkeypatch.context() as patch:
@@ -421,13 +426,14 @@ def test_a_forward_over_old_weights_is_refused_where_no_model_is_attached(device
                 optimizer.step()
         assert optimizer.status == "begun"
         model.zero_grad()
-        with pytest.raises(
-            RuntimeError, match=r"its forward has used old weights.*try model.zero_grad\(\) and opt"
-        ):
-            model(data[1]).backward()
-        # The remedy that it names.
-        model.zero_grad()
-        optimizer.synchronize()
+        if not waits:
+            with pytest.raises(
+                RuntimeError, match=r"its forward has used old weights.*try model.zero_grad\(\) and opt"
+            ):
+                model(data[1]).backward()
+            # The remedy that it names.
+            model.zero_grad()
+            optimizer.synchronize()
         train(model, optimizer, data[1:])
         assert_same_weights(model, plain)
 

@@ -1,0 +1,71 @@
+"""Finds weights of which somebody holds another tensor: he reads it behind `step()`, and nothing makes him wait.
+
+A parameter waits for its new weight (`awaited`). What was taken from it before (`p.data`, a view, a `state_dict()` that
+was kept) is a plain tensor. So `step()` waits for such weights itself, as without an attached model. How many tensors
+use a storage, torch counts; those of the optimizer's own are learnt when it makes the states.
+
+Explained in docs/optimizer-offloading.md, "Writing weights yourself".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.writes.awaited import AwaitedParameter
+
+
+class HeldWeights:
+    """Knows for each member how many tensors of the optimizer's own have its memory.
+
+    Of shards nothing is said: FSDP2 holds a tensor of each.
+    """
+
+    def __init__(self) -> None:
+        self._own: dict[Member, int] = {}
+        self._noted: dict[Member, None] = {}
+
+    @contextmanager
+    def learning(self, members: Iterable[Member]) -> Iterator[None]:
+        """Learn how many tensors of each of `members` are made inside, where their states are made."""
+        listed = list(members)
+        before, sharing = _uses(listed), Counter(_memory(member) for member in _asked(listed))
+        yield
+        for member, uses in _uses(listed).items():
+            self._own[member] = (uses - before[member]) // sharing[_memory(member)]
+
+    def note(self, members: Iterable[Member]) -> None:
+        """Note those of `members` that somebody holds, before their update begins: it makes tensors of them, too."""
+        found = {
+            member: uses for member, uses in _uses(members).items() if uses > 1 + self._own.get(member, 0)
+        }
+        if found:
+            # Parameters may be slices of one buffer.
+            expected: Counter[int] = Counter()
+            for member in _asked(self._own):
+                expected[_memory(member)] += 1 + self._own[member]
+            self._noted.update((m, None) for m, uses in found.items() if uses > expected[_memory(m)])
+
+    def take_noted(self) -> list[Member]:
+        """Return the weights that were noted, and forget them."""
+        noted, self._noted = list(self._noted), {}
+        return noted
+
+
+def _asked(members: Iterable[Member]) -> Iterator[Member]:
+    return (m for m in members if m.home is None and type(m.param) in (nn.Parameter, AwaitedParameter))
+
+
+def _memory(member: Member) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(member.param.untyped_storage()._cdata)
+
+
+def _uses(members: Iterable[Member]) -> dict[Member, int]:
+    """Return how many tensors use the memory of each of `members`; whoever asks uses it, too."""
+    return {each: torch._C._storage_Use_Count(_memory(each)) - 1 for each in _asked(members)}
