@@ -196,7 +196,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
                     self._follow_writes()
                     begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
                 written = self._open.compare(bucket)
-                if self._returns_early:
+                if self._returns_early and self._follows_writes:
                     self._held.note(piece.member for piece in bucket.pieces)
                 with as_one():
                     self._leaving.begun = begun
