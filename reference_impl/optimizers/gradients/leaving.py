@@ -205,7 +205,7 @@ class LeavingGradients(StepGradients):
         wait_for(self.used_by_nobody(listed))
         used: dict[Member, torch.Tensor] = {}
         for member in listed:
-            gradient = self._of_next_step(member, listed)
+            gradient = self._of_next_step(member)
             if member.arrival is not None and not member.on_device:
                 # The host has all of it, and the memory here is free once it is there.
                 assert member.placeholder is not None
@@ -215,10 +215,10 @@ class LeavingGradients(StepGradients):
         checks.check_used_in_time(used)
         return used
 
-    def _of_next_step(self, member: Member, members: Sequence[Member]) -> torch.Tensor | None:
+    def _of_next_step(self, member: Member) -> torch.Tensor | None:
         """Return a member's gradient, laid out; of one that has been sent off the part that the device has kept.
 
-        It is one of `members`. One that has to go to the host and is still here is sent off.
+        One that has to go to the host and is still here is sent off.
         """
         found = member.gradient
         if isinstance(found, GradientStandIn):
@@ -226,7 +226,7 @@ class LeavingGradients(StepGradients):
                 found = found.in_its_place(member.param_local)
                 member.put(found)
             elif found is not member.placeholder:
-                is_anothers = any(other.placeholder is found for other in members)
+                is_anothers = found.owner not in (None, id(member)) and not found.used
                 raise checks.of_another_parameter(member) if is_anothers else checks.used_twice(member)
             else:
                 return found.kept
