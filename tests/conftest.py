@@ -17,7 +17,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-LOADED = pytest.StashKey[int]()
+LOADED = pytest.StashKey[object]()
 NEED_CUDA = pytest.StashKey[int]()
 
 # No test depends on what somebody has probed on this machine.
@@ -62,10 +62,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
-    # A test may import as much as a module: torch's compiler, or Triton.
-    if item.session.stash.get(LOADED, None) != len(sys.modules):
+    # Between files, and where a test has imported as much as a file does: torch's compiler, or Triton.
+    loaded = (item.path, len(sys.modules))
+    if item.session.stash.get(LOADED, None) != loaded:
         leave_what_is_loaded()
-        item.session.stash[LOADED] = len(sys.modules)
+        item.session.stash[LOADED] = loaded
 
 
 def leave_what_is_loaded() -> None:
