@@ -9,13 +9,13 @@ from offload_arithmetic.sizes import HEADROOM
 from skill_tools.commands import releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.releases import Stated
-from skill_tools.configs.source import looks_like_configuration
+from skill_tools.configs.source import load, looks_like_configuration
 from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import MECHANISMS
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import Unrecognised, UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import known_models, local_models, memory, shape_sources, traces
@@ -300,11 +300,18 @@ def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequ
 
     Files are their own framework's where the stated one has none.
     """
-    from skill_tools.dialects.read import read
+    from skill_tools.dialects.read import check_form, read
 
     stated = _stated(args, files)
     framework = stated if stated and (not files or registry.named(stated).has_files) else None
-    return read(files, overrides=[*args.overrides, *what_if], framework=framework)
+    try:
+        return read(files, overrides=[*args.overrides, *what_if], framework=framework)
+    except Unrecognised:
+        try:
+            check_form([load(path) for path in files if path != "-"])
+        except UnusableInput as form:
+            raise Unrecognised(form.problem, expected=form.expected, attempt=form.attempt) from None
+        raise
 
 
 def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:

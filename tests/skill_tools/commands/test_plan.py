@@ -157,3 +157,20 @@ def test_the_known_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     names = out.split()
     assert "llama-3-8b" in names
     assert names == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.yaml", "a: [1\n", "run.yaml:2:1 is not valid YAML"),
+        ("run.json", '{"a": [1', "run.json:1:9 is not valid JSON"),
+        ("run.toml", "a = [1\n", "run.toml is not valid TOML"),
+    ],
+)
+def test_a_text_that_no_parser_takes_is_told_so(
+    name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    code, _, err = plan(str(tmp_path / name), capsys=capsys)
+    assert code == 2
+    assert said in err
