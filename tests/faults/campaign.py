@@ -43,6 +43,8 @@ CAMPAIGNS = (
     "users",
     "users-signals",
     "writers",
+    "writers-signals",
+    "writers-python",
     "muon",
     "muon-signals",
     "muon-python",

@@ -45,6 +45,7 @@ SLOW = {
     "shards": 20 * TIMES,
     "signals": 8 * TIMES,
     "users-signals": 20 * TIMES,
+    "writers-signals": 10 * TIMES,
     "layers-signals": 5 * TIMES,
     "shards-signals": 5 * TIMES,
     "memory": 25 * TIMES,
@@ -56,7 +57,7 @@ TOGETHER = [
     ["users", "writers", "python", "begun", "layers-begun"],
     ["muon", "muon-signals", "muon-python", "muon-calls", "muon-begun"],
     ["calls", "calls-signals", "readers"],
-    ["layers", "signals", "users-signals", "layers-signals"],
+    ["layers", "signals", "users-signals", "writers-signals", "layers-signals"],
     ["shards", "shards-signals"],
     ["memory", "memory-signals"],
 ]

@@ -62,10 +62,12 @@ class StreamedStates:
                     self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
 
     def is_behind(self, member: Member) -> bool:
-        """Return whether somebody has written the weight since its master was the same; waits for the device."""
-        weight, apart = flat_weight(member), self._weights.kept_apart(member)
-        if apart is not None and not torch.equal(apart[1], weight[apart[0] : apart[0] + apart[1].numel()]):
-            return True
+        """Return whether somebody has written the weight since its whole master was the same; waits for the device.
+
+        Of a hi/lo master the upper half is the weight as it is, here as in a step: the lower half stays.
+        """
+        self._weights.refresh(member)
+        weight = flat_weight(member)
         return any(
             not torch.equal(master.to(weight.dtype), weight[piece.start : piece.stop].to(master.device))
             for piece, chunk in self._chunks[member]
