@@ -32,14 +32,15 @@ class Readback:
         made = device.record()
         with deferred_interrupts():
             block = arena.allocate(values.nbytes)
+            self._arrival = made
             try:
                 self._host = block.view(values.dtype, (values.numel(),))
                 self._arrival = device.copy_out(self._host, values, after=[made], for_threads=True)
+                # Also where nobody reads it: of a step, say, that fails before it begins.
+                self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
             except BaseException:
-                arena.free(block)
+                arena.free(block, after=self._arrival)
                 raise
-            # Also where nobody reads it: of a step, say, that fails before it begins.
-            self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
 
     def read(self) -> list[Any]:
         """Wait for the copy and return the numbers, once: the block goes back."""
