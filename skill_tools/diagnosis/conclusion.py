@@ -19,7 +19,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
 from skill_tools.diagnosis.phases import Phase
-from skill_tools.diagnosis.wrong_numbers import of_numbers
+from skill_tools.diagnosis.series.wrong_numbers import of_numbers
 from skill_tools.rules.finding import Severity
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.units import gib

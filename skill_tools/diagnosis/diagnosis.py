@@ -11,7 +11,6 @@ from types import MappingProxyType
 
 from skill_tools.configs.config import Config
 from skill_tools.diagnosis import (
-    anomalies,
     builds,
     code,
     failures,
@@ -22,7 +21,6 @@ from skill_tools.diagnosis import (
     memory_owners,
     messages,
     model_in_log,
-    numbers,
     phases,
     steps,
     symptoms,
@@ -38,6 +36,7 @@ from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.series import anomalies, numbers
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity

@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config
-from skill_tools.diagnosis.anomalies import Anomaly
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
@@ -13,8 +12,9 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import Seen
-from skill_tools.diagnosis.numbers import Found
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.series.anomalies import Anomaly
+from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.rules.finding import Finding
 from skill_tools.rules.knowledge import Rule

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from skill_tools.diagnosis import metrics
 from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.series import metrics
 from skill_tools.units import GIB, gib
 
 _FAR = 0.75  # of what was in use: a prediction below it does not explain it

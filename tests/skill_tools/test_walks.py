@@ -2,12 +2,10 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import pytest
+from walks import holders
 
 import skill_tools
 from skill_tools.__main__ import main
@@ -33,32 +31,6 @@ MODEL = {
 }  # fmt: skip
 
 
-def holders(action: Callable[[], object], holds: Callable[[object], bool], until: Callable) -> list[str]:
-    """Return the modules of `skill_tools` in which a local variable or a result `holds` the value, in order.
-
-    The walk ends when the function `until` returns.
-    """
-    found: dict[str, None] = {}
-    ended = False
-
-    def note(frame: FrameType, event: str, result: object) -> None:
-        nonlocal ended
-        file = frame.f_code.co_filename
-        if ended or event != "return" or not file.startswith(str(ROOT / "skill_tools")):
-            return
-        if any(map(holds, (*frame.f_locals.values(), result))):
-            found.setdefault(str(Path(file).relative_to(ROOT)))
-        ended = frame.f_code is until.__code__
-
-    sys.setprofile(note)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    assert ended, f"{until.__qualname__} has not run"
-    return list(found)
-
-
 def is_the_value(each: object) -> bool:
     if isinstance(each, Node | Setting):
         each = each.value
@@ -78,7 +50,7 @@ def test_a_value_of_yaml_passes_twelve_modules_at_most_until_it_is_in_a_finding(
 ) -> None:
     path = tmp_path / name
     path.write_text(RUNS[name], encoding="utf-8")
-    walk = holders(lambda: main(["lint", str(path)]), is_the_value, lint)
+    walk = holders(skill_tools, lambda: main(["lint", str(path)]), is_the_value, lint)
     assert str(SEEN) in capsys.readouterr().out
     assert len(walk) <= 12
     if name == "run.yaml":
@@ -90,6 +62,6 @@ def test_a_shape_passes_twenty_modules_at_most_until_options_are_ranked(tmp_path
     path.write_text(json.dumps(MODEL), encoding="utf-8")
     computed = ModelShape | Line | Memory | Option
     words = ["plan", str(path), "--gpu", "h100", "--only", "optimizer"]
-    walk = holders(lambda: main(words), lambda each: isinstance(each, computed), Search.options)
+    walk = holders(skill_tools, lambda: main(words), lambda each: isinstance(each, computed), Search.options)
     assert len(walk) <= 20
     assert sorted(walk) == sorted(listed("Model shape → plan"))

@@ -267,7 +267,9 @@ def answer(parser: Callable[[dict[str, Any]], Any], question: dict[str, Any]) ->
     try:
         return {"value": encoded(parser(question))}
     except (Exception, SystemExit) as error:
-        return {"raised": f"{type(error).__name__}: {error}"[:300]}
+        # Behind it Hydra lists the folders that it has searched, those of whoever records.
+        said = str(error).partition("\nConfig search path:")[0]
+        return {"raised": f"{type(error).__name__}: {said}"[:300]}
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from skill_tools import knowledge
-from skill_tools.diagnosis.anomalies import Anomaly
+from skill_tools.diagnosis.series.anomalies import Anomaly
 from skill_tools.diagnosis.symptoms import sign_in
 from skill_tools.rules.versions import Standing, standing
 

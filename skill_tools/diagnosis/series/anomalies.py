@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from skill_tools.diagnosis import metrics
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.metrics import Series
+from skill_tools.diagnosis.series import metrics
+from skill_tools.diagnosis.series.metrics import Series
 
 KINDS = {
     "nan": "a loss or the norm of the gradients is not finite, and stays so",

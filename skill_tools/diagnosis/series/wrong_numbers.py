@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import numbers, phases, symptoms
+from skill_tools.diagnosis import phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_finding
-from skill_tools.diagnosis.numbers import Found
+from skill_tools.diagnosis.series import numbers
+from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.rules.finding import Finding
 
 _MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has

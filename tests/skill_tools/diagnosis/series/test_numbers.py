@@ -8,10 +8,11 @@ import jsonschema
 
 from skill_tools import knowledge
 from skill_tools.bundle import schema_path
-from skill_tools.diagnosis import anomalies, metrics, numbers, symptoms
+from skill_tools.diagnosis import symptoms
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.evidence import Conclusion
 from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.series import anomalies, metrics, numbers
 from skill_tools.rules.knowledge import load_rules
 from tests.support.for_each import for_each
 
