@@ -153,8 +153,8 @@ def note_on_host(tensor: torch.Tensor) -> None:
     """Count the memory of `tensor` to the host tier until it is freed."""
     storage = storage_of(tensor)
     address = storage.data_ptr()
-    host_storages.add(address)
     weakref.finalize(storage, host_storages.discard, address)
+    host_storages.add(address)
     for watch in _active:
         watch.moved_to_host(storage)
 

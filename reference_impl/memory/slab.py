@@ -138,7 +138,7 @@ class Slab:
             raise
 
     def _lock(self, device: Device, address: int, *, for_ring: bool) -> None:
-        # Pages that are locked and counted are sure to be released.
+        # Pages that are locked and counted are sure to be released: the finalizer is there before either.
         with deferred_interrupts():
             # A step that has failed is tried again, by another close() or at the latest by the finalizer.
             self._unlocking: list[Callable[[], None]] = [
@@ -150,11 +150,24 @@ class Slab:
                     partial(pinned_book.give_back, self.size_bytes, for_ring=for_ring),
                     partial(device.unpin, address),
                 ]
-                device.pin(self.bytes)
-            host_book.add(reserved=self.size_bytes)
-            self._finalizer = weakref.finalize(
+            finalizer = weakref.finalize(
                 self, _release_dropped, device if self.is_pinned else None, self._unlocking
             )
+            try:
+                self._count_and_pin(device)
+            except BaseException:
+                finalizer.detach()
+                raise
+            self._finalizer = finalizer
+
+    def _count_and_pin(self, device: Device) -> None:
+        host_book.add(reserved=self.size_bytes)
+        try:
+            if self.is_pinned:
+                device.pin(self.bytes)
+        except BaseException:
+            host_book.add(reserved=-self.size_bytes)
+            raise
 
     @property
     def is_open(self) -> bool:

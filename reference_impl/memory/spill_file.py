@@ -21,6 +21,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
@@ -55,9 +56,15 @@ class SpillFile:
             free_bytes = shutil.disk_usage(self._path).free
             with deferred_interrupts():
                 descriptor, name = tempfile.mkstemp(dir=self._path, prefix="offload-")
-                # A file that is dropped without close() gives the disk its space back too.
-                self._closing = weakref.finalize(self, os.close, descriptor)
-                os.unlink(name)
+                try:
+                    os.unlink(name)
+                    # A file that is dropped without close() gives the disk its space back too.
+                    self._closing = weakref.finalize(self, os.close, descriptor)
+                except BaseException:
+                    os.close(descriptor)
+                    with suppress(FileNotFoundError):
+                        os.unlink(name)
+                    raise
         except OSError as error:
             raise DiskError(
                 "make a spill file",

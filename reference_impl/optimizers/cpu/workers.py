@@ -148,13 +148,13 @@ class DeadlineWorkers:
                 start(thread)
             for _ in self._threads:
                 self._wait_started(ready)
+            weakref.finalize(self, self._queue.close).atexit = False
+            _open.add(self)
+            leave_cores_to(self._queue)
         except BaseException:
             # Threads that have been started end again.
             self._queue.close()
             raise
-        _open.add(self)
-        leave_cores_to(self._queue)
-        weakref.finalize(self, self._queue.close).atexit = False
         # A thread's own setting also becomes the default of threads born later: put that back.
         torch.set_num_threads(callers_threads)
 

@@ -2,13 +2,14 @@
 
 import mmap
 import resource
+import weakref
 from pathlib import Path
 
 import pytest
 
 from reference_impl.device import Device
 from reference_impl.memory import slab as slab_module
-from reference_impl.memory.host import HostMemoryError, host_book, left_of_address_space
+from reference_impl.memory.host import HostMemoryError, host_book, host_storages, left_of_address_space
 from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.slab import Slab
 
@@ -73,6 +74,26 @@ def test_a_limit_on_address_space_is_named_and_takes_nothing():
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
     assert (host_book.reserved_bytes, pinned_book.pinned_bytes) == before
+
+
+@pytest.mark.parametrize("call", ["finalize", "add", "pin"])
+def test_a_call_that_fails_leaves_nothing_locked_or_counted(device, monkeypatch, call):
+    """Pages that stay registered after their mapping has gone would be the driver's for good."""
+    owner = {"finalize": weakref, "add": host_book, "pin": type(device)}[call]
+    before = host_book.reserved_bytes, pinned_book.pinned_bytes, len(host_storages)
+    locked = []
+    monkeypatch.setattr(type(device), "pin", lambda self, memory: locked.append(memory.data_ptr()))
+    monkeypatch.setattr(type(device), "unpin", lambda self, address: locked.remove(address))
+
+    def fails(*_, **__):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, fails)
+        with pytest.raises(MemoryError):
+            Slab(device, 4 * MIB, remedy="")
+    assert not locked
+    assert (host_book.reserved_bytes, pinned_book.pinned_bytes, len(host_storages)) == before
 
 
 def test_what_closing_has_failed_to_give_back_another_close_gives_back(monkeypatch):

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import pytest
 import torch
@@ -119,6 +120,25 @@ def test_more_than_the_disk_has_is_refused_at_once(tmp_path):
     with pytest.raises(DiskError, match="GiB needed"):
         SpillFile(tmp_path, limit_bytes=2**60)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("owner", "call"), [(weakref, "finalize"), (os, "unlink")])
+def test_a_file_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch, owner, call):
+    descriptors = os.listdir("/proc/self/fd")
+    real, calls = getattr(owner, call), []
+
+    def fails_once(*args, **named):
+        calls.append(args)
+        if len(calls) == 1:
+            raise MemoryError("injected")
+        return real(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, fails_once)
+        with pytest.raises(MemoryError):
+            SpillFile(tmp_path, limit_bytes=LIMIT)
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
 def test_a_close_that_is_cut_short_anywhere_is_finished_by_the_next(tmp_path):

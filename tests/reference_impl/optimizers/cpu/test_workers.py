@@ -1,5 +1,6 @@
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -146,6 +147,22 @@ def test_threads_end_with_their_owner(threads, fails):
     for thread in mine:
         thread.join(5)
         assert not thread.is_alive()
+
+
+def test_threads_end_where_their_finalizer_cannot_be_made(monkeypatch):
+    before = threading.active_count()
+
+    def fails(*_):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weakref, "finalize", fails)
+        with pytest.raises(MemoryError):
+            DeadlineWorkers(threads=2)
+    for thread in threading.enumerate():
+        if thread.name == "offload-update":
+            thread.join(10)
+    assert threading.active_count() == before
 
 
 def test_closed_workers_say_so(workers):
