@@ -234,15 +234,26 @@ class HostArena:
             self._merge()
             block = self._carve(size_bytes)
         if block is not None:
-            self._live.add(size_bytes)
+            try:
+                self._live.add(size_bytes)
+            except BaseException:
+                self._recycled[size_bytes].append(block)
+                raise
         return block
 
     def _take_back(self) -> None:
         while self._returned:
-            block = self._returned.popleft()
+            block = self._returned[0]
             if block.slab.is_open:
-                self._recycled[block.size_bytes].append(block)
-                self._live.add(-block.size_bytes)
+                same_size = self._recycled[block.size_bytes]
+                same_size.append(block)
+                try:
+                    self._live.add(-block.size_bytes)
+                except BaseException:
+                    same_size.pop()
+                    raise
+            # Only here: what fails before is tried again.
+            self._returned.popleft()
 
     def _recycle(self, size_bytes: int) -> HostBlock | None:
         blocks = self._recycled.get(size_bytes)
@@ -338,8 +349,9 @@ class HostArena:
             if left_bytes is not None and slab.size_bytes > left_bytes:
                 slab.close()
                 return False
+            whole = HostBlock(slab, 0, slab.size_bytes)
+            self._free.append(whole)
             self._slabs.append(slab)
-            self._free.append(HostBlock(slab, 0, slab.size_bytes))
             return True
 
 

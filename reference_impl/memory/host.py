@@ -46,9 +46,14 @@ class HostBook:
     def add(self, *, live: int = 0, reserved: int = 0) -> None:
         """Add to the counters; negative numbers take away."""
         with self._lock:
-            self.live_bytes += live
-            self.reserved_bytes += reserved
-            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+            live_bytes, reserved_bytes = self.live_bytes + live, self.reserved_bytes + reserved
+            peak_bytes = max(self.peak_live_bytes, live_bytes)
+            # All numbers at once, behind the last call that may fail.
+            self.live_bytes, self.reserved_bytes, self.peak_live_bytes = (
+                live_bytes,
+                reserved_bytes,
+                peak_bytes,
+            )
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes that are live now."""

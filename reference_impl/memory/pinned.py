@@ -92,10 +92,10 @@ class PinnedBook:
             self.peak_bytes = self.pinned_bytes
 
     def _add(self, size_bytes: int, *, for_ring: bool) -> None:
-        self.pinned_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.pinned_bytes)
-        if for_ring:
-            self._ring_bytes += size_bytes
+        pinned_bytes, ring_bytes = self.pinned_bytes + size_bytes, self._ring_bytes + size_bytes * for_ring
+        peak_bytes = max(self.peak_bytes, pinned_bytes)
+        # All numbers at once, behind the last call that may fail.
+        self.pinned_bytes, self._ring_bytes, self.peak_bytes = pinned_bytes, ring_bytes, peak_bytes
 
 
 pinned_book = PinnedBook()

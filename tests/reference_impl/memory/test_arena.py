@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from python_faults import calls_counted
 
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena
@@ -152,3 +153,32 @@ def test_a_block_comes_back_also_without_memory_for_it(device, monkeypatch):
     assert arena.allocate(2**12) is block
     assert arena.live_bytes == 2**12
     arena.close()
+
+
+def test_a_call_without_memory_loses_no_byte(device):
+    """Neither of the slab, which can be handed out whole afterwards, nor of the book, whichever call fails."""
+
+    def fail(where):
+        raise MemoryError(where)
+
+    before_bytes = host_book.live_bytes
+    nth, has_failed = 0, True
+    while has_failed:
+        nth, has_failed = nth + 1, False
+        arena = HostArena(device)
+        arena.reserve(2 * MIB)
+        held = [arena.allocate(1000), arena.allocate(MIB // 2)]
+        arena.free(held.pop())
+        try:
+            with calls_counted(nth, fail, on_main=True):
+                held.append(arena.allocate(MIB // 2))
+                held.append(arena.allocate(MIB // 4))
+        except MemoryError:
+            has_failed = True
+        for block in held:
+            arena.free(block)
+        arena.allocate(2 * MIB)
+        assert arena.reserved_bytes == arena.live_bytes == 2 * MIB, nth
+        arena.close()
+        assert host_book.live_bytes == before_bytes, nth
+    assert nth > 20
