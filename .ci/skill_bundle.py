@@ -2,7 +2,7 @@
 
     python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip
 
-It takes files that git knows. The YAML behind the compiled `index.json` stays away too: no command of a user reads it.
+It takes files that git knows. The YAML behind the compiled `index/` stays away too: no command of a user reads it.
 """
 
 import re
@@ -21,8 +21,13 @@ TAKEN = (
     "pyproject.toml", "hatch_build.py", "constraints.txt",
 )  # fmt: skip
 LEFT_OUT = (
-    *(f"skill_tools/knowledge/{name}" for name in ("rules", "keys", "vocabulary", "messages", "coverage")),
-    *(f"skill_tools/knowledge/{name}.yaml" for name in ("keys", "models", "hardware")),
+    # What the index is compiled from: each section's file or folder of YAML.
+    *(
+        f"skill_tools/knowledge/{section.stem}{suffix}"
+        for section in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
+        for suffix in ("", ".yaml")
+    ),
+    *(f"skill_tools/knowledge/{name}" for name in ("coverage", "upstream.yaml")),
     # Of that YAML; what commands print has the other schemas.
     *(
         f"schema/{name}.schema.json"

@@ -1,7 +1,7 @@
 """Keep the card, the documents and the knowledge in sync. For contributors, in a checkout.
 
   offload card check     report what is wrong, and change nothing
-  offload card render    write the documents and index.json that differ from their data
+  offload card render    write the documents and the index that differ from their data
   offload card pages     build docs/rules/, a page per rule; the folder is not kept in git
 
 Exit codes: 0 in sync or written, 1 `check` found problems, 2 unusable input, 3 a fault of this tool. Data that
@@ -67,7 +67,7 @@ def _render(top: Path) -> int:
 
     if index.is_stale():
         index.write()
-        print("wrote skill_tools/knowledge/index.json and examples.json")
+        print("wrote skill_tools/knowledge/index and examples.json")
     files = rendered_files(top, load_card(top / "card.yaml"), _output)
     for path, text in files.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -176,23 +176,24 @@ def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
         from skill_tools.configs.toml_lines import parse as parse_toml
 
         return parse_toml(text, name)
-    from skill_tools.configs import yaml_lines
-
     if kind is Kind.JSON:
         from skill_tools.configs import json_lines
 
         with suppress(json_lines.NotJsonError):
             return json_lines.parse(text, name)
+    from skill_tools.configs import yaml_events
+
+    if kind is Kind.JSON:
         try:
-            return yaml_lines.parse(_without_comments(text), name)
+            return yaml_events.parse(_without_comments(text), name)
         except UnusableInput as error:
             raise _not_json(text, name) or error from None
     if pyyaml is None:
-        return yaml_lines.parse(text, name)
+        return yaml_events.parse(text, name)
     from skill_tools.configs.releases import is_before
 
-    wins = not is_before(pyyaml, yaml_lines.MERGE_ORDER_CHANGED)
-    return yaml_lines.parse(text, name, last_merge_wins=wins)
+    wins = not is_before(pyyaml, yaml_events.MERGE_ORDER_CHANGED)
+    return yaml_events.parse(text, name, last_merge_wins=wins)
 
 
 def _not_json(text: str, name: str) -> UnusableInput | None:

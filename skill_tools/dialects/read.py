@@ -291,10 +291,7 @@ def _asked(source: Source) -> dict[str, Evidence]:
     if source.kind in (Kind.PYTHON, Kind.SHELL):
         dialects: Sequence[Dialect] = registry.with_files()
     else:
-        keyed = registry.with_keyed_files()
-        dialects = [
-            each for each in keyed if not each.marks or any(mark in source.text for mark in each.marks)
-        ]
+        dialects = tuple(registry.marked_in(source.text))
     return {each.name: each.evidence(source) for each in dialects}
 
 

@@ -1,4 +1,4 @@
-"""The dialects by name. A dialect is loaded when it is asked for; all are only if an input has to be recognised."""
+"""The dialects by name. A dialect is loaded when it is asked for; all are only if a script has to be recognised."""
 
 import importlib
 from collections.abc import Iterator
@@ -63,6 +63,16 @@ def with_files() -> tuple[Dialect, ...]:
 def with_keyed_files() -> tuple[Dialect, ...]:
     """Return those among them of which a YAML, JSON or TOML may be."""
     return (*(named(name) for name in _MODULES if name not in _SCRIPTS_ALONE), *_added())
+
+
+def marked_in(text: str) -> Iterator[Dialect]:
+    """Yield those of which a YAML, JSON or TOML with this `text` may be: it has one of their marks.
+
+    The index lists the marks of ours, so that the other dialects, most of them, need not be loaded.
+    """
+    listed = knowledge.index()["marks"].items()
+    yield from (named(name) for name, marks in listed if any(mark in text for mark in marks))
+    yield from (each for each in _added() if not each.marks or any(mark in text for mark in each.marks))
 
 
 def _added() -> Iterator[Dialect]:

@@ -1,19 +1,20 @@
 """The facts, as data, and the loader of their compiled form.
 
-People write YAML; `index.json` is what the commands load, because parsing the YAML would cost more than the lint or
-the plan itself. `rules/index.py` writes it. A framework that is not ours brings a folder of its own, which `add`
-registers. Nothing here interprets a fact.
+People write YAML; the JSON in `index/` is what the commands load, because parsing the YAML would cost more than the
+lint or the plan itself. `rules/index.py` writes it. A framework that is not ours brings a folder of its own, which
+`add` registers. Nothing here interprets a fact.
 
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
-- index: all of it in one JSON file, without the rules' examples, which have their own (`examples.json`)
+- index: all of it as JSON, a file a section; rules have a file for each group of frameworks that they are about, as a
+  lint reads those of one framework (`index/rules/axolotl.json`). The rules' examples, which no lint needs, are in
+  `examples.json`
 """
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -25,24 +26,7 @@ T = TypeVar("T")
 _MOST_SHARED = 99  # two digits
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
-SECTIONS = (
-    "releases",
-    "keys",
-    "rules",
-    "vocabulary",
-    "models",
-    "model_names",
-    "hardware",
-    "host_buffers",
-    "messages",
-    "changes",
-    "code",
-    "builds",
-    "offloads",
-    "symptoms",
-    "numbers",
-    "fixes",
-)  # of the index, in this order
+INPUT = "input"  # the `check` of rules about the input itself, whatever the framework
 _MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
 
 
@@ -120,51 +104,61 @@ def names(vocabulary: str) -> tuple[str, ...]:
 
 
 class Index(dict[str, Any]):
-    """The sections of `index.json`, each decoded when it is first asked for by its name.
+    """The sections of the index by name, each read when it is first asked for: a lint needs no models.
 
-    A lint needs no models, and of the rules those of one framework: the file has one a line, so that the others need
-    not be decoded.
+    `rules` are the entries of all rules by id, `vocabulary` the folded text of each vocabulary by its name.
     """
 
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-        self._spans: dict[str, tuple[int, int]] = {}
-        # Each begins its line, the first of them behind the opening brace; no other line begins so.
-        start = 1
-        for name, following in pairwise((*SECTIONS, "")):
-            end = text.index(f',\n"{following}":', start) if following else text.rindex("}", start)
-            self._spans[name] = start + len(f'"{name}":'), end
-            start = end + len(",\n")
-
-    def __missing__(self, name: str) -> Any:
-        self[name] = decoded = json.loads(self._json(name))
-        return decoded
-
-    def _json(self, name: str) -> str:
-        """Return the text of one section; copied when asked for, as a megabyte takes milliseconds."""
-        start, end = self._spans[name]
-        return self._text[start:end]
+    def __missing__(self, section: str) -> Any:
+        self[section] = found = _all_of(section)
+        return found
 
     def rules_about(self, dialects: Collection[str]) -> list[dict[str, Any]]:
-        """Return the entries of the rules about any of `dialects` and of those about the input itself."""
+        """Return the entries of the rules about any of `dialects` and of those about the input itself, by id."""
         if "rules" in self:
             return [rule for rule in self["rules"] if _is_about(rule, dialects)]
-        names = [f'"{name}"' for name in dialects]
-        lines = self._json("rules").split("\n")[1:-1]
-        near = (line for line in lines if '"check":"input"' in line or any(name in line for name in names))
-        rules = (json.loads(line.rstrip(",")) for line in near)
-        return [rule for rule in rules if _is_about(rule, dialects)]
+        about = {INPUT, *dialects}
+        return _by_id(path for path in _rule_files() if not about.isdisjoint(path.stem.split("+")))
+
+
+def _all_of(section: str) -> Any:
+    match section:
+        case "rules":
+            return _by_id(_rule_files())
+        case "vocabulary":
+            # A line of a name begins with a digit, so no other line does with a bracket.
+            text = knowledge_path("index", "vocabulary.txt").read_text(encoding="ascii")
+            parts = (part.partition("]\n") for part in f"\n{text}".split("\n[")[1:])
+            return {name: folded.rstrip("\n") for name, _, folded in parts}
+    return _decoded(knowledge_path("index", f"{section}.json"))
+
+
+def _rule_files() -> list[Path]:
+    return sorted(knowledge_path("index", "rules").iterdir())
+
+
+def _by_id(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the rules in `paths`, in one order however they are spread over files."""
+    return sorted((rule for path in paths for rule in _decoded(path)), key=lambda rule: str(rule["id"]))
+
+
+def _decoded(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="ascii"))
+
+
+def group_of(rule: Mapping[str, Any]) -> str:
+    """Return the file of the index that a rule is in: the frameworks that it is about, or the input itself."""
+    return INPUT if rule.get("check") == INPUT else "+".join(rule["dialects"])
 
 
 def _is_about(rule: Mapping[str, Any], dialects: Collection[str]) -> bool:
-    return rule.get("check") == "input" or not set(dialects).isdisjoint(rule["dialects"])
+    return rule.get("check") == INPUT or not set(dialects).isdisjoint(rule["dialects"])
 
 
 @derived
 def index() -> Index:
-    """Return `index.json`, whose `SECTIONS` are as in their sources."""
-    loaded = Index(knowledge_path("index.json").read_text(encoding="utf-8"))
+    """Return the index, whose sections are as in their sources."""
+    loaded = Index()
     for folder in _added:
         loaded |= _joined(loaded, folder)
     return loaded

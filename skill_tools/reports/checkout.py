@@ -138,7 +138,7 @@ def _stale(root: Path, card: Card, execute: Execute) -> list[str]:
         for path, text in files.items()
         if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
-    compiled = ["skill_tools/knowledge/index.json: differs from its data; run `offload card render`"]
+    compiled = ["skill_tools/knowledge/index: differs from its data; run `offload card render`"]
     return (compiled if index.is_stale() else []) + stale
 
 

@@ -1,7 +1,7 @@
 """The language of conditions: from an expression's text to a tree of plain lists, which `conditions` evaluates.
 
 The text is parsed by `ast` and walked through a whitelist; nothing is ever evaluated as Python. Trees are JSON, so
-that `index.json` carries them and a lint parses nothing. A tree is one of
+that the index carries them and a lint parses nothing. A tree is one of
 
     ["and" | "or", tree, ..]  ["not", tree]  ["name", name]  ["value", literal]
     ["list", tree, ..]  ["call", predicate, tree, ..]  [operator, tree, tree]

@@ -1,4 +1,4 @@
-"""Compiles the YAML that people write into `index.json`, which the commands load, and `examples.json`.
+"""Compiles the YAML that people write into the JSON in `index/`, which the commands load, and `examples.json`.
 
 A lint loads keys and rules, a plan models and hardware, a diagnosis messages. Compiling also parses each rule's
 condition, finds the version ranges that every known release satisfies, and finds the rules that cannot hold unless
@@ -14,6 +14,7 @@ from typing import Any
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import keys_from_data
+from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
 
@@ -41,6 +42,7 @@ def build() -> dict[str, Any]:
         "symptoms": knowledge.load_yaml("symptoms.yaml"),
         "numbers": knowledge.load_yaml("numbers.yaml"),
         "fixes": knowledge.load_fixes(),
+        "marks": {each.name: each.marks for each in registry.with_keyed_files()},
     }
 
 
@@ -58,11 +60,19 @@ def _without_example(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "example"}
 
 
-def rendered() -> dict[str, str]:
+def rendered() -> dict[Path, str]:
     """Return the text that each compiled file should have: one fact a line, so that a change to it can be read."""
-    parts = [f"{_json(name)}:{_lines(content)}" for name, content in build().items()]
+    sections = build()
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for rule in sections.pop("rules"):
+        groups.setdefault(knowledge.group_of(rule), []).append(rule)
+    names = "".join(f"[{name}]\n{text}\n" for name, text in sections.pop("vocabulary").items())
+    rules = {f"rules/{group}.json": _lines(entries) for group, entries in groups.items()}
+    others = {f"{name}.json": _lines(content) for name, content in sections.items()}
     examples = {entry["id"]: entry["examples"] for entry in read_rule_files() if "examples" in entry}
-    return {"index.json": "{" + ",\n".join(parts) + "}\n", "examples.json": f"{_lines(examples)}\n"}
+    texts = {knowledge_path("index", name): text for name, text in {**others, **rules}.items()}
+    texts[knowledge_path("index", "vocabulary.txt")] = names
+    return {**texts, knowledge_path("examples.json"): _lines(examples)}
 
 
 def _json(value: object) -> str:
@@ -72,20 +82,29 @@ def _json(value: object) -> str:
 
 def _lines(content: object) -> str:
     if isinstance(content, dict):
-        return "{\n" + ",\n".join(f"{_json(name)}:{_json(entry)}" for name, entry in content.items()) + "\n}"
+        entries = ",\n".join(f"{_json(name)}:{_json(entry)}" for name, entry in content.items())
+        return f"{{\n{entries}\n}}\n"
     if isinstance(content, list):
-        return "[\n" + ",\n".join(map(_json, content)) + "\n]"
-    return _json(content)
+        return "[\n" + ",\n".join(map(_json, content)) + "\n]\n"
+    return f"{_json(content)}\n"
 
 
 def is_stale() -> bool:
-    """Return whether a compiled file is missing or differs from what the files would compile to."""
-    texts = {knowledge_path(name): text for name, text in rendered().items()}
-    return any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in texts.items())
+    """Return whether a compiled file is missing, left over or differs from what the files would compile to."""
+    texts = rendered()
+    written = {path for path in knowledge_path("index").rglob("*") if path.is_file()}
+    return bool(written - texts.keys()) or any(
+        not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in texts.items()
+    )
 
 
 def write() -> None:
-    """Write the compiled files, and forget what this process has loaded of the old ones."""
-    for name, text in rendered().items():
-        knowledge_path(name).write_text(text, encoding="utf-8")
+    """Write the compiled files anew, and forget what this process has loaded of the old ones."""
+    texts = rendered()
+    for path in knowledge_path("index").rglob("*"):
+        if path.is_file() and path not in texts:
+            path.unlink()
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     knowledge.forget()

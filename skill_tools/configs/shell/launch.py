@@ -12,7 +12,6 @@ from typing import NamedTuple
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
-from skill_tools.configs.shell.script import run
 from skill_tools.configs.source import Source, find
 from skill_tools.configs.values import UNREADABLE, is_template
 from skill_tools.errors import UnusableInput
@@ -96,6 +95,8 @@ def _files_of(command: Command, source: Source) -> Iterator[tuple[Argument, Sour
 
 def command_line(text: str, name: str) -> tuple[Argument, ...]:
     """Return the words of one command line, such as the value of `--overrides`: `a=b` is a word, not an assignment."""
+    from skill_tools.configs.shell.script import run
+
     commands = run(f": {' '.join(text.splitlines())}", name=name)
     return commands[0].words[1:]
 

@@ -18,7 +18,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import parse, plain
+from skill_tools.configs.yaml_lines import plain
 from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.dialects.axolotl.options import Read, held, read
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
@@ -121,6 +121,8 @@ def _write_settings(draft: Draft, words: Sequence[Argument], file: str) -> None:
 
 
 def _scalar(text: str) -> object:
+    from skill_tools.configs.yaml_events import parse
+
     documents = parse(text, _OVERRIDES)
     return plain(documents[0]) if len(documents) == 1 else text
 

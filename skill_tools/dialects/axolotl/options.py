@@ -7,7 +7,6 @@ axolotl/cli/main.py::train, cli/utils/train.py::build_command and cli/config.py:
 fire/parser.py of 0.7.1.
 """
 
-import ast
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -51,11 +50,19 @@ def read(text: str, existing: object, release: str | None, *, through_fire: bool
 
 def literal(text: str) -> object:
     """Return what Fire reads: a Python literal in which bare words are texts, else the text itself."""
+    import ast  # a file without options needs no parser of Python
+
+    class Words(ast.NodeTransformer):
+        """Puts a text in the place of each bare word but True, False and None, which are constants already."""
+
+        def visit_Name(self, node: ast.Name) -> ast.AST:
+            return ast.Constant(node.id)
+
     try:
         root = ast.parse(text, mode="eval")
         if isinstance(root.body, ast.BinOp):
             return text
-        value = ast.literal_eval(_Words().visit(root))
+        value = ast.literal_eval(Words().visit(root))
     except (SyntaxError, ValueError, MemoryError, RecursionError, TypeError):
         return text
     return list(value) if isinstance(value, tuple) else value
@@ -68,13 +75,6 @@ def held(root: Mapping[str, object], name: str) -> object:
     if not dot:
         return value
     return value.get(field) if isinstance(value, dict) else None
-
-
-class _Words(ast.NodeTransformer):
-    """Puts a text in the place of each bare word but True, False and None, which are constants already."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return ast.Constant(node.id)
 
 
 def _before(given: object, existing: object) -> object:

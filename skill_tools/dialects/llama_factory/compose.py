@@ -20,7 +20,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import SAFE, entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, plain
 from skill_tools.configs.yaml_scalars import is_date
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
@@ -236,6 +236,8 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
 
 def _parsed(text: str, place: Place) -> Node:
     """Return the value of a word, at its place."""
+    from skill_tools.configs.yaml_events import parse
+
     documents = parse(text, _OVERRIDES)
     node = as_omegaconf(documents[0]) if len(documents) == 1 else Node(text or None, 1, 1)
     return node._replace(line=place.line, column=place.column)

@@ -20,7 +20,7 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import as_omegaconf, plain
 from skill_tools.dialects.megatron import embedded
 from skill_tools.dialects.skyrl import SKYRL
 from skill_tools.errors import UnusableInput
@@ -110,6 +110,8 @@ def _value(text: str, file: str) -> object:
     if "${" in text:
         return UNREADABLE
     try:
+        from skill_tools.configs.yaml_events import parse
+
         documents = parse(text, file)
     except UnusableInput:
         return UNREADABLE

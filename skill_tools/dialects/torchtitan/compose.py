@@ -16,7 +16,7 @@ from skill_tools.configs.shell.launch import command_line, commands_of, write_en
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.yaml_lines import as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import as_omegaconf, plain
 from skill_tools.dialects.torchtitan import TORCHTITAN
 from skill_tools.errors import UnusableInput
 
@@ -161,6 +161,8 @@ def _value(kind: str, text: object, *, is_on: bool) -> object:
         return text
     if kind == "bool":
         return text
+    from skill_tools.configs.yaml_events import parse
+
     documents = parse(text, _OVERRIDES)
     return plain(as_omegaconf(documents[0])) if len(documents) == 1 else text
 

@@ -20,7 +20,7 @@ from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.values import UNREADABLE, whole_number
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, parse, plain
+from skill_tools.configs.yaml_lines import OMEGACONF, Node, as_omegaconf, plain
 from skill_tools.dialects.torchtune import TORCHTUNE
 from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
@@ -241,6 +241,8 @@ def _why_refused(draft: Draft, entries: Entries, word: Argument) -> str | None:
 def _scalar(text: str) -> object:
     if text in ("None", ""):
         return None
+    from skill_tools.configs.yaml_events import parse
+
     documents = parse(text, _OVERRIDES)
     if not documents:
         return None

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from skill_tools.__main__ import main
-from skill_tools.configs import json_lines, source, toml_lines, yaml_lines
+from skill_tools.configs import json_lines, source, toml_lines, yaml_events
 from skill_tools.configs.files import MAX_BYTES
 from skill_tools.configs.python import syntax
 from skill_tools.configs.shell import script
 
 PARSERS = [
-    (yaml_lines, "parse"),
+    (yaml_events, "parse"),
     (json_lines, "parse"),
     (toml_lines, "parse"),
     (syntax, "parse"),

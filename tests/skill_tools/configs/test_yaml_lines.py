@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.configs.yaml_events import parse
 from skill_tools.configs.yaml_lines import (
     IN_PYTHON,
     MAX_DEPTH,
@@ -16,7 +17,6 @@ from skill_tools.configs.yaml_lines import (
     Loader,
     Node,
     as_omegaconf,
-    parse,
     plain,
 )
 from skill_tools.errors import UnusableInput
