@@ -133,7 +133,7 @@ test-rl: setup
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/rl/judge.py --configurations 5000
 
-# Programs, checks and models of image and video trainers, OpenRLHF, slime and SkyRL judge our rules: 5,000 generated commands a
+# Programs, checks and models of image and video trainers, OpenRLHF, slime, miles and SkyRL judge our rules: 5,000 generated commands a
 # release.
 test-sources: setup
 	$(BIN)/python tests/judges/sources/fetch.py

@@ -1,6 +1,6 @@
 """Frameworks whose configurations are known by sight and not read: they are refused by name, with what to do instead.
 
-Without this a file of MindSpeed-LLM or miles is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
+Without this a file of MindSpeed-LLM is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
 DeepSpeed's, and one of the others is nothing.
 Apart because a new entry here changes no reader.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from skill_tools.configs.source import Kind, Source
-from skill_tools.dialects.slime import OWN_OPTIONS
 from skill_tools.errors import Unrecognised, UnusableInput
 
 _PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the training alone"
@@ -66,7 +65,6 @@ KNOWN = (
         r"(?m)^[^#\n]*\bcomposer\b[^#\n]*\btrain\.py\b|^[^#\n]*\bllmfoundry train\b",
         names=frozenset({"train_loader", "max_duration", "max_seq_len"}),
     ),
-    Known("miles", (), "", OWN_OPTIONS, attempt=_ON_MEGATRON, inside="miles"),
     Known(
         "ROLL",
         ("roll_pipeline", "start_"),

@@ -22,6 +22,7 @@ _MODULES = {
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
     "slime": "skill_tools.dialects.slime.dialect",
+    "miles": "skill_tools.dialects.slime.miles",
     "skyrl": "skill_tools.dialects.skyrl.dialect",
     "areal": "skill_tools.dialects.areal.dialect",
     "openrlhf": "skill_tools.dialects.openrlhf.dialect",
@@ -35,7 +36,7 @@ _MODULES = {
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
 _SCRIPTS_ALONE = frozenset(
-    ("lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "skyrl")
+    ("lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl")
 )  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

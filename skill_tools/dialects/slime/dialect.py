@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from skill_tools.dialects.shapes import ModelShape
 
 _ENOUGH = 2
-_FORK = "miles"  # it has the same options and others, and checks other things
+# Of miles, which has the same options and others, and checks other things.
+_OF_MILES = re.compile(
+    r"miles|--(?:offload-train-(?:target|disk)|offload-rollout-level|stream-optimizer-state|rematerialize-param|fully-async)"
+)
 
 
 class Slime(MegatronLM):
@@ -30,30 +33,38 @@ class Slime(MegatronLM):
     looks_for = "two options such as --rollout-num-gpus, --actor-num-nodes or --colocate"
     package = "slime"
     marks = ()
+    is_fork = False
+    # `_set_default_megatron_args`, and what follows from the folder that it loads and dist_ckpt_save_pre_mcore_014.
+    forced: Mapping[str, object] = {"use_distributed_optimizer": True, "bf16": True}
+    decided: tuple[str, ...] = ("load_optim", "finetune", "dist_ckpt_optim_fully_reshardable")
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take two options that no program but slime's train.py has; those of its fork miles are not read."""
+        """Take two options that only slime and miles have, and what tells one from the other."""
         found = [
             name for name in OWN_OPTIONS if name in text and re.search(rf"(?<![\w-]){name}(?![\w-])", text)
         ]
-        if len(found) < _ENOUGH or _FORK in text:
+        if len(found) < _ENOUGH or bool(_OF_MILES.search(text)) is not self.is_fork:
             return NONE
         return Evidence(1, certain=True, proof=", ".join(found[:3]))
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read the command, then options on top."""
-        from skill_tools.dialects.slime.compose import compose
+        from skill_tools.dialects.megatron.own_options import Program, compose
 
-        return compose(sources, overrides)
+        of_engines, tokens = ("--sglang-", "--router-"), "slime.max_tokens_per_gpu"
+        program = Program(
+            self.name, f"{self.label}'s train.py", self.forced, self.decided, of_engines, tokens
+        )
+        return compose(program, sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """Megatron's parser is told to pass over what it does not know."""
         return "sl-dropped-option"
 
     def spelling(self, key: str) -> str:
-        """Return slime's own option, else Megatron-LM's flag."""
+        """Return its own option, else Megatron-LM's flag."""
         known = load_keys().get(key)
-        return known.spelling.get(SLIME, known.spelling.get(LM, key)) if known else key
+        return known.spelling.get(self.name, known.spelling.get(LM, key)) if known else key
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the trainer's run, on the GPUs that its two options give it."""

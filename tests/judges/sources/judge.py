@@ -15,6 +15,7 @@ import logging
 import random
 import re
 import sys
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ from skill_tools.rules.lint import lint
 ROOT = Path(__file__).parents[3]
 PARSERS = ROOT / "build" / "parsers_of_trainers"
 sys.path.append(str(PARSERS))
-FRAMEWORKS = ("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "sky_rl", "a_real")
+FRAMEWORKS = (
+    *("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "radix_miles", "sky_rl"),
+    "a_real",
+)
 
 
 def main() -> int:
@@ -73,7 +77,7 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
                 witness.ask(*question)
             raised = ""
         except (Exception, SystemExit) as error:
-            raised = str(error) or type(error).__name__
+            raised = str(error) or failed_line(error)
         counts["raised"] += bool(raised)
         text = module.command(*question)
         file = getattr(module, "FILENAME", "run.sh")
@@ -89,6 +93,11 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
     for problem, text in list(shown.items())[:8]:
         print(f"  {counts[problem]} x {problem}\n    {text}")
     return counts["disagree"]
+
+
+def failed_line(error: BaseException) -> str:
+    """Return the line that raised an error without words, as a traceback shows it."""
+    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 def disagreements(

@@ -1,6 +1,6 @@
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
-    python tests/judges/sources/vocabulary.py musubi|sd_scripts|onetrainer|ai_toolkit|openrlhf|slime|sky_rl|a_real
+    python tests/judges/sources/vocabulary.py NAME    one of the modules beside it
     python tests/judges/sources/vocabulary.py sd_scripts|openrlhf programs    which programs have an option
 
 Every release in build/ that the judge asks is read; a name of any of them is one.
@@ -57,6 +57,22 @@ def slime(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield its one program with each option that it adds to Megatron's, and the one of SGLang that plans read."""
     yield "train", "--sglang-mem-fraction-static"
     yield from (("train", option) for option in importlib.import_module("slime").Witness(folder).options())
+
+
+def radix_miles(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield its one program with each option that it adds to Megatron's, and those that rules read of others."""
+    own = importlib.import_module("radix_miles").Witness(folder).options()
+    fields = Sources(folder).path("miles.backends.fsdp_utils.arguments")
+    classes = (
+        [each for each in ast.parse(fields.read_text()).body if isinstance(each, ast.ClassDef)]
+        if fields
+        else []
+    )
+    names = [
+        ast.unparse(each.target) for one in classes for each in one.body if isinstance(each, ast.AnnAssign)
+    ]
+    own += [f"--{name.replace('_', '-')}" for name in names if "fsdp" in name]
+    yield from (("train", option) for option in ("--sglang-mem-fraction-static", *own))
 
 
 def onetrainer(folder: Path) -> Iterator[str]:
@@ -120,7 +136,13 @@ def main() -> None:
         print("# Written by tests/judges/sources/vocabulary.py.\n")
         print(*sorted({field for folder in folders for field in fields(folder)}), sep="\n")
         return
-    options = {"musubi": musubi, "sd_scripts": sd_scripts, "openrlhf": openrlhf, "slime": slime}[name]
+    options = {
+        "musubi": musubi,
+        "sd_scripts": sd_scripts,
+        "openrlhf": openrlhf,
+        "slime": slime,
+        "radix_miles": radix_miles,
+    }[name]
     programs: dict[str, set[str]] = {}
     for program, option in (each for folder in folders for each in options(folder)):
         if option.startswith("--"):
@@ -135,7 +157,7 @@ def main() -> None:
         f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
     )
     print("# Written by tests/judges/sources/vocabulary.py.")
-    print(*(["\nprogram"] if name != "slime" else [""]), *sorted(found), sep="\n")
+    print(*(["\nprogram"] if name not in ("slime", "radix_miles") else [""]), *sorted(found), sep="\n")
 
 
 def print_programs(module: Any, programs: dict[str, set[str]]) -> None:

@@ -74,6 +74,7 @@ SEARCHED: list[tuple[str, str, str, set[str]]] = [
         {OPTIMIZER, SHARDED},
     ),
     ("slime", "run.sh", SLIME, {LAYERS, OPTIMIZER, RECOMPUTE}),
+    ("miles", "run.sh", f"# miles\n{SLIME}", {LAYERS, OPTIMIZER, RECOMPUTE}),
     ("torchtitan", "titan.toml", TITAN, {RECOMPUTE, SHARDED}),
     ("torchtune", "tune.yaml", TUNE, {RECOMPUTE, INPUTS, STATES}),
     ("torchtune", "tune.yaml", TUNE + "fsdp_cpu_offload: true\n", {RECOMPUTE, INPUTS, SHARDED}),

@@ -356,11 +356,6 @@ NOT_READ = {
         "general: {run: a}\nparallelism: {dp: 2, tp: 1}\ntokens: {}\ncheckpoints: {}\n",
         "nanotron's",
     ),
-    "miles.sh": (
-        "cd /root/miles; python3 train.py --actor-num-nodes 1 --colocate --num-layers 48 --use-mcore-models "
-        "--rollout-batch-size 32 --tensor-model-parallel-size 4 --optimizer-cpu-offload\n",
-        "miles's",
-    ),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
     "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
     "oumi.yaml": ("model: {}\ndata: {}\ntraining: {trainer_type: TRL_SFT}\n", "Oumi's"),
