@@ -23,7 +23,9 @@ from skill_tools.bundle import knowledge_path
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOST_SHARED = 99  # two digits
+# Signs of a folded name: "#" for no letter that falls away to "Z" for 55; none is the bracket that begins a section.
+_NONE_FALLS, _MOST_FALL = ord("#"), ord("Z") - ord("#")
+_WHOLE = "!"
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
 INPUT = "input"  # the `check` of rules about the input itself, whatever the framework
@@ -81,15 +83,17 @@ def words(text: str) -> list[str]:
 
 
 def folded(names: Iterable[str]) -> str:
-    """Return names in half of the room, a line each: two digits are the letters that it shares with the one before."""
+    """Return names in half of the room, a line each: a sign says how many letters of the one before fall away.
+
+    Not how many stay: sections of one form under names of different length then have the same lines, which a zip
+    compresses to nothing. A name that keeps nothing begins with `_WHOLE`.
+    """
     lines, before = [], ""
     for name in names:
-        pairs = zip(before[:_MOST_SHARED], name, strict=False)
-        shared = next(
-            (at for at, (old, new) in enumerate(pairs) if old != new),
-            min(len(before), len(name), _MOST_SHARED),
-        )
-        lines.append(f"{shared:02}{name[shared:]}")
+        pairs = enumerate(zip(before, name, strict=False))
+        shared = next((at for at, (old, new) in pairs if old != new), min(len(before), len(name)))
+        fall = len(before) - shared
+        lines.append(f"{chr(_NONE_FALLS + fall)}{name[shared:]}" if fall <= _MOST_FALL else _WHOLE + name)
         before = name
     return "\n".join(lines)
 
@@ -98,7 +102,8 @@ def names(vocabulary: str) -> tuple[str, ...]:
     """Return the names in a vocabulary of the index, in the order of its file; none where there is no such file."""
     found, before = [], ""
     for line in index()["vocabulary"].get(vocabulary, "").splitlines():
-        before = before[: int(line[:2])] + line[2:]
+        kept = 0 if line[0] == _WHOLE else len(before) - ord(line[0]) + _NONE_FALLS
+        before = before[:kept] + line[1:]
         found.append(before)
     return tuple(found)
 
@@ -126,7 +131,7 @@ def _all_of(section: str) -> Any:
         case "rules":
             return _by_id(_rule_files())
         case "vocabulary":
-            # A line of a name begins with a digit, so no other line does with a bracket.
+            # A line of a name begins with a sign, so no other line does with a bracket.
             text = knowledge_path("index", "vocabulary.txt").read_text(encoding="ascii")
             parts = (part.partition("]\n") for part in f"\n{text}".split("\n[")[1:])
             return {name: folded.rstrip("\n") for name, _, folded in parts}

@@ -1,5 +1,7 @@
 """miles as a dialect: the command of its train.py, with the options of slime and Megatron-LM beside its own."""
 
+from collections.abc import Mapping
+
 from skill_tools.configs.config import UnknownKey
 from skill_tools.dialects.slime import MILES
 from skill_tools.dialects.slime.dialect import Slime
@@ -14,7 +16,7 @@ class Miles(Slime):
     looks_for = "two options such as --rollout-num-gpus, --actor-num-nodes or --colocate, beside miles's name"
     is_fork = True
     # `set_default_megatron_args`: the optimizer is distributed for Adam, but for adapters and a debug option.
-    forced = {"bf16": True}
+    forced: Mapping[str, object] = {"bf16": True}
     decided = ("load_optim", "finetune", "use_distributed_optimizer")
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
