@@ -4,11 +4,13 @@ Several models may be sharded in one script, each with a policy of its own; the 
 that is given a policy has it. A process group that is made elsewhere, or of a computed backend, may have any.
 """
 
+import ast
 from collections.abc import Sequence
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
+from skill_tools.configs.python.syntax import dotted_name, last_name
 from skill_tools.configs.python.values import Section
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.values import UNREADABLE
@@ -38,6 +40,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     _write_backend(draft, [each for each in made if each.kind == _GROUP])
     for each in [each for each in made if each.kind == _CLIP][:1]:
         draft.set_key("fsdp2.clips", True, _CLIP, each.place)
+    _write_mixed(draft, source)
     draft.set_key(
         "fsdp2.threads", any(name in source.text for name in _THREADS), _THREADS[0], Place(source.name, 1, 1)
     )
@@ -58,6 +61,35 @@ def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
         draft.leave_open("fsdp2.offload_policy")
     elif policies == {POLICY}:
         draft.set_key("fsdp2.offload_policy", True, "offload_policy", given[0][1])
+
+
+def _write_mixed(draft: Draft, source: Source) -> None:
+    """Write whether one call clips all parameters of a module that `fully_shard` is to leave some of.
+
+    It is open where those are computed elsewhere, or where the script freezes parameters, which then have no gradient.
+    """
+    calls = [node for node in ast.walk(source.module) if isinstance(node, ast.Call) and node.args]
+    ignored = {
+        dotted_name(call.args[0]): option.value
+        for call in calls
+        if last_name(call.func) == SHARDS
+        for option in call.keywords
+        if option.arg == "ignored_params" and not isinstance(option.value, ast.Constant)
+    }
+    for call in calls:
+        if last_name(call.func) != _CLIP or not isinstance(call.args[0], ast.Call):
+            continue
+        module, _, method = dotted_name(call.args[0].func).rpartition(".")
+        if method != "parameters" or module not in ignored:
+            continue
+        if (
+            isinstance(ignored[module], ast.Call | ast.Set | ast.SetComp)
+            and "requires_grad" not in source.text
+        ):
+            place = Place(source.name, call.lineno, call.col_offset + 1)
+            draft.set_key("fsdp2.clips_mixed", True, _CLIP, place)
+        else:
+            draft.leave_open("fsdp2.clips_mixed")
 
 
 def _write_backend(draft: Draft, calls: Sequence[Construction]) -> None:

@@ -11,6 +11,8 @@ EMBEDDED = ("accelerate", "deepspeed")  # what the arguments may hold a section 
 CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
 LAUNCHER = "launcher"
 PACKAGES = ("transformers", "trl")  # whose classes these are
+# Together they are the Trainer's alone: which engine shards, and the batch, which no other program calls so.
+ENGINES, BATCH = frozenset({"deepspeed", "fsdp", "fsdp_config"}), "per_device_train_batch_size"
 TRAINER_CLASSES = frozenset({"TrainingArguments", "Seq2SeqTrainingArguments"})
 TRL_COMMANDS = {
     "sft": "SFTConfig",

@@ -9,8 +9,10 @@ from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence, Question
 from skill_tools.dialects.transformers import (
+    BATCH,
     CLASSES,
     EMBEDDED,
+    ENGINES,
     PACKAGES,
     TRAINERS,
     TRANSFORMERS,
@@ -33,8 +35,6 @@ _TRAINS = frozenset(
         "max_steps",
     }
 )
-_BATCH = "per_device_train_batch_size"  # which no other program calls so
-_ENGINES = frozenset({"deepspeed", "fsdp", "fsdp_config"})
 _ABOUT = frozenset({"model_name_or_path", "dataset_name", "dataset_mixture", "dataset_mixer", "datasets"})
 # What another framework proves itself with, although it takes the Trainer's arguments too.
 _OTHERS = frozenset(
@@ -105,9 +105,9 @@ class Transformers(Dialect):
             return NONE
         flags = re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)
         names = {flag.replace("-", "_") for flag in flags}
-        engines = sorted(names & _ENGINES)
-        if engines and _BATCH in names and not names & _OTHERS:
-            return Evidence(_DECISIVE, proof=", ".join([_BATCH, *engines[:1]]))
+        engines = sorted(names & ENGINES)
+        if engines and BATCH in names and not names & _OTHERS:
+            return Evidence(_DECISIVE, proof=", ".join([BATCH, *engines[:1]]))
         return self._evidence_in_names(names)
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:

@@ -19,7 +19,7 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node
-from skill_tools.dialects.transformers import TRANSFORMERS, TRL_COMMANDS
+from skill_tools.dialects.transformers import BATCH, ENGINES, TRANSFORMERS, TRL_COMMANDS
 from skill_tools.dialects.transformers.parsers import has_negative, meant
 from skill_tools.errors import UnusableInput
 
@@ -231,7 +231,10 @@ def _launcher(before: Sequence[Argument]) -> str:
 
 def _is_trainers(launch: Launch, folders: Sequence[Path], *, least: int) -> bool:
     names = load_vocabulary(TRANSFORMERS).names
-    known = sum(option.name in names for option in options(launch.words, ""))
+    given = {option.name for option in options(launch.words, "")}
+    if BATCH in given and given & ENGINES:
+        return True
+    known = len(given & names)
     with suppress(UnusableInput):  # another program's file, in a form of its own
         for recipe in recipes(launch, folders) if known < least else ():
             known += sum(name in names for name in entries_of(single_document(recipe)))

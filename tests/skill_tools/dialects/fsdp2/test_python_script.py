@@ -102,3 +102,27 @@ def test_overrides_are_refused() -> None:
     text = SCRIPT.format(group="", layer=OFFLOADED, model=OFFLOADED)
     with pytest.raises(UnusableInput, match="FSDP2 is read from one Python script"):
         read_text(text, "train.py", overrides=["backend=gloo"])
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "expected"),
+    [
+        (f"{OFFLOADED}, ignored_params=set(model.head.parameters())", "", True),
+        (f"{OFFLOADED}, ignored_params={{model.head.weight}}", "", True),
+        (f"{OFFLOADED}, ignored_params=None", "", False),
+        (OFFLOADED, "", False),
+        (f"{OFFLOADED}, ignored_params=left", "", None),
+        (
+            f"{OFFLOADED}, ignored_params=set(model.head.parameters())",
+            "model.head.requires_grad_(False)",
+            None,
+        ),
+    ],
+)
+def test_clipping_takes_no_plain_gradients_beside_sharded_ones(
+    model: str, more: str, expected: bool | None
+) -> None:
+    text = SCRIPT.format(group='"cpu:gloo,cuda:nccl"', layer=OFFLOADED, model=model)
+    verdict = lint(read_text(f"{text}{more}\n", "train.py"), versions={})
+    assert ("fs2-clip-mixed" in {each.rule for each in verdict.findings}) is (expected is True)
+    assert ("fs2-clip-mixed" in {each.rule for each in verdict.undecided}) is (expected is None)

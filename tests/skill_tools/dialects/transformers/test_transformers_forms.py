@@ -128,6 +128,12 @@ def test_the_launcher_is_who_starts_the_script(command: str, launcher: str | Non
     assert ("launcher" in config.unresolved) is (launcher is None)
 
 
+@pytest.mark.parametrize("engine", ["--deepspeed ds.json", "--fsdp=full_shard", "--fsdp_config f.json"])
+def test_an_engine_and_the_batch_are_enough_for_a_launch(engine: str) -> None:
+    config = of_shell(f"torchrun train.py {engine} --per_device_train_batch_size 2\n")
+    assert values(config)["micro_batch_size"] == 2
+
+
 def test_a_recipe_that_a_command_names_stands_below_its_options(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE + "max_length: 4096\n")
     (tmp_path / "run.sh").write_text("trl sft --config r.yaml --max_length 1024\n")
