@@ -20,6 +20,10 @@ Two replicas of two shards each (HSDP):
 
     torchrun --standalone --nproc-per-node 4 benchmarks/distributed.py --replicas 2 --rows streamed --out hsdp.json
 
+Muon, with ratios to torch's Muon over the same shards:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows muon --tokens 4096,16384
+
 Everything off against torch's CPUOffloadPolicy alone:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/distributed.py --rows everything,CPUOffload --tokens 4096,16384
@@ -31,7 +35,8 @@ A trace of rank 0 in one row, and a drawing of one step:
 
 A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, unless a row says bf16, bf16
 compute (under DDP by autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's
-offloading row, whose clipping is a pass over the host. `--rows` leaves out what a host has no memory for.
+offloading row, whose clipping is a pass over the host. `--rows` leaves out what a host has no memory for. `weights` is
+a sum of the bits of all weights at the end: rows that trained alike to the bit have the same.
 A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
 slowest rank; the host runs ahead. The first step is that of a row's first batch size. The peak is the allocator's, the
 largest of all ranks, in GB of 10**9 bytes.
@@ -50,6 +55,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,10 +63,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from caches import forget_caches
-from distributed_rows import Layout, Row, loss_of, rows
+from distributed_rows import TORCHS_MUON, Layout, Row, loss_of, rows
 from draw_trace import draw
 from machine import machine, print_table
 from torch import nn
+from torch.distributed.tensor import DTensor
 from trace_overlap import REPEATED, record
 
 from reference_impl.device import Device
@@ -122,6 +129,7 @@ def _measured(
         # Its AdamW runs on the host, and torchrun allows it one thread.
         torch.set_num_threads(1 if row.has_one_thread else threads_of_a_rank())
     model = row.model(layout, shape, device)
+    params = list(model.parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
     optimizer = row.build(model)
     device.synchronize()
@@ -137,8 +145,21 @@ def _measured(
         optimizer.close()
         torch.set_num_threads(threads)
     split = getattr(optimizer, "split", None)
-    numel = sum(param.numel() for param in model.parameters()) // layout.shards
-    return {"build_s": built_s, "split": split and list(split), "numel": numel, "tokens": found}
+    return {
+        "build_s": built_s,
+        "split": split and list(split),
+        "numel": sum(param.numel() for param in params) // layout.shards,
+        "weights": sum_of_bits(params),
+        "tokens": found,
+    }
+
+
+@torch.no_grad()
+def sum_of_bits(params: Iterable[torch.Tensor]) -> int:
+    """Return the sum of the bits of this rank's weights, read as whole numbers: the same for the same weights."""
+    locals_ = (param.to_local() if isinstance(param, DTensor) else param for param in params)
+    integers = {2: torch.int16, 4: torch.int32}
+    return sum(int(each.view(integers[each.itemsize]).sum(dtype=torch.int64)) for each in locals_)
 
 
 def trace(
@@ -176,6 +197,11 @@ def of_all_ranks(value: Any) -> list[Any]:
     return found
 
 
+def base_of(row: str) -> str:
+    """Return the row that the ratio of `row` is to."""
+    return TORCHS_MUON if row.startswith("muon") else "none"
+
+
 def summary(name: str, ranks: list[Any], total: str, base_s: float | None) -> dict[str, object]:
     """Return a line of the table for `total` tokens: the slowest rank, the largest peak."""
     errors = [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]
@@ -193,6 +219,7 @@ def summary(name: str, ranks: list[Any], total: str, base_s: float | None) -> di
         "first_step_s": max(each["first_step_s"] for each in of_size),
         "build_s": max(rank["build_s"] for rank in ranks),
         "split": " ".join(f"{share:.2f}" for share in ranks[0]["split"] or ()),
+        "weights": f"{sum(rank['weights'] for rank in ranks) % 2**32:08x}",
         "loss": of_size[0]["loss"][-1],
     }
 
@@ -235,7 +262,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--slots-gb", type=float, default=4.0, help="for states that come early, or stay")
     parser.add_argument("--steps", type=int, default=3, help="steps that are timed")
     parser.add_argument(
-        "--rows", default="", help="only rows whose name contains one of these; none is first"
+        "--rows", default="", help="only rows whose name contains one of these, and those that ratios are to"
     )
     parser.add_argument("--out", type=Path, help="write all numbers of all ranks as JSON")
     parser.add_argument(
@@ -282,22 +309,23 @@ def main() -> None:
     }
     host = slowest.pop("host")
     link = CopyRates(**slowest)
+    listed = rows(args.engine, slots_bytes)
     wanted = [part for part in args.rows.split(",") if part]
+    asked = [name for name in listed if not wanted or any(part in name for part in wanted)]
     table: list[dict[str, object]] = []
-    base: dict[str, float] = {}
-    for name, row in rows(args.engine, slots_bytes).items():
-        if wanted and name != "none" and not any(part in name for part in wanted):
-            continue
+    base: dict[tuple[str, str], float] = {}
+    for name in dict.fromkeys(each for row in asked for each in (base_of(row), row)):
+        row = listed[name]
         dist.barrier()
         batches = [size // sequence for size in sizes]
         ranks = of_all_ranks(measure(row, layout, shape, device, batches, sequence, args.steps))
         report["rows"][name] = ranks
         for size in sizes:
-            line = summary(name, ranks, str(size), base.get(str(size)))
-            if name == "none" and "error" not in line:
-                base[str(size)] = float(str(line["step_s"]))
-            elif row.traffic and link.duplex and "error" not in line:
-                base_s = base[str(size)]
+            base_s = base.get((base_of(name), str(size)))
+            line = summary(name, ranks, str(size), base_s)
+            if name == base_of(name) and "error" not in line:
+                base[name, str(size)] = float(str(line["step_s"]))
+            elif row.traffic and link.duplex and base_s and "error" not in line:
                 least_s = row.traffic.least_s(base_s, ranks[0]["numel"], slots_bytes, link, host)
                 line["least"] = least_s / base_s
             table.append(line)

@@ -27,6 +27,8 @@ from reference_impl.verification.model import Decoder, DecoderShape, decoder_los
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MAX_NORM = 1.0
+# The row that ratios of all others with Muon are to.
+TORCHS_MUON = "muon, torch's"
 # Of states: where the peak counts, and where the host has least time to launch.
 SMALL_CHUNK_BYTES, LARGE_CHUNK_BYTES = 32 * 2**20, 192 * 2**20
 
@@ -218,7 +220,7 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
             Traffic(in_backward=(4, 4), after_it=(12, 8)),
             Streaming(chunk_bytes=SMALL_CHUNK_BYTES, states="bf16-moments"),
         ),
-        "muon, torch's": Row(PlainMuon),
+        TORCHS_MUON: Row(PlainMuon),
         "muon, on the GPU": ours_with_muon(fraction=0.0),
         "muon, exact": ours_with_muon(),
         "muon, exact, slots": ours_with_muon(device_budget_bytes=slots_bytes),

@@ -1,6 +1,6 @@
 """Runs as a script, once a rank: FSDP2 with Muon off the device, against `torch.optim.Muon` over whole fp32 masters.
 
-    python muon_ranks.py RANK RANKS STORE_FILE cpu|late CASE ...
+    python muon_ranks.py RANK RANKS STORE_FILE cpu|late|cuda CASE ...
 
 A case is `refused`, `rounded`, or words joined by commas, each a key of one of the tables below; what is not named has
 the first value. The reference has all gradients gathered, and is one process's training: torch's own Muon over fp32
@@ -95,11 +95,11 @@ def columns(param):
     return Shard(1) if param.dim() > 1 else Shard(0)
 
 
-def sharded(layout, dtype, ranks):
+def sharded(layout, dtype, ranks, device):
     torch.manual_seed(3)
     model = Model().to(dtype)
     shape = (2, ranks // 2) if layout == "hsdp" else (ranks,)
-    options = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[-len(shape) :])}
+    options = {"mesh": init_device_mesh(device.type, shape, mesh_dim_names=("r", "s")[-len(shape) :])}
     if layout == "mixed":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if layout == "columns":
@@ -111,6 +111,7 @@ def sharded(layout, dtype, ranks):
             )
             block.down = nn.Linear(8, WIDTH, bias=False).to(dtype)
         options["shard_placement_fn"] = columns
+    model.to(device)
     for block in model.blocks if layout != "root" else ():
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -243,7 +244,7 @@ def check_traffic(sent, model, shares):
     """Both ways all ranks together send each element once, but for what an owner has itself; and rounding up."""
     cut = [param for param in parts_of(model, shares)[0] if param.placements[-1].dim != param.dim() - 3]
     (group,) = {param.device_mesh.get_group(len(param.placements) - 1) for param in cut}
-    total = torch.tensor(sent)
+    total = torch.tensor(sent, device=cut[0].device_mesh.device_type)
     dist.all_reduce(total, group=group)
     least = STEPS * 2 * sum(param.numel() for param in cut) * (group.size() - 1) / group.size()
     rounding = STEPS * 2 * 64 * group.size() * sum(1 if param.dim() == 2 else param.shape[0] for param in cut)
@@ -265,16 +266,16 @@ def check_refusals(ranks):
             HybridDeviceOptimizer([{"params": [param], "algorithm": formula}], split=split)
 
 
-def check_rounded(rank, ranks):
+def check_rounded(rank, ranks, device):
     """Momentum in bf16 is rounded by its place in a shard alone: chunks change no bit, and exact ones are near."""
     for layout, shares in (("blocks", "streamed"), ("columns", "everything")):
         found = []
         for states, chunk_bytes in (("bf16-moments", 1024), ("bf16-moments", 8192), ("exact", 1024)):
-            model = sharded(layout, torch.bfloat16, ranks)
+            model = sharded(layout, torch.bfloat16, ranks, device)
             generator = torch.Generator().manual_seed(rank)
             with trained(model, shares, "clipped", chunk_bytes, states=states) as optimizer:
                 for _ in range(STEPS):
-                    model(torch.randint(0, ROWS, (3, 5), generator=generator)).backward()
+                    model(torch.randint(0, ROWS, (3, 5), generator=generator).to(device)).backward()
                     optimizer.step()
                     optimizer.zero_grad()
                 optimizer.synchronize()
@@ -284,17 +285,20 @@ def check_rounded(rank, ranks):
         assert 0 < (first - exact).norm() < 0.02 * exact.norm(), ((first - exact).norm(), exact.norm())
 
 
-def compare(case, rank, ranks):
+def compare(case, rank, ranks, device):
     words = case.split(",")
     layout, shares, clip, accumulation, dtype, trouble = (
         next((word for word in words if word in table), next(iter(table))) for table in TABLES
     )
     assert all(any(word in table for table in TABLES) for word in words), case
-    ours, plain = (sharded(layout, DTYPES[dtype], ranks) for _ in range(2))
+    ours, plain = (sharded(layout, DTYPES[dtype], ranks, device) for _ in range(2))
     reference = WholeMuon(plain, shares, CLIPS[clip])
     generator = torch.Generator().manual_seed(rank)
     size = 1 if accumulation == "once" else 3
-    data = [[torch.randint(0, ROWS, (3, 5), generator=generator) for _ in range(size)] for _ in range(STEPS)]
+    data = [
+        [torch.randint(0, ROWS, (3, 5), generator=generator).to(device) for _ in range(size)]
+        for _ in range(STEPS)
+    ]
     stacks = one_by_one() if trouble == "batched" else None
     with (
         trained(ours, shares, clip, 8192 if trouble == "batched" else 1024) as optimizer,
@@ -323,11 +327,12 @@ def compare(case, rank, ranks):
         assert stacks is None or max(stacks) > 1, "no rank has a stack"
         assert rank or layout == "root" or watched.most_left, "step() has waited for all"
         for (name, one), other in zip(ours.state_dict().items(), plain.state_dict().values(), strict=True):
-            assert torch.equal(one.to_local().cpu(), other.to_local()), name
+            assert torch.equal(one.to_local().cpu(), other.to_local().cpu()), name
         mine, theirs = parts_of(ours, shares)[0], parts_of(plain, shares)[0]
         for param, other in zip(mine, theirs, strict=True):
             momentum = optimizer.state[param]["momentum_buffer"].to_local()
-            assert torch.equal(momentum, shard_of(other, reference.momentum(other))), tuple(param.shape)
+            expected = shard_of(other, reference.momentum(other))
+            assert torch.equal(momentum.cpu(), expected.cpu()), tuple(param.shape)
     dist.barrier()
 
 
@@ -337,22 +342,28 @@ def main(rank, ranks, store, place, *cases):
     if place == "late":
         LateTwin.seed, Device.classes["cpu"] = rank, LateTwin
         WatchedGathers.hesitate = lambda: time.sleep(chance.choice((0.0, 0.0, 0.002)))
+    device = torch.device("cuda", rank) if place == "cuda" else torch.device("cpu")
+    if place == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        "nccl" if place == "cuda" else "gloo",
         store=dist.FileStore(store, ranks),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=40),
     )
     warnings.simplefilter("error", UserWarning)
+    # What torch says of CUDA.
+    for told in ("Requested unified CUBLASLT workspace", r"barrier\(\): using the device"):
+        warnings.filterwarnings("ignore", told)
     for case in cases:
         print(case, flush=True)
         if case == "refused":
             check_refusals(ranks)
         elif case == "rounded":
-            check_rounded(rank, ranks)
+            check_rounded(rank, ranks, device)
         else:
-            compare(case, rank, ranks)
+            compare(case, rank, ranks, device)
     # All ranks remove the store's file as they let go of it, and torch waits for minutes for one that is just gone.
     os._exit(0)
 

@@ -5,6 +5,7 @@ compared to the bit, and replicas always are. Under DDP every rank's streams are
 """
 
 import ddp_ranks
+import muon_ranks
 import pytest
 import sharded_ranks
 import torch
@@ -50,6 +51,15 @@ REPLICATED = (
     "copies,thirds,update,unclipped,unsynced",
     "views,auto,clipped",
 )
+# Whole matrices on their owners, on a communicator of its own beside FSDP2's.
+MUON = (
+    "blocks,streamed",
+    "blocks,everything,bf16",
+    "columns,offloader,unreduced",
+    "mixed,resident,reduced",
+    "root,streamed,bf16,nan",
+    "rounded",
+)
 
 
 def test_sharded_models_train_as_torch_does(tmp_path):
@@ -66,3 +76,7 @@ def test_two_replicas_train_as_torch_does(tmp_path):
     run_ranks(
         sharded_ranks.__file__, ranks, str(tmp_path / "store"), "cuda", *REPLICATED_SHARDS, timeout_s=280
     )
+
+
+def test_shards_of_matrices_train_as_torchs_muon_over_whole_ones(tmp_path):
+    run_ranks(muon_ranks.__file__, 2, str(tmp_path / "store"), "cuda", *MUON, timeout_s=280)
