@@ -31,22 +31,8 @@ class Known(NamedTuple):
     inside: str = ""
 
 
-_ON_MEGATRON = (
-    "--framework megatron-lm for what it shares with Megatron-LM; options of its own are unknown there"
-)
-_MINDSPEED = (
-    "--reuse-fp32-param", "--swap-attention", "--swap-optimizer", "--use-fused-rmsnorm", "--use-fused-swiglu",
-    "--use-fused-rotary-pos-emb", "--recompute-activation-function", "--use-ascend-mc2", "--smart-swap",
-    "--recompute-in-advance", "--recompute-in-bubble",
-)  # fmt: skip
 KNOWN = (
-    Known(
-        "MindSpeed-LLM",
-        ("mindspeed_llm", "posttrain_gpt.py"),
-        r"(?m)^[^#\n]*\b(?:mindspeed_llm|posttrain_gpt\.py)\b",
-        _MINDSPEED,
-        attempt=_ON_MEGATRON,
-    ),
+    Known("MindSpeed-LLM's FSDP2 trainer", ("train_fsdp2.py",), r"(?m)^[^#\n]*\btrain_fsdp2\.py\b"),
     Known(
         "LitGPT",
         ("litgpt",),

@@ -11,6 +11,7 @@ from skill_tools.dialects.base import Dialect
 _MODULES = {
     "megatron-bridge": "skill_tools.dialects.megatron.bridge",
     "megatron-lm": "skill_tools.dialects.megatron.lm",
+    "mindspeed-llm": "skill_tools.dialects.megatron.mindspeed",
     "axolotl": "skill_tools.dialects.axolotl.dialect",
     "deepspeed": "skill_tools.dialects.deepspeed.dialect",
     "torchtune": "skill_tools.dialects.torchtune.dialect",
@@ -36,7 +37,7 @@ _MODULES = {
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
 _SCRIPTS_ALONE = frozenset(
-    ("lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl")
+    ("mindspeed-llm", "lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl")
 )  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

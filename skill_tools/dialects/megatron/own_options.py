@@ -35,6 +35,7 @@ class Program(NamedTuple):
 
     `forced` are values that it gives by itself, `decided` keys that may become anything, `passed_over` the beginnings
     of options that another parser takes, and `tokens` the key of a micro-batch's most tokens, if it has one.
+    `is_closed` says that its Megatron-LM is a release as it is, so that no other option can be one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Program(NamedTuple):
     decided: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     tokens: str = ""
+    is_closed: bool = False
 
 
 def compose(program: Program, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -120,4 +122,4 @@ def _write(draft: Draft, program: Program, given: Iterable[Flag]) -> None:
 def _is_meant_for_it(program: Program, name: str) -> bool:
     """Return whether an unknown option is a slip: the Megatron-LM that a framework patches has options of its own."""
     names = load_vocabulary(program.name).names | load_vocabulary(LM).names
-    return "offload" in name or is_slip(name, names)
+    return program.is_closed or "offload" in name or is_slip(name, names)

@@ -36,6 +36,8 @@ def main() -> None:
                 unpack_wheel(f"{module.WHEEL}=={release}", folder)
             else:
                 unpack(module.REPOSITORY, getattr(module, "TAGS", {}).get(release, f"v{release}"), folder)
+            for repository, tag in getattr(module, "ALSO", {}).get(release, ()):
+                unpack(repository, tag, folder)
 
 
 def install_parsers() -> None:

@@ -59,6 +59,13 @@ def slime(folder: Path) -> Iterator[tuple[str, str]]:
     yield from (("train", option) for option in importlib.import_module("slime").Witness(folder).options())
 
 
+def mind_speed(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield its programs' options that Megatron does not have."""
+    yield from (
+        ("train", option) for option in importlib.import_module("mind_speed").Witness(folder).options()
+    )
+
+
 def radix_miles(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield its one program with each option that it adds to Megatron's, and those that rules read of others."""
     own = importlib.import_module("radix_miles").Witness(folder).options()
@@ -142,6 +149,7 @@ def main() -> None:
         "openrlhf": openrlhf,
         "slime": slime,
         "radix_miles": radix_miles,
+        "mind_speed": mind_speed,
     }[name]
     programs: dict[str, set[str]] = {}
     for program, option in (each for folder in folders for each in options(folder)):
@@ -157,7 +165,11 @@ def main() -> None:
         f"# Source: the parsers of its training programs, at {', '.join(f'v{each}' for each in module.RELEASES)}."
     )
     print("# Written by tests/judges/sources/vocabulary.py.")
-    print(*(["\nprogram"] if name not in ("slime", "radix_miles") else [""]), *sorted(found), sep="\n")
+    print(
+        *(["\nprogram"] if name not in ("slime", "radix_miles", "mind_speed") else [""]),
+        *sorted(found),
+        sep="\n",
+    )
 
 
 def print_programs(module: Any, programs: dict[str, set[str]]) -> None:

@@ -341,12 +341,7 @@ def test_a_deepspeed_file_that_only_the_caller_names_is_nobodys(
 
 
 NOT_READ = {
-    "mindspeed.sh": (
-        "torchrun pretrain_gpt.py --num-layers 32 --use-mcore-models --tensor-model-parallel-size 2 --swap-attention "
-        "--swap-optimizer\n",
-        "MindSpeed-LLM's",
-    ),
-    "posttrain.sh": ("torchrun posttrain_gpt.py --num-layers 32 --stage sft\n", "MindSpeed-LLM's"),
+    "fsdp2.sh": ("torchrun train_fsdp2.py --config-file a.yaml\n", "MindSpeed-LLM's FSDP2"),
     "litgpt.sh": ("litgpt finetune_lora a/b --config c.yaml\n", "LitGPT's"),
     "litgpt.yaml": (
         "checkpoint_dir: a\nout_dir: b\ntrain: {global_batch_size: 8, micro_batch_size: 1}\neval: {}\n",
@@ -382,11 +377,17 @@ def test_a_framework_that_is_not_read_is_refused_by_its_name() -> None:
         assert "offload plan" in refused.value.attempt or "--framework" in refused.value.attempt, filename
 
 
+MINDSPEED = (
+    "torchrun pretrain_gpt.py --num-layers 32 --use-mcore-models --tensor-model-parallel-size 2 --swap-attention "
+    "--swap-optimizer\n"
+)
+
+
 def test_one_option_alone_makes_a_command_no_other_framework_s() -> None:
-    text = NOT_READ["mindspeed.sh"][0].replace("--swap-optimizer", "--bf16")
+    assert readings([Source("run.sh", MINDSPEED)])[0].dialect.name == "mindspeed-llm"
+    text = MINDSPEED.replace("--swap-optimizer", "--bf16")
     assert readings([Source("run.sh", text)])[0].dialect.name == "megatron-lm"
 
 
 def test_the_user_may_state_the_framework_all_the_same() -> None:
-    text = NOT_READ["mindspeed.sh"][0]
-    assert readings([Source("run.sh", text)], framework="megatron-lm")[0].dialect.name == "megatron-lm"
+    assert readings([Source("run.sh", MINDSPEED)], framework="megatron-lm")[0].dialect.name == "megatron-lm"
