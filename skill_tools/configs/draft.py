@@ -147,6 +147,14 @@ class Draft:
             if key == name or f"{setting.written}.".startswith(f"{written}."):
                 self._drop(key)
 
+    def remove_section(self, written: str) -> None:
+        """Take back all that an earlier file has at and below this key, which a value that is no section replaces."""
+        self.remove(written)
+        below = f"{written}."
+        self._unknown = {
+            key: each for key, each in self._unknown.items() if not each.written.startswith(below)
+        }
+
     def is_leaf(self, spelling: str) -> bool:
         """Return whether the key's type leaves no room for fields below it."""
         key = self.key(spelling)

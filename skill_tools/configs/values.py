@@ -18,6 +18,7 @@ _DTYPES = {
 }  # fmt: skip
 _TRUE = {"true", "yes", "on", "1", "y", "t"}
 _FALSE = {"false", "no", "off", "0", "n", "f"}
+_WHOLE = re.compile(r"\s*[+-]?[0-9]+\.0*\s*")  # pydantic's int takes "2.0" as 2
 _LONGEST_NUMBER = 100  # characters
 _LARGEST_INTEGER = 2**63
 _EXPECTED = {
@@ -63,6 +64,15 @@ def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Ty
     if result.expected is None and key.choices and result.value not in key.choices:
         return Typed(value, f"one of {', '.join(map(written, key.choices))}")
     return result
+
+
+def as_pydantic(kind: str, value: object) -> object:
+    """Return what pydantic's lax mode reads as a number of `kind` beyond what parsers of arguments do."""
+    if isinstance(value, bool) and kind in ("int", "float"):
+        return int(value)
+    if isinstance(value, str) and kind == "int" and _WHOLE.fullmatch(value):
+        return value.strip().partition(".")[0]
+    return value
 
 
 def written(value: object) -> str:

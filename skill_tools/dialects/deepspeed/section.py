@@ -14,6 +14,7 @@ from skill_tools.configs.draft import Draft
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import single_document, write_tree
+from skill_tools.configs.values import as_pydantic
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.deepspeed import DEEPSPEED
 
@@ -22,7 +23,6 @@ _ZERO = f"{_PREFIX}zero_optimization"
 _STRICT = tuple(f"{_PREFIX}{section}." for section in ("zero_optimization", "compile", "bf16", "fp16"))
 _INTERVALS = (f"{_ZERO}.zenflow.select_interval", f"{_ZERO}.zenflow.update_interval")
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")  # TRAIN_BATCH_SIZE, which a script fills in
-_WHOLE = re.compile(r"\s*[+-]?[0-9]+\.0*\s*")  # pydantic's int takes "2.0" as 2
 _MAY_BE_NULL = frozenset(
     {f"{_PREFIX}bf16", f"{_PREFIX}aio", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"}
 )
@@ -53,10 +53,9 @@ def settle(draft: Draft) -> None:
     for setting in draft.below(_PREFIX):
         if isinstance(setting.value, str) and _PLACEHOLDER.fullmatch(setting.value):
             draft.leave_open(setting.key)
-        elif isinstance(setting.value, str) and _WHOLE.fullmatch(setting.value):
-            key = draft.table.by_name.get(setting.key)
-            if key is not None and key.type_in(DEEPSPEED) == "int":
-                whole = setting.value.strip().partition(".")[0]
+        elif isinstance(setting.value, str) and (key := draft.table.by_name.get(setting.key)) is not None:
+            whole = as_pydantic(key.type_in(DEEPSPEED), setting.value)
+            if whole is not setting.value:
                 draft.set_key(setting.key, whole, setting.written, setting.place)
     draft.judge(
         _PREFIX, lambda setting, expected: _expected(draft.table.by_name.get(setting.key), setting, expected)

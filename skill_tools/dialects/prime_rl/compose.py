@@ -6,10 +6,12 @@ and inference share. In an SFT run they are at the top. Apart because no other l
 
 from collections.abc import Sequence
 
-from skill_tools.configs.config import Config, Place
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
+from skill_tools.configs.values import as_pydantic
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.prime_rl import PRIME_RL
 from skill_tools.errors import UnusableInput
@@ -17,12 +19,20 @@ from skill_tools.errors import UnusableInput
 _SHARED = "shared model"
 _LISTED = ("model", "optim")
 _TRAINS = frozenset({"optim", "scheduler", "data", "max_steps", "ckpt"})  # else it is the inference server's
-_FULL = "trainer.model.full_offload"
+_FULL = "trainer.model.full_offload"  # on as `true` or as a section, be it empty, and off as `false`
+_SECTIONS = frozenset({_FULL, "trainer.model.ac", "trainer.model.ac_offloading"})
+_OPTIONAL = _SECTIONS | {"trainer.optim.max_norm"}
+_LEAST = {
+    "trainer.optim.max_norm": 0,
+    "trainer.max_concurrent_runs": 1,
+    "trainer.model.ac.freq": 1,
+    "trainer.model.ac_offloading.max_inflight_activations": 1,
+}
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read `sources` in order; there is no form of overrides yet that could be read."""
-    draft = Draft(PRIME_RL, converts_text=False)
+    draft = Draft(PRIME_RL)
     draft.complete = True
     for source in sources:
         draft.take(source)
@@ -34,7 +44,6 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 attempt="the file behind the @ of `uv run rl @ FILE`",
             )
         _write(draft, root, source.name)
-    _settle(draft)
     return draft.finish()
 
 
@@ -55,28 +64,44 @@ def _write_section(draft: Draft, trainer: Node | None, path: str, file: str) -> 
         if name in _LISTED:
             _write_fields(draft, node, below, below, file)
         elif draft.key(below) is not None:
-            draft.set(below, _value(node), Place(file, node.line, node.column))
+            _write_value(draft, draft.canonical(below), node, below, Place(file, node.line, node.column))
 
 
 def _write_fields(draft: Draft, section: Node | None, path: str, spelling: str, file: str) -> None:
     for name, node in entries_of(section).items():
-        own, place = f"{spelling}.{name}", Place(file, node.line, node.column)
+        own, written, place = f"{spelling}.{name}", f"{path}.{name}", Place(file, node.line, node.column)
         if not draft.accepts(own):
-            draft.note_unknown(f"{path}.{name}", place, spelling=own)
-        elif draft.key(own) is not None:
-            draft.set_key(draft.canonical(own), _value(node), f"{path}.{name}", place)
-        else:
-            _write_fields(draft, node, f"{path}.{name}", own, file)
+            draft.note_unknown(written, place, spelling=own)
+            continue
+        if draft.key(own) is not None:
+            _write_value(draft, draft.canonical(own), node, written, place)
+        _write_fields(draft, node, written, own, file)
 
 
-def _value(node: Node) -> object:
-    """Return a value; TOML has no null, so that prime-rl reads the text None as one."""
-    return None if node.value == "None" else plain(node)
+def _write_value(draft: Draft, name: str, node: Node, written: str, place: Place) -> None:
+    """Write a value as pydantic takes it; TOML has no null, so that prime-rl reads the text None as one.
+
+    A section adds to what an earlier file has there; any other value replaces it with all that is below.
+    """
+    value = None if node.value == "None" else plain(node)
+    if not isinstance(value, dict):
+        draft.remove_section(written)
+    if name == _FULL and isinstance(value, bool | dict):
+        value = True if value is not False else None
+    key = draft.table.by_name[name]
+    draft.set_key(name, as_pydantic(key.type_in(PRIME_RL), value), written, place)
+    if draft.refused(name) is None and (expected := _refused(key, draft.get(name))):
+        draft.refuse_type(name, expected)
 
 
-def _settle(draft: Draft) -> None:
-    """Full offload is on as `true` or as a section, be it empty, and off as `false`."""
-    full = draft.get(_FULL)
-    if full is not None:
-        is_on = full.value is not False and full.value is not None
-        draft.set_key(_FULL, True if is_on else None, full.written, full.place)
+def _refused(key: Key, setting: Setting | None) -> str | None:
+    """Return what prime-rl expects instead of a value that has the key's type; None where it takes the value."""
+    value = setting.value if setting is not None else None
+    if value is None:
+        return None if key.name in _OPTIONAL else "a value"
+    if key.name in _SECTIONS:
+        return None if isinstance(value, dict) or (key.name == _FULL and value is True) else "a section"
+    least = _LEAST.get(key.name)
+    return (
+        None if least is None or (isinstance(value, int | float) and value >= least) else f"at least {least}"
+    )

@@ -29,6 +29,7 @@ import hydra_overrides  # noqa: E402
 import llama_factory_commands  # noqa: E402
 import ms_swift_commands  # noqa: E402
 import nemo_rl_commands  # noqa: E402
+import prime_rl_files  # noqa: E402
 import torchtitan_commands  # noqa: E402
 import torchtune_commands  # noqa: E402
 import trl_commands  # noqa: E402
@@ -140,6 +141,17 @@ PARSERS = {
         nemo_rl_commands.TABLE,
         nemo_rl_commands.ours,
         nemo_rl_commands.agree,
+    ),
+    "prime-rl": Parser(
+        "prime_rl",
+        {
+            release: (f"../prime_rl/{folder}/packages/prime-rl-configs/src", "../rl/libraries")
+            for release, folder in (("0.6.0", "0.6.0"), ("0.8.0", "0.8.0"), ("0.8.1.dev0", "main"))
+        },
+        prime_rl_files.question,
+        prime_rl_files.TABLE,
+        prime_rl_files.ours,
+        prime_rl_files.agree,
     ),
     "torchtitan": Parser(
         "torchtitan",

@@ -129,6 +129,25 @@ def ms_swift(question: dict[str, Any]) -> Any:
     return {name: value for name, value in given.items() if name[:-1] in said}
 
 
+def prime_rl(question: dict[str, Any]) -> Any:
+    """prime-rl's files as its command merges them, and its trainer's class made of the result."""
+    import tomllib
+
+    sys.modules.setdefault("tomli", tomllib)
+    from prime_rl.configs.trainer import TrainerConfig
+    from prime_rl_files import FULL, NAMES
+
+    cli = sys.modules["pydantic_config.cli"]
+    merged: dict[str, Any] = {}
+    for text in question["texts"]:
+        merged = cli._deep_merge(merged, cli._load_config_file(_written({"text": text, "suffix": ".toml"})))
+    trainer = TrainerConfig.model_validate(merged.get("trainer", {}))
+    return {
+        name: bool(value) if name == FULL else value
+        for name, value in _held(trainer.model_dump(), NAMES).items()
+    }
+
+
 def torchtune(question: dict[str, Any]) -> Any:
     """torchtune's own parser and merge, of a file and overrides."""
     import torchtune_command
@@ -158,7 +177,7 @@ def _held(tree: Any, names: list[str]) -> dict[str, Any]:
     for name in names:
         section, _, last = name.rpartition(".")
         node = tree
-        for part in section.split("."):
+        for part in filter(None, section.split(".")):
             node = node.get(part) if isinstance(node, dict) else None
         if isinstance(node, dict) and last in node:
             found[name] = node[last]

@@ -63,10 +63,13 @@ def fields(name: str, known: dict[str, ast.ClassDef], path: str) -> Iterator[str
             yield inner
             named = {each.id for each in ast.walk(field.annotation) if isinstance(each, ast.Name)}
             texts = {str(each.value) for each in ast.walk(field.annotation) if isinstance(each, ast.Constant)}
-            mentioned = {each for each in known if each in named or any(each in text for text in texts)}
+            aliased = {f"{each}Config" for each in named}  # OptimizerInBackwardOffload, a class or a switch
+            mentioned = {
+                each for each in known if each in named | aliased or any(each in text for text in texts)
+            }
             for each in sorted(mentioned - {name}):
                 yield from fields(each, known, inner)
-            if "OptimizerInBackwardOffload" in named or "QuantizationConfig" in named:
+            if "QuantizationConfig" in named:
                 yield f"{inner}.*"
 
 
