@@ -86,6 +86,9 @@ KNOWN = (
 )
 
 
+_IN_SCRIPTS = tuple({word for each in KNOWN for word in (*each.marks, *each.options)})
+
+
 def require_none(sources: Sequence[Source]) -> None:
     """Raise `Unrecognised` where `sources` hold a configuration of one of them."""
     for source in sources:
@@ -100,6 +103,8 @@ def require_none(sources: Sequence[Source]) -> None:
 def _proofs(source: Source) -> Iterator[tuple[Known, str]]:
     if source.kind is Kind.SHELL:
         text = source.script
+        if not any(word in text for word in _IN_SCRIPTS):  # as in nearly all commands of a folder
+            return
         for each in KNOWN:
             named = each.options if each.inside in text else ()
             options = [option for option in named if option in text and _is_given(option, text)]

@@ -149,9 +149,11 @@ def _commands(source: Source) -> list[Reading]:
 
     found = []
     for kind, part in commands(source):
-        with suppress(Unrecognised):
-            whole = _whole([part], (), None)
-            found.append(whole._replace(proof=f"the command in {kind}: {whole.proof}", is_part=True))
+        with suppress(Unrecognised):  # named, and not read
+            if proven := _decided([part]):
+                dialect, evidence = proven
+                proof = f"the command in {kind}: {evidence.proof or 'its keys'}"
+                found.append(Reading(dialect, (part,), proof, is_part=True))
     return found
 
 
@@ -160,6 +162,14 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
 
     Raises `Unrecognised` when there is no proof, `UnusableInput` when two exclude each other.
     """
+    found = _decided(sources, overrides)
+    if found is None:
+        raise _unrecognised(sources)
+    return found
+
+
+def _decided(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[Dialect, Evidence] | None:
+    """Return the dialect and its evidence, None where there is no proof; raises where two exclude each other."""
     not_read.require_none(sources)
     found = _evidence(sources)
     found = _by_named_files(sources, found) or found
@@ -169,7 +179,7 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
             {each.name: each.evidence_in_text(text) for each in registry.with_files()} if text else {}
         )
     if not found:
-        raise _unrecognised(sources)
+        return None
     embedded = {name for each in found for name in _embedded_by(each)}
     left = {name: evidence for name, evidence in found.items() if name not in embedded} or found
     if len(left) > 1:

@@ -120,6 +120,12 @@ def rules_about(dialects: frozenset[str]) -> tuple[Rule, ...]:
 
 
 @knowledge.derived
+def rules_by_id(dialects: frozenset[str]) -> dict[str, Rule]:
+    """Return the rules about any of `dialects`, and those about the input itself, by id."""
+    return {rule.id: rule for rule in rules_about(dialects)}
+
+
+@knowledge.derived
 def rules_by_key(dialects: frozenset[str]) -> dict[str, list[Rule]]:
     """Return the rules about any of `dialects` by each key that they read."""
     return by_key(rules_about(dialects))

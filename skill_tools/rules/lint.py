@@ -13,7 +13,7 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import input_checks
 from skill_tools.rules.finding import Finding, LintResult, Severity, Undecided
-from skill_tools.rules.knowledge import Rule, rules_about
+from skill_tools.rules.knowledge import Rule, rules_about, rules_by_id
 from skill_tools.rules.messages import from_rule, observed_keys, place_of, worded
 from skill_tools.rules.operations import UNKNOWN
 from skill_tools.rules.values import Scope
@@ -48,11 +48,13 @@ def lint(
     )
     said = scope.said()
     if rules is None:
-        rules = rules_about(dialects.union(config.shares))
+        about_them = dialects.union(config.shares)
+        rules, by_id = rules_about(about_them), rules_by_id(about_them)
         to_ask = _found_by_key(config, said, remembered.silent)
         if about is not None:
             to_ask = ((rule, silent) for rule, silent in to_ask if not about.isdisjoint(rule.keys))
     else:
+        by_id = {rule.id: rule for rule in rules}
         to_ask = _worth_asking(config, said, conditions.values())
     if config.shares:
         to_ask = chain(to_ask, _worth_asking(config, said, _shared(config, rules, scope.known_keys)))
@@ -75,7 +77,7 @@ def lint(
     if config.shares:
         mechanisms = {rule.id: rule.mechanism for rule in rules}
         findings = list(_not_said_twice(findings, conditions.keys(), mechanisms))
-    return LintResult(in_order(_without_repeats(findings, rules)), tuple(undecided), len(rules))
+    return LintResult(in_order(_without_repeats(findings, by_id)), tuple(undecided), len(rules))
 
 
 class Holds(NamedTuple):
@@ -182,17 +184,15 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
                 yield rule
 
 
-def _without_repeats(findings: list[Finding], rules: Sequence[Rule]) -> list[Finding]:
+def _without_repeats(findings: list[Finding], by_id: Mapping[str, Rule]) -> list[Finding]:
     """Return the findings without those of rules that yield to another one which is found and as severe."""
     if len(findings) < 2:
         return findings
     worst = {each.rule: _ORDER[each.severity] for each in findings}
     repeated = {
-        rule.id
-        for rule in rules
-        if rule.yields_to
-        and rule.id in worst
-        and any(worst.get(other, len(_ORDER)) <= worst[rule.id] for other in rule.yields_to)
+        name
+        for name, order in worst.items()
+        if any(worst.get(other, len(_ORDER)) <= order for other in by_id[name].yields_to)
     }
     return [each for each in findings if each.rule not in repeated] if repeated else findings
 

@@ -11,7 +11,7 @@ from skill_tools.configs.config import Config, Setting
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.rules import fixes
 from skill_tools.rules.finding import LintResult, Next, Severity
-from skill_tools.rules.knowledge import Rule, RuleFix, by_key, rules_about, rules_by_key
+from skill_tools.rules.knowledge import Rule, RuleFix, by_key, rules_by_id, rules_by_key
 from skill_tools.rules.lint import lint
 from skill_tools.rules.messages import CHANGED
 
@@ -35,15 +35,13 @@ def with_remedies(
     about = config.dialects().union(config.shares)
     readers = rules_by_key(about) if rules is None else by_key(rules)
     there = {each.rule for each in result.findings}
-    by_id = {
-        rule.id: rule.fix for rule in (rules_about(about) if rules is None else rules) if rule.id in there
-    }
+    by_id = rules_by_id(about) if rules is None else {rule.id: rule for rule in rules}
     trial = _Trial(there, readers, load_keys() if keys is None else keys, versions or {})
     change = fixes.diff if edits else fixes.settings
     findings = []
     for finding in result.findings:
         if finding.fix.applicability != "manual" and finding.rule in by_id:
-            fix = by_id[finding.rule]
+            fix = by_id[finding.rule].fix
             diff = change(config, fix, trial.keys)
             finding = finding._replace(fix=finding.fix._replace(diff=diff), after=trial.after(fix, config))
         findings.append(finding)
