@@ -14,6 +14,8 @@ clipping and the loss in chunks: forward, backward with each layer recomputed, s
 with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
 up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the
 driver; host memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise.
+With `--kernels` one more step runs under the profiler: how many kernels it has, and how long at least one of them ran,
+which is the time that a faster host or link could reach.
 The models are those of Transformers, with random weights.
 """
 
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ from larger_than_gpu_rows import (
 )
 from machine import machine, print_table
 from torch import nn
+from trace_overlap import merge
 
 from reference_impl import CheckpointOffloader, FrozenLayerStreamer
 from reference_impl.device import Device
@@ -110,7 +114,11 @@ def build(
 def adapters(row: Row, model: nn.Module, setting: Setting, last: ExitStack, *, resident: bool) -> Training:
     """Return what trains adapters, with frozen layers that stream unless they are `resident`; `last` undoes it."""
     if not resident:
-        last.enter_context(FrozenLayerStreamer(model, device=setting.device.torch_device))
+        last.enter_context(
+            FrozenLayerStreamer(
+                model, resident_layers=row.resident_layers, device=setting.device.torch_device
+            )
+        )
     last.enter_context(CheckpointOffloader(model, keep_attention=row.keep_attention))
     trained = [param for param in model.parameters() if param.requires_grad]
     return Training(WithLoss(model, setting.chunk_tokens), torch.optim.AdamW(trained, lr=1e-4, fused=True))
@@ -122,13 +130,20 @@ def measure(
     setting: Setting,
     tiles: list[str],
     tile_tokens: int,
-    head_groups: int,
+    head_groups: dict[str, int],
     *,
     lora: bool,
+    resident_layers: int = 0,
+    counts_kernels: bool = False,
 ) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
     device = setting.device
-    row = Row(form="lo8", inputs="host", keep_attention=name in (ATTENTION, BOTH, GROUPS))
+    row = Row(
+        form="lo8",
+        inputs="host",
+        keep_attention=name in (ATTENTION, BOTH, GROUPS),
+        resident_layers=resident_layers,
+    )
     with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
         if name in (TILES, BOTH, GROUPS):
             from reference_impl import SequenceTiles
@@ -140,7 +155,7 @@ def measure(
         if name == GROUPS:
             from reference_impl import HeadGroups
 
-            last.enter_context(HeadGroups(model, groups=head_groups, longer_than=tile_tokens))
+            last.enter_context(HeadGroups(model, **head_groups))
         if lora:
             training = adapters(row, model, setting, last, resident=name == RESIDENT)
         else:
@@ -166,13 +181,28 @@ def measure(
         for _ in range(setting.steps):
             step()
         device.synchronize()
+        step_s = (time.perf_counter() - start) / setting.steps
         return {
-            "step_s": (time.perf_counter() - start) / setting.steps,
+            "step_s": step_s,
             "gpu_gb": ledger.peak_device_bytes / 1e9,
             "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if device.is_accelerator else 0.0,
             "pinned_gb": host_book.reserved_bytes / 1e9,
             "losses": [round(loss.item(), 4) for loss in losses],
+            **(kernels_of(step, device) if counts_kernels else {}),
         }
+
+
+def kernels_of(step: Callable[[], None], device: Device) -> dict[str, float]:
+    """Run a step under the profiler; return how many kernels it has, and in how many seconds one of them ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        device.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("cat") == "kernel"]
+    busy = merge((each["ts"], each["ts"] + each["dur"]) for each in events)
+    return {"kernels": len(events), "kernels_s": sum(stop - start for start, stop in busy) / 1e6}
 
 
 def of_older_code(checkout: Path, arguments: list[str]) -> dict[str, Any]:
@@ -204,19 +234,31 @@ def main() -> None:
     )
     parser.add_argument("--tiles", default=TILED, help="last parts of names of modules; those that are there")
     parser.add_argument("--tile-tokens", type=int, default=4096)
-    parser.add_argument("--head-groups", type=int, default=4, help="of attention in the row `groups`")
+    parser.add_argument(
+        "--head-groups",
+        type=int,
+        help="of attention in the row `groups`, by default so many as its length asks for",
+    )
     parser.add_argument("--lora", action="store_true", help="train adapters of attention's linear layers")
+    parser.add_argument(
+        "--resident-layers", type=int, default=0, help="layers' worth of weights that stay on the device"
+    )
+    parser.add_argument("--kernels", action="store_true", help="count kernels, and the time that they take")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--steps", type=int, default=2, help="steps that are timed")
     parser.add_argument("--old", type=Path, help="a checkout with older code, for a row beside these")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
     names = args.rows.split(",")
+    # A number that was asked for is that of short sequences too.
+    head_groups = {"groups": args.head_groups, "longer_than": args.tile_tokens} if args.head_groups else {}
     if not set(names) <= set(ROWS):
         parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")
     if RESIDENT in names and not args.lora:
         parser.error(f"--rows has {RESIDENT}; expected it with --lora alone; try --lora")
     device = Device.available()
+    if args.kernels and not device.is_accelerator:
+        parser.error("--kernels counts those of a GPU; expected one; try it without")
     setting = Setting(
         args.model, 1, 1, args.tokens, args.steps, device, own=False, chunk_tokens=args.chunk_tokens
     )
@@ -248,7 +290,17 @@ def main() -> None:
         )
         try:
             tiles = args.tiles.split(",")
-            found = measure(name, model, setting, tiles, args.tile_tokens, args.head_groups, lora=args.lora)
+            found = measure(
+                name,
+                model,
+                setting,
+                tiles,
+                args.tile_tokens,
+                head_groups,
+                lora=args.lora,
+                resident_layers=args.resident_layers,
+                counts_kernels=args.kernels,
+            )
             add({"row": name, **found})
         except (MemoryError, torch.OutOfMemoryError) as error:
             add({"row": name, "failed": str(error).splitlines()[0]})

@@ -17,7 +17,7 @@ ACTIVATIONS_IN_FLIGHT_BYTES = 512 * 2**20  # that may wait for their copy in any
 
 # Of long sequences.
 TILE_TOKENS = 4096  # positions that a module without mixing takes at a time
-HEAD_GROUPS = 4  # of key-value heads, that attention's backward takes one after the other
+HEAD_TOKENS = 32768  # positions of which attention's backward takes all heads at once; of more it takes fewer
 
 # Of layers, frozen ones and trained ones.
 PREFETCHED_LAYERS = 2  # that come in ahead of the layer in use

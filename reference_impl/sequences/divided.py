@@ -14,7 +14,7 @@ Explained in docs/long-sequences.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,7 +146,7 @@ def division_of(
 ) -> Division:
     """Return how `call(leaves)` of `module`, which is `name` in its model, is divided among `groups`.
 
-    Not `exactly`, a divisor of `groups` will do.
+    Not `exactly`, another number of groups will do, the next larger one first.
 
     It is made several times without effect: on up to 64 positions, or on all where a tensor among the inputs has none,
     since a kernel may read as many as a mask or boundaries of packed sequences say. Raises ValueError where it cannot
@@ -262,16 +262,14 @@ def _tried(
     *,
     exactly: bool,
 ) -> Division:
-    """Return the division into the most of `groups` whose outputs add up to that of all heads."""
+    """Return the first division whose outputs add up to that of all heads."""
     kernels: list[tuple[str, torch.Tensor]] = []
     with KernelCalls(lambda func, _, result: kernels.append((operation_of(func), result[0]))):
         made, structure = tree_flatten(call(inputs))
     whole = _output(made)
     outputs = [TENSOR if isinstance(each, torch.Tensor) else each for each in made], structure
     reason = f"has {' and '.join(map(str, sorted(seen.heads)))} heads, which {groups} groups do not divide"
-    for count in range(groups, groups - 1 if exactly else 1, -1):
-        if groups % count or any(heads % count for heads in seen.heads):
-            continue
+    for count in _numbers(groups, seen.heads, exactly=exactly):
         division = Division(count, tuple(cuts), outputs, None)
         try:
             parts = []
@@ -289,6 +287,14 @@ def _tried(
             continue
         return replace(division, last=_last(module, seen.last, kernels, whole, leading))
     raise _undivided(name, reason)
+
+
+def _numbers(groups: int, heads: Collection[int], *, exactly: bool) -> list[int]:
+    """Return the numbers of groups that divide all of `heads`: `groups`, or not `exactly` the next larger one first."""
+    possible = [count for count in range(2, min(heads) + 1) if not any(each % count for each in heads)]
+    if exactly:
+        return [count for count in possible if count == groups]
+    return sorted(possible, key=lambda count: (count < groups, abs(count - groups)))
 
 
 def _output(made: Any) -> torch.Tensor:

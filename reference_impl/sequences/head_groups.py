@@ -10,26 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
-from offload_arithmetic.sizes import HEAD_GROUPS, TILE_TOKENS
-from reference_impl.activations.attach import Forward, first_blocks, modules_called, wrap_forward
+from offload_arithmetic.sizes import HEAD_TOKENS
+from reference_impl.activations.attach import Forward, first_blocks
 from reference_impl.activations.recompute import refuse_caches
-from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
 from reference_impl.memory.compiler import uncompiled
-from reference_impl.memory.shown import Shown
-from reference_impl.memory.transforms import running_transform
+from reference_impl.sequences.attached import DividedCalls, check_whole, named, repeatable_call
 from reference_impl.sequences.divided import Division, division_of
 from reference_impl.sequences.grouped_call import GroupedCall
 from reference_impl.sequences.inside import A_PART, Inside
-from reference_impl.sequences.positions import Leading, leading_of
+from reference_impl.sequences.positions import Leading
+
+_USUAL_GROUPS = 4
 
 
-class HeadGroups(Shown, ClosedAtExit):
+class HeadGroups(DividedCalls):
     """Attached to `model` from its construction to `close()`; a context manager.
 
     >>> with SequenceTiles(model), HeadGroups(model):
@@ -57,12 +57,13 @@ class HeadGroups(Shown, ClosedAtExit):
         attention: endings of names of modules: `self_attn`. By default they are found inside the model's blocks (its
             outermost `nn.ModuleList`), each when it is first called for training with so many positions; what cannot
             be divided runs as it is.
-        groups: of heads; a number that divides those of keys and values. Where it is found, attention has the largest
-            divisor of `groups` that does.
+        groups: of heads; a number that divides those of keys and values, or where attention is found, the next one
+            that does. By default a group's tensors are no larger than those of all heads for `longer_than` positions:
+            of twice as many positions there are two groups, of eight times as many eight.
         longer_than: positions of a sequence.
 
     Raises ValueError for an ending that matches nothing, a model without blocks to find attention in, `groups` below 2
-    or `longer_than` below 0.
+    or `longer_than` below 1.
     """
 
     def __init__(
@@ -70,33 +71,23 @@ class HeadGroups(Shown, ClosedAtExit):
         model: nn.Module,
         attention: Sequence[str] | None = None,
         *,
-        groups: int = HEAD_GROUPS,
-        longer_than: int = TILE_TOKENS,
+        groups: int | None = None,
+        longer_than: int = HEAD_TOKENS,
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
-        _check_whole("groups", groups, 2, HEAD_GROUPS)
-        _check_whole("longer_than", longer_than, 0, TILE_TOKENS)
-        names = {module: name for name, module in model.named_modules()}
+        if groups is not None:
+            check_whole("groups", groups, 2, _USUAL_GROUPS)
+        check_whole("longer_than", longer_than, 1, HEAD_TOKENS)
         if attention is None:
             modules = [each for block in first_blocks(model, None) for each in _candidates(block)]
         else:
-            modules = modules_called(model, attention)
-            if not modules:
-                raise ValueError(
-                    "attention is empty; expected endings of names of modules; try ['self_attn']"
-                )
+            modules = named(model, "attention", attention, "self_attn")
         self.groups, self.longer_than = groups, longer_than
         self._finds = attention is None
-        # By kind of module; None for what runs as it is.
+        # By kind of module and number of groups; None for what runs as it is.
         self._divisions: dict[object, Division | None] = {}
         self._grouped: set[nn.Module] = set()
         self._a_call = Inside()
-        try:
-            for module in modules:
-                do_undoably(partial(wrap_forward, module, partial(self._around, names[module])), self._undo)
-        except BaseException as error:
-            close_behind(error, self.close)
-            raise
+        super().__init__(model, modules, longer_than=longer_than)
 
     @property
     def modules_in_groups(self) -> int:
@@ -106,41 +97,33 @@ class HeadGroups(Shown, ClosedAtExit):
     def _facts(self) -> Mapping[str, str]:
         return {
             "attention in groups": str(self.modules_in_groups),
-            "groups of heads": str(self.groups),
-            "status": "attached" if self._undo else "closed",
+            "groups of heads": str(self.groups or f"one for each {self.longer_than} positions"),
+            "status": self._status,
         }
 
-    def close(self) -> None:
-        """Let attention run as it is. Calling it again does nothing. Graphs that are alive keep their groups."""
-        undo_all(self._undo)
-
-    def __enter__(self) -> Self:
-        """Return the groups, which are attached already."""
-        return self
-
-    def _around(
-        self, name: str, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        leading = leading_of(leaves)
-        if leading is None or leading.count <= self.longer_than or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if A_PART or self._a_call:
-            return forward(*args, **kwargs)
+    def _divided(
+        self,
+        name: str,
+        forward: Forward,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
+        leading: Leading,
+    ) -> Callable[[], Any] | None:
+        if not torch.is_grad_enabled() or self._a_call:
+            return None
         tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-        if running_transform() is not None or not any(
-            each.requires_grad for each in (*tensors, *module.parameters())
-        ):
-            return forward(*args, **kwargs)
+        if not any(each.requires_grad for each in (*tensors, *module.parameters())):
+            return None
         refuse_caches(module, leaves)
         division = uncompiled(self._division)(name, forward, module, leaves, structure, leading)
         if division is None:
-            return forward(*args, **kwargs)
+            return None
         self._grouped.add(module)
         # In forward modules inside run as they are, or in tiles.
         forward = self._a_call.around(forward)
         call = GroupedCall(name, module, forward, leaves, structure, leading, division)
-        return uncompiled(call.run)(leaves)
+        return partial(uncompiled(call.run), leaves)
 
     def _division(
         self,
@@ -148,27 +131,24 @@ class HeadGroups(Shown, ClosedAtExit):
         forward: Forward,
         module: nn.Module,
         leaves: Sequence[Any],
-        structure: Any,
+        structure: TreeSpec,
         leading: Leading,
     ) -> Division | None:
         """Return how `module` is divided, None where it runs as it is; raise ValueError for one that was named."""
+        groups = self.groups or -(-leading.count // self.longer_than)
         kind = (
             type(module),
             module.training,
+            groups,
             *((each, tuple(weight.shape), weight.dtype) for each, weight in module.named_parameters()),
         )
         if kind in self._divisions:
             return self._divisions[kind]
-        # Compiled code would be compiled again for each of the sizes that are tried.
-        plain = forward if module._compiled_call_impl is None else module.forward
-
-        def call(inputs: Sequence[Any]) -> Any:
-            args, kwargs = tree_unflatten(list(inputs), structure)
-            return plain(*args, **kwargs)
-
+        exactly = not self._finds and self.groups is not None
+        call = repeatable_call(forward, module, structure)
         try:
             with A_PART.entered():
-                found = division_of(name, module, call, leaves, leading, self.groups, exactly=not self._finds)
+                found = division_of(name, module, call, leaves, leading, groups, exactly=exactly)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # among them the model's own, which runs on fewer positions than it was called with
@@ -191,8 +171,3 @@ def _candidates(block: nn.Module) -> list[nn.Module]:
         and sum(isinstance(inner, nn.Linear) for inner in each.modules()) > 1
         and all(param.dim() <= 2 for param in each.parameters())
     ]
-
-
-def _check_whole(name: str, value: object, least: int, usual: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r}; expected a whole number of at least {least}; try {usual}")

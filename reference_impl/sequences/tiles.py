@@ -10,27 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec
 
 from offload_arithmetic.sizes import TILE_TOKENS
-from reference_impl.activations.attach import Forward, first_blocks, modules_called, wrap_forward
-from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
+from reference_impl.activations.attach import Forward, first_blocks
 from reference_impl.memory.compiler import uncompiled
-from reference_impl.memory.shown import Shown
-from reference_impl.memory.transforms import running_transform
+from reference_impl.sequences.attached import DividedCalls, check_whole, named, repeatable_call
 from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
-from reference_impl.sequences.positions import Leading, leading_of
+from reference_impl.sequences.positions import Leading
 from reference_impl.sequences.tiled_call import TiledCall
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-class SequenceTiles(Shown, ClosedAtExit):
+class SequenceTiles(DividedCalls):
     """Attached to `model` from its construction to `close()`; a context manager.
 
     >>> with SequenceTiles(model):
@@ -65,33 +63,19 @@ class SequenceTiles(Shown, ClosedAtExit):
     def __init__(
         self, model: nn.Module, tiles: Sequence[str] | None = None, *, tile_tokens: int = TILE_TOKENS
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
-        if not isinstance(tile_tokens, int) or tile_tokens < 1:
-            raise ValueError(
-                f"tile_tokens={tile_tokens!r}; expected a whole number of at least 1; try {TILE_TOKENS}"
-            )
-        names = {module: name for name, module in model.named_modules()}
+        check_whole("tile_tokens", tile_tokens, 1, TILE_TOKENS)
         if tiles is None:
             modules = _modules_in(first_blocks(model, None))
         else:
-            modules = modules_called(model, tiles)
-            if not modules:
-                raise ValueError(
-                    "tiles is empty; expected one or more endings of names of modules; try ['mlp']"
-                )
+            modules = named(model, "tiles", tiles, "mlp")
+            names = {module: name for name, module in model.named_modules()}
             _refuse_nested({module: names[module] for module in modules})
         self.tile_tokens = tile_tokens
         self._finds = tiles is None
         # Of modules that have been tried, whether they run in tiles; named ones are.
         self._runs_in_tiles: dict[nn.Module, bool] = {}
         self._named = 0 if tiles is None else len(modules)
-        try:
-            for module in modules:
-                around = partial(self._around, names[module])
-                do_undoably(partial(wrap_forward, module, around), self._undo)
-        except BaseException as error:
-            close_behind(error, self.close)
-            raise
+        super().__init__(model, modules, longer_than=tile_tokens)
 
     @property
     def modules_in_tiles(self) -> int:
@@ -102,28 +86,22 @@ class SequenceTiles(Shown, ClosedAtExit):
         return {
             "modules in tiles": str(self.modules_in_tiles),
             "positions of a tile": str(self.tile_tokens),
-            "status": "attached" if self._undo else "closed",
+            "status": self._status,
         }
 
-    def close(self) -> None:
-        """Let all modules run as they are. Calling it again does nothing. Graphs that are alive keep their tiles."""
-        undo_all(self._undo)
-
-    def __enter__(self) -> Self:
-        """Return the tiles, which are attached already."""
-        return self
-
-    def _around(
-        self, name: str, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        leaves, structure = tree_flatten((args, kwargs))
-        leading = leading_of(leaves)
-        if leading is None or leading.count <= self.tile_tokens or running_transform() is not None:
-            return forward(*args, **kwargs)
-        if A_PART or not self._tries(name, forward, module, leaves, structure, leading):
-            return forward(*args, **kwargs)
+    def _divided(
+        self,
+        name: str,
+        forward: Forward,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        structure: TreeSpec,
+        leading: Leading,
+    ) -> Callable[[], Any] | None:
+        if not self._tries(name, forward, module, leaves, structure, leading):
+            return None
         call = TiledCall(name, module, A_PART.around(forward), leaves, structure, leading, self.tile_tokens)
-        return uncompiled(call.run)(leaves)
+        return partial(uncompiled(call.run), leaves)
 
     def _tries(
         self,
@@ -131,7 +109,7 @@ class SequenceTiles(Shown, ClosedAtExit):
         forward: Forward,
         module: nn.Module,
         leaves: Sequence[Any],
-        structure: Any,
+        structure: TreeSpec,
         leading: Leading,
     ) -> bool:
         """Return whether `module` runs in tiles; raise ValueError for one that was named and cannot."""
@@ -140,13 +118,7 @@ class SequenceTiles(Shown, ClosedAtExit):
         if self._finds and not torch.is_grad_enabled():
             # What is saved for backward is not known yet.
             return False
-        # Compiled code would be compiled again for each of the sizes that are tried.
-        plain = forward if module._compiled_call_impl is None else module.forward
-
-        def call(inputs: Sequence[Any]) -> Any:
-            args, kwargs = tree_unflatten(list(inputs), structure)
-            return plain(*args, **kwargs)
-
+        call = repeatable_call(forward, module, structure)
         with A_PART.entered():
             if self._finds:
                 runs = uncompiled(gains_by_tiles)(name, module, call, leaves, leading)

@@ -204,6 +204,22 @@ def test_what_is_short_or_has_no_gradient_runs_as_it_is():
         assert attached.modules_in_groups == 0
 
 
+@for_each([(SHORT, 0), (SHORT + 1, 2), (2 * SHORT, 2), (2 * SHORT + 1, 4), (8 * SHORT, 4)])
+def test_a_group_takes_no_more_than_all_heads_of_a_short_sequence(case):
+    """By length, the next number that divides four heads of keys and values; of more than they are, as many."""
+    tokens, groups = case
+    model, calls = model_of(Grouped, Device.of("cpu"), torch.float64), []
+    expected = gradients(model, tokens=tokens, sequences=1)
+    with HeadGroups(model, ["inner"], longer_than=SHORT):
+        gradients(model, tokens=tokens, sequences=1)
+        model.inner.q_proj.register_forward_hook(lambda *_: calls.append(1))
+        found = gradients(model, tokens=tokens, sequences=1)
+    # Once in forward, and once for each group in backward.
+    assert len(calls) == 1 + groups
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_a_weights_hook_hears_of_the_sum_once():
     device = Device.of("cpu")
     model = model_of(Grouped, device, torch.float64)
