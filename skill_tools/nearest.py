@@ -3,8 +3,10 @@
 One function for commands, rules, keys, settings, releases, models and GPUs: a slip is answered alike everywhere.
 """
 
+import re
 from collections.abc import Iterable
 
+_FEWEST_CHARACTERS = 3  # of the beginning of a name's part: two say little
 _MOST_CHARACTERS = 200  # of a word; comparing takes the product of both lengths
 
 
@@ -23,5 +25,17 @@ def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float 
 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
-    """Return what to try instead of `word`, in words: the likeliest names, or `otherwise`."""
-    return " or ".join(nearest(word, known)) or otherwise
+    """Return what to try instead of `word`, in words: names with a part that begins so, else the likeliest ones.
+
+    Where there is neither, `otherwise`.
+    """
+    known = list(known)
+    return " or ".join(_beginning_with(word, known) or nearest(word, known)) or otherwise
+
+
+def _beginning_with(word: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of the `known` names of which a part begins with `word`, the shortest first."""
+    if len(word) < _FEWEST_CHARACTERS:
+        return []
+    begun = re.compile(rf"(?:^|[-_.]){re.escape(word)}", re.IGNORECASE)
+    return sorted(filter(begun.search, known), key=lambda name: (len(name), name))[:3]

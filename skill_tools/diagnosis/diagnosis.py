@@ -4,6 +4,7 @@ Where the log gives a number that a plan can use (the GPU and its capacity, the 
 memory), the diagnosis passes it on: the plan's budget is lowered by what the run needed beyond its prediction.
 """
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ CPU_OPTIMIZER_BYTES = (
 
 
 _SAID = 600  # characters of a failure's text, from its first line on
+_PINS = re.compile(r"(?i)\bpin_memory\b|page-lock|pinned")  # of what pins host memory, without any offload
 _LOOKED_AT = 50  # exceptions of a log that are asked for what came after them
 
 
@@ -144,7 +146,10 @@ def diagnose(
     # Where nothing is wrong the log is not asked: only what each such run has counts, which the files show.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
     said = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else ""
-    seen = tuple(each for each in messages.find(log, failure) if not _is_past(each, went_on_until))
+    found = [each for each in messages.find(log, failure) if not _is_past(each, went_on_until)]
+    mechanisms = code.runs(config) | {each.message.shows for each in found if each.message.shows}
+    pins = bool(mechanisms or offloads) or _PINS.search(log.text) is not None
+    seen = tuple(each for each in found if pins or each.message.needs != messages.PINNED)
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -168,7 +173,7 @@ def diagnose(
         findings=findings,
         config=config,
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
-        mechanisms=code.runs(config),
+        mechanisms=mechanisms,
         said=said,
         texts=texts[:-1],
         resumed=phases.resumed(log, failure),
@@ -176,9 +181,6 @@ def diagnose(
         anomalies=wrong,
         faults=numbers.explain(wrong, offloads, texts, releases),
         mended=fixes.shown_by(failure, said or log.text, phase, texts, releases),
-    )
-    evidence = evidence._replace(
-        mechanisms=evidence.mechanisms | {each.message.shows for each in evidence.seen if each.message.shows}
     )
     parameters = model_in_log.parameters(log)
     conclusion = conclude(evidence)

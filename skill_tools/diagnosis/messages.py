@@ -33,6 +33,7 @@ ORDER = (
 # A process that was killed (SIGKILL) leaves no reason; without another, it was most often the host's memory.
 HOST_RAN_OUT = frozenset({"host-memory", "killed"})
 OF_THE_HOST = HOST_RAN_OUT | {"pinned-memory", "locked-memory", "shared-memory"}
+PINNED = "pinned-memory"  # what an exception may need: that the run pins host memory, as each offload does
 ANSWERS = frozenset({"exception", "consequence"})  # roles that may be the answer whatever else the log says
 
 
@@ -41,7 +42,8 @@ class Message(NamedTuple):
 
     `role` is what the text is: the `exception` that ended something, a `consequence` of a cause elsewhere, a `notice`
     that counts where the run does what it is about (`needs`, a mechanism), or `chatter`, which only shows that a
-    mechanism runs (`shows`). `frames` are parts of files or functions that the traceback must go through.
+    mechanism runs (`shows`). An exception that `needs` pinned memory counts where the run offloads or pins anything.
+    `frames` are parts of files or functions that the traceback must go through.
     """
 
     id: str

@@ -19,8 +19,9 @@ def keys_named(word: str, keys: Mapping[str, Key]) -> list[Key]:
 
 
 def names_of(keys: Mapping[str, Key]) -> set[str]:
-    """Return every name that a key has anywhere."""
-    return {name for key in keys.values() for name in (key.name, *_spellings(key))}
+    """Return every name that a key has anywhere, and the field at its end."""
+    names = {name for key in keys.values() for name in (key.name, *_spellings(key))}
+    return names | {name.rpartition(".")[2] for name in names}
 
 
 def key_lines(key: Key, rules: Sequence[Rule]) -> str:

@@ -86,7 +86,15 @@ def _claiming_rule(unknown: UnknownKey, dialect: Dialect, by_id: dict[str, Rule]
 
 def _unknown_message(rule: Rule, unknown: UnknownKey) -> str:
     nearest = f"; nearest: {', '.join(unknown.nearest)}" if unknown.nearest else ""
+    same = [name for name in unknown.nearest if _bare(name) == _bare(unknown.written)]
+    if same:
+        nearest = f"; did you mean {same[0]}?"
     return f"{rule.message}: {unknown.written} (line {unknown.place.line}){nearest}"
+
+
+def _bare(name: str) -> str:
+    """Return a name as somebody may remember it, without case and dashes."""
+    return name.lower().strip("-+~").replace("-", "_")
 
 
 def _type_message(rule: Rule, wrong: WrongType) -> str:

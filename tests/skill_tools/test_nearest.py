@@ -30,6 +30,16 @@ def test_what_is_like_nothing_finds_nothing() -> None:
     assert did_you_mean("xyzzy", COMMANDS, otherwise="--help") == "--help"
 
 
+def test_a_word_that_begins_a_part_of_a_name_means_that_name() -> None:
+    """`pin` is as like `plugins` by its letters, and nobody who types it means those."""
+    names = {"plugins", "fsdp_config.cpu_offload_pin_memory", "pin_memory", "ds-auto-pin", "spinning"}
+    assert (
+        did_you_mean("pin", names, otherwise="")
+        == "pin_memory or ds-auto-pin or fsdp_config.cpu_offload_pin_memory"
+    )
+    assert did_you_mean("pi", names, otherwise="none") == "none"
+
+
 def test_a_word_of_any_length_is_compared() -> None:
     assert nearest("x" * 10**6, COMMANDS) == []
 

@@ -173,6 +173,32 @@ def test_a_step_that_ran_out_later_did_not_allocate_states() -> None:
     assert found.conclusion.cause.startswith("fragmentation")
 
 
+MOVED = """Traceback (most recent call last):
+  File "/home/me/train.py", line 41, in <module>
+    model = model.to("cuda")
+  File "/venv/torch/nn/modules/module.py", line 1341, in convert
+    return t.to(
+torch.AcceleratorError: CUDA error: out of memory
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "pins"),
+    [
+        ("", False),
+        ("TrainingArguments(\ndataloader_pin_memory=True,\n", False),
+        ("could not page-lock the base (17.2 GB): falling back to pageable memory\n", True),
+        ("Adam Optimizer #0 is created with AVX512 arithmetic capability.\n", True),
+    ],
+)
+def test_who_pins_nothing_is_told_no_limit_of_pinned_memory(before: str, pins: bool) -> None:
+    """The same text comes of a card that another process fills, where a run moves its model there."""
+    found = diagnose(log(before + MOVED))
+    assert found.conclusion is not None
+    assert ("pinned host memory" in found.conclusion.cause) is pins
+    assert ("nvidia-smi" in found.conclusion.change[0]) is not pins
+
+
 SHARED = "RuntimeError: No backend type associated with device type cpu"
 
 

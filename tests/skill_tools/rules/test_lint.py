@@ -185,6 +185,20 @@ def test_unknown_keys_get_the_id_of_their_framework_and_form(
     assert ids("megatron-lm", "--cpu-offloading", "run.sh") == ["xx-claims"]
 
 
+def test_a_key_of_another_case_is_asked_about_and_no_list(
+    make_config: MakeConfig, make_rule: MakeRule
+) -> None:
+    def message(written: str) -> str:
+        unknown = (UnknownKey(written, Place("run.yml", 1, 1), ("lora_target", "galore_target")),)
+        config = make_config({}, framework="axolotl", unknown=unknown)
+        rule = make_rule("", id="unknown-key", check="input", dialects=FRAMEWORKS)
+        return lint(config, rules=[rule], keys=KEYS).findings[0].message
+
+    assert message("Lora_target").endswith("did you mean lora_target?")
+    assert message("--lora-target").endswith("did you mean lora_target?")
+    assert message("lora_targets").endswith("nearest: lora_target, galore_target")
+
+
 def test_other_dialects_rules_are_not_asked(make_config: MakeConfig, make_rule: MakeRule) -> None:
     config = make_config({"a": True}, framework="axolotl")
     assert not lint(config, rules=[make_rule("a")], keys=KEYS).findings
