@@ -121,12 +121,16 @@ class Muon(ShardedMatrixAlgorithm):
         work: Work,
     ) -> None:
         """Let the master decay, and add the direction."""
-        lr = float(group["lr"])
+        kept, rate = decay_and_rate(shape, group)
         # The form of lists takes a number on the device at the speed of one on the host.
-        kept = work.number(1 - lr * group["weight_decay"], if_skipped=1.0)
-        work.launch(torch._foreach_mul_, [master], kept)
-        rate = lr * _ratio(shape, group["adjust_lr_fn"])
+        work.launch(torch._foreach_mul_, [master], work.number(kept, if_skipped=1.0))
         work.launch(master.add_, result, alpha=-rate)
+
+
+def decay_and_rate(shape: Sequence[int], group: Mapping[str, Any]) -> tuple[float, float]:
+    """Return what a master is multiplied by, and the learning rate of a matrix of `shape`."""
+    lr = float(group["lr"])
+    return 1 - lr * group["weight_decay"], lr * _ratio(shape, group["adjust_lr_fn"])
 
 
 def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:

@@ -55,12 +55,7 @@ def _unpack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, bits: tl.constex
         flagged = tl.load(flagged_ptr + place, mask=inside, other=0)
         is_up = flagged >= 0
         tl.store(flagged_ptr + place, flagged & _MAGNITUDE, mask=inside)
-    is_rounded_up = (low < 0) & is_up
-    upper = tl.where(is_rounded_up, high - 1, high)
-    # No master is rounded up to zero: somebody has written that weight.
-    is_written = is_rounded_up & ((high & 0x7FFF) == 0)
-    master = tl.where(is_written, high << 16, (upper << 16) | (low & 0xFFFF))
-    tl.store(masters_ptr + place, master, mask=inside)
+    tl.store(masters_ptr + place, joined(high, low, is_up), mask=inside)
 
 
 @triton.jit
@@ -68,12 +63,8 @@ def _pack(high_ptr, low_ptr, masters_ptr, flagged_ptr, numel, bits: tl.constexpr
     place = tl.program_id(0) * width + tl.arange(0, width)
     inside = place < numel
     master = tl.load(masters_ptr + place, mask=inside, other=0)
-    lower, upper = master & 0xFFFF, master >> 16
-    # To nearest, ties to even; the upper half of NaN stays as it is.
-    is_nan = (master & _MAGNITUDE) > _INFINITY
-    rounds_up = ((lower > 0x8000) | ((lower == 0x8000) & ((upper & 1) == 1))) & (is_nan == 0)
-    flag = (lower >= 0x8000) & (rounds_up == 0)
-    tl.store(high_ptr + place, tl.where(rounds_up, upper + 1, upper).to(tl.int16), mask=inside)
+    high, lower, flag = halved(master)
+    tl.store(high_ptr + place, high.to(tl.int16), mask=inside)
     tl.store(low_ptr + place, lower.to(tl.int16), mask=inside)
     if bits:
         eights = tl.reshape(flag.to(tl.int32) << (place % 8), (width // 8, 8))
@@ -101,14 +92,46 @@ def _round(
     inside = (place < numel) & (tl.load(skipped_ptr) == 0)
     bits = tl.load(values_ptr + place, mask=inside, other=0)
     first = tl.load(first_ptr).to(tl.int32)
-    random = _mix((place + shift + first).to(tl.int32) ^ _mix(tl.load(step_ptr).to(tl.int32) + 1))
+    random = random_bits(place + shift + first, tl.load(step_ptr))
     noise = ((random >> 16) if upper else random) & 0xFFFF
+    tl.store(stored_ptr + place, narrowed(bits, noise).to(tl.int16), mask=inside)
+
+
+@triton.jit
+def joined(high, low, is_up):
+    """Return masters (int32) of weights and lower halves (both int32); `is_up` says which way a tie was rounded."""
+    is_rounded_up = (low < 0) & is_up
+    upper = tl.where(is_rounded_up, high - 1, high)
+    # No master is rounded up to zero: somebody has written that weight.
+    is_written = is_rounded_up & ((high & 0x7FFF) == 0)
+    return tl.where(is_written, high << 16, (upper << 16) | (low & 0xFFFF))
+
+
+@triton.jit
+def halved(master):
+    """Return weights, lower halves (both int32) and flags of masters (int32)."""
+    lower, upper = master & 0xFFFF, master >> 16
+    # To nearest, ties to even; the upper half of NaN stays as it is.
+    is_nan = (master & _MAGNITUDE) > _INFINITY
+    rounds_up = ((lower > 0x8000) | ((lower == 0x8000) & ((upper & 1) == 1))) & (is_nan == 0)
+    return tl.where(rounds_up, upper + 1, upper), lower, (lower >= 0x8000) & (rounds_up == 0)
+
+
+@triton.jit
+def narrowed(bits, noise):
+    """Return fp32 bits (int32) rounded to those of bf16 by 16 bits of noise, as `packing.narrow`."""
     magnitude = bits & _MAGNITUDE
     finite = magnitude < _INFINITY
     rounded = tl.minimum((magnitude + tl.where(finite, noise, 0)) >> 16, 0x7F7F)
     special = (magnitude >> 16) | tl.where(magnitude > _INFINITY, 0x40, 0)
     result = tl.where(finite, rounded, special)
-    tl.store(stored_ptr + place, tl.where(bits < 0, result - 0x8000, result).to(tl.int16), mask=inside)
+    return tl.where(bits < 0, result - 0x8000, result)
+
+
+@triton.jit
+def random_bits(number, step):
+    """Return 32 random bits for each of the elements that have these numbers, as `packing.random_bits`."""
+    return _mix(number.to(tl.int32) ^ _mix(step.to(tl.int32) + 1))
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
-Of matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
+What stands before and behind the products runs in one kernel each where `matrix_parts` has found that it may. Of
+matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
 exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
 
 A formula changes nothing where the device has found that the step is skipped. Matrices run one after the other, or
@@ -25,7 +26,15 @@ from reference_impl.optimizers.algorithms.matrices import ShardedMatrixAlgorithm
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.streamed.batches import Batches, MatrixKind, kind_of
 from reference_impl.optimizers.streamed.chunks import Chunk, is_rounded
-from reference_impl.optimizers.streamed.packing import Packer, Rounding, integers
+from reference_impl.optimizers.streamed.matrix_parts import (
+    Applied,
+    Kernels,
+    Matrix,
+    Operators,
+    PackedMaster,
+    Parts,
+)
+from reference_impl.optimizers.streamed.packing import FLAGS_A_BYTE, Packer, Rounding, integers
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 # Of the matrix that makes the device load its libraries.
@@ -33,30 +42,36 @@ _BUILT_WITH = 64
 
 
 class MatrixStates(NamedTuple):
-    """What an update reads and writes, flat fp32: masters and gradients of each piece, and these of each moment."""
+    """What an update reads and writes, flat: masters and gradients of each piece, and these of each moment.
+
+    Masters and gradients are fp32, or as they are stored where `MatrixUpdate.takes_packed` says so.
+    """
 
     pieces: Sequence[Piece]
-    masters: Sequence[torch.Tensor]
+    masters: Sequence[torch.Tensor] | Sequence[PackedMaster]
     gradients: Sequence[torch.Tensor]
     moments: Sequence[Sequence[torch.Tensor]]
 
 
-class _Matrix(NamedTuple):
-    """What an update reads and writes of one matrix, or of this rank's shard of it: the one at `place` in its piece."""
-
-    piece: Piece
-    place: int
-    gradient: torch.Tensor
-    master: torch.Tensor
-    moments: Sequence[torch.Tensor]
-
-
-def _matrices_in(states: MatrixStates) -> Iterator[_Matrix]:
+def _matrices_in(states: MatrixStates, chunk: Chunk, step: StreamedStep) -> Iterator[tuple[Piece, Matrix]]:
     for index, piece in enumerate(states.pieces):
-        tensors = (states.gradients[index], states.masters[index], *(each[index] for each in states.moments))
-        each = zip(*map(piece.member.matrices_of, tensors), strict=True)
-        for place, (gradient, master, *moments) in enumerate(each):
-            yield _Matrix(piece, place, gradient, master, moments)
+        cut, tensors = piece.member.matrices_of, [each[index] for each in states.moments]
+        matrices = zip(*map(cut, (states.gradients[index], *tensors)), strict=True)
+        first, counter = chunk.noise_offsets[piece], step.steps[piece.member]
+        masters: Iterable[torch.Tensor | PackedMaster] = _masters_in(piece, states.masters[index])
+        for place, ((gradient, *moments), master) in enumerate(zip(matrices, masters, strict=True)):
+            shift = place * gradient.numel()
+            yield piece, Matrix(gradient, master, tuple(moments), first, counter, shift)
+
+
+def _masters_in(
+    piece: Piece, masters: torch.Tensor | PackedMaster
+) -> Sequence[torch.Tensor] | Sequence[PackedMaster]:
+    if isinstance(masters, torch.Tensor):
+        return piece.member.matrices_of(masters)
+    halves = map(piece.member.matrices_of, masters[:2])
+    flags = masters.ties.split(-(-piece.member.matrix_numel // FLAGS_A_BYTE))
+    return [PackedMaster(*each) for each in zip(*halves, flags, strict=False)]
 
 
 class MatrixUpdate:
@@ -68,6 +83,7 @@ class MatrixUpdate:
         self._skipped = torch.zeros((), dtype=torch.bool)
         self._packer = Packer(device)
         self._batches = Batches(device)
+        self._operators, self._kernels = Operators(device), Kernels(device)
         self._exchanges: dict[Chunk, Exchange] = {}
         self._crossing = torch.empty(0)
 
@@ -84,10 +100,14 @@ class MatrixUpdate:
             if self._device.compiles:
                 for algorithm in {chunk.matrices for chunk in listed if chunk.matrices is not None}:
                     self._build(algorithm)
-        self._learn_batches(listed)
+        self._learn(listed)
 
-    def _learn_batches(self, chunks: Sequence[Chunk]) -> None:
-        """Find which matrices run together, where updates run."""
+    def takes_packed(self, chunk: Chunk) -> bool:
+        """Return whether masters and gradients of `chunk` are taken as they are stored."""
+        return self._kernels.serve(chunk)
+
+    def _learn(self, chunks: Sequence[Chunk]) -> None:
+        """Find which matrices run together, and in which kernels, where updates run."""
         runs = [self._kinds(chunk, chunk.pieces) for chunk in chunks]
         widened = max(
             (
@@ -102,6 +122,7 @@ class MatrixUpdate:
         with self._device.on_update_stream(), torch.no_grad():
             self._device.wait(ready)
             self._batches.learn(runs, self._buffer, widened)
+            self._kernels.learn(chunks)
             learnt = self._device.record()
         self._device.wait(learnt)
 
@@ -167,113 +188,103 @@ class MatrixUpdate:
             self._device.launch(self._skipped.fill_, False)
         else:
             self._device.launch(torch.ne, step.found_inf, 0, out=self._skipped)
-        if step.grad_scale is not None:
+        if step.grad_scale is not None and not self.takes_packed(chunk):
             self._device.launch(torch._foreach_div_, list(states.gradients), step.grad_scale)
         skipped = None if step.found_inf is None else self._skipped
         work = Work(self._buffer, self._device.launch, skipped)
+        applied = Applied(step.groups[chunk.group], work, step.grad_scale, self._skipped)
+        matrices = list(_matrices_in(states, chunk, step))
         if chunk.exchanges:
-            self._run_shared(chunk, states, step, work)
+            self._run_shared(chunk, states, matrices, applied)
         else:
-            self._run_whole(chunk, states, step, work)
+            self._run_whole(chunk, states, matrices, applied)
 
-    def _run_whole(self, chunk: Chunk, states: MatrixStates, step: StreamedStep, work: Work) -> None:
-        """Update matrices one after the other."""
-        algorithm, group = chunk.matrices, step.groups[chunk.group]
-        assert algorithm is not None
-        matrices = list(_matrices_in(states))
-        for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
-            work.reuse()
-            if kind is not None and len(places) > 1:
-                self._run_batch(chunk, kind, [matrices[place] for place in places], step, work)
-                continue
-            matrix = matrices[places[0]]
-            moments = [self._widened(moment, work) for moment in matrix.moments]
-            counter = step.steps[matrix.piece.member]
-            algorithm.update_matrix(matrix.master, matrix.gradient, moments, counter, group, work)
-            self._round(chunk, matrix, moments, step)
-
-    def _run_batch(
-        self, chunk: Chunk, kind: MatrixKind, batch: Sequence[_Matrix], step: StreamedStep, work: Work
+    def _run_whole(
+        self,
+        chunk: Chunk,
+        states: MatrixStates,
+        matrices: Sequence[tuple[Piece, Matrix]],
+        step: Applied,
     ) -> None:
+        """Update matrices one after the other, or those of one kind together."""
+        for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
+            step.work.reuse()
+            if kind is None:
+                self._run_single(chunk, matrices[places[0]][1], step)
+            else:
+                self._run_batch(chunk, kind, [matrices[place][1] for place in places], step)
+
+    def _run_single(self, chunk: Chunk, matrix: Matrix, step: Applied) -> None:
+        """Update a matrix by a formula that does not consist of parts."""
+        assert chunk.matrices is not None
+        assert isinstance(matrix.master, torch.Tensor)
+        moments = [self._operators.widened(moment, step.work) for moment in matrix.moments]
+        chunk.matrices.update_matrix(
+            matrix.master, matrix.gradient, moments, matrix.counter, step.group, step.work
+        )
+        self._operators.round(matrix, moments, step.skipped)
+
+    def _run_batch(self, chunk: Chunk, kind: MatrixKind, batch: Sequence[Matrix], step: Applied) -> None:
         """Update matrices of one kind together, elementwise work one after the other."""
-        group, stack = step.groups[chunk.group], kind.stack(len(batch), work)
+        parts, work = self._parts_of(chunk), step.work
+        stack = kind.stack(len(batch), work)
         behind = work.used_bytes
         for matrix, place in zip(batch, stack.unbind(), strict=True):
             work.reuse(behind=behind)
-            moments = [self._widened(moment, work) for moment in matrix.moments]
-            direction = kind.algorithm.before(matrix.gradient, moments, group, work)
-            self._device.launch(place.copy_, direction)
-            self._round(chunk, matrix, moments, step)
+            parts.before(kind.algorithm, matrix, place, step)
         work.reuse(behind=behind)
-        results = kind.algorithm.of_whole(stack, group, work)
+        results = self._transformed(kind, stack, step)
         for matrix, result in zip(batch, results.unbind(), strict=True):
-            kind.algorithm.after(matrix.master, result, kind.shape, group, work)
+            parts.after(kind.algorithm, matrix, result, kind.shape, step)
 
-    def _run_shared(self, chunk: Chunk, states: MatrixStates, step: StreamedStep, work: Work) -> None:
+    def _run_shared(
+        self,
+        chunk: Chunk,
+        states: MatrixStates,
+        matrices: Sequence[tuple[Piece, Matrix]],
+        step: Applied,
+    ) -> None:
         """Update this rank's shards of matrices, each of which its owner has whole between.
 
         What crosses of a parameter that has no gradient, on any rank, is of no use.
         """
-        algorithm, group = cast(ShardedMatrixAlgorithm, chunk.matrices), step.groups[chunk.group]
-        exchange, launch = self._exchanges[chunk], self._device.launch
-        number = {piece: index for index, piece in enumerate(chunk.pieces)}
-        crossing = [
-            (matrix, exchange.shards[number[matrix.piece]][matrix.place]) for matrix in _matrices_in(states)
-        ]
-        for matrix, shard in crossing:
+        algorithm, parts = cast(ShardedMatrixAlgorithm, chunk.matrices), self._parts_of(chunk)
+        exchange, launch, work = self._exchanges[chunk], self._device.launch, step.work
+        shards = {piece: iter(exchange.shards[index]) for index, piece in enumerate(chunk.pieces)}
+        crossing = [(piece, matrix, next(shards[piece])) for piece, matrix in matrices]
+        for _, matrix, shard in crossing:
             work.reuse()
-            moments = [self._widened(moment, work) for moment in matrix.moments]
-            launch(shard.copy_, algorithm.before(matrix.gradient, moments, group, work))
-            self._round(chunk, matrix, moments, step)
+            parts.before(algorithm, matrix, shard, step)
         exchange.to_owners()
         for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
             assert kind is not None
             work.reuse()
             stack, batch = kind.stack(len(places), work), [exchange.owned[place] for place in places]
-            for whole, (cut, shards) in zip(stack.unbind(), batch, strict=True):
-                for shard, part in zip(shards, cut.parts_of(whole), strict=True):
+            for whole, (cut, own) in zip(stack.unbind(), batch, strict=True):
+                for shard, part in zip(own, cut.parts_of(whole), strict=True):
                     launch(part.copy_, shard)
-            given = stack if len(places) > 1 else stack[0]
-            results = algorithm.of_whole(given, group, work).view(stack.shape)
-            for result, (cut, shards) in zip(results.unbind(), batch, strict=True):
-                for shard, part in zip(shards, cut.parts_of(result), strict=True):
+            results = self._transformed(kind, stack, step)
+            for result, (cut, own) in zip(results.unbind(), batch, strict=True):
+                for shard, part in zip(own, cut.parts_of(result), strict=True):
                     launch(shard.copy_, part)
         exchange.to_ranks()
-        for matrix, shard in crossing:
+        for piece, matrix, shard in crossing:
             work.reuse()
-            shape = matrix.piece.member.param.shape[-2:]
-            algorithm.after(matrix.master, shard, shape, group, work)
+            parts.after(algorithm, matrix, shard, piece.member.param.shape[-2:], step)
 
-    def _round(
-        self, chunk: Chunk, matrix: _Matrix, moments: Sequence[torch.Tensor], step: StreamedStep
-    ) -> None:
-        """Round moments that were widened to what is stored of them."""
-        member = matrix.piece.member
-        for number, (moment, new) in enumerate(zip(matrix.moments, moments, strict=True)):
-            if new is not moment:
-                rounding = Rounding(
-                    integers(member.flat(moment)),
-                    integers(member.flat(new)),
-                    chunk.noise_offsets[matrix.piece],
-                    step.steps[member],
-                    self._skipped,
-                    shift=matrix.place * moment.numel(),
-                    moment=number,
-                )
-                self._packer.round(rounding)
+    def _transformed(self, kind: MatrixKind, stack: torch.Tensor, step: Applied) -> torch.Tensor:
+        """Return what the matrices of `stack` become: of one alone by the products of one."""
+        given = stack if len(stack) > 1 else stack[0]
+        return kind.algorithm.of_whole(given, step.group, step.work).view(stack.shape)
 
-    def _widened(self, moment: torch.Tensor, work: Work) -> torch.Tensor:
-        """Return a moment in fp32: itself, or a copy."""
-        if moment.dtype == torch.float32:
-            return moment
-        wide = work.like(moment, torch.float32)
-        self._device.launch(wide.copy_, moment)
-        return wide
+    def _parts_of(self, chunk: Chunk) -> Parts:
+        return self._kernels if self._kernels.serve(chunk) else self._operators
 
     def close(self) -> None:
         """Drop the scratch. No update may be running."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._crossing, self._exchanges = torch.empty(0), {}
+        self._kernels.learn(())
 
 
 def _widened_bytes(member: Member) -> int:

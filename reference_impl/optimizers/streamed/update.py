@@ -26,6 +26,7 @@ from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunk_masters import ChunkMasters
 from reference_impl.optimizers.streamed.chunks import (
     LOW,
+    TIES,
     Chunk,
     Field,
     StreamedWeights,
@@ -38,6 +39,7 @@ from reference_impl.optimizers.streamed.chunks import (
 from reference_impl.optimizers.streamed.compact import CompactOperands
 from reference_impl.optimizers.streamed.joined import JoinedUpdate, OfMembers
 from reference_impl.optimizers.streamed.matrices import MatrixStates, MatrixUpdate
+from reference_impl.optimizers.streamed.matrix_parts import PackedMaster
 from reference_impl.optimizers.streamed.step import StreamedStep
 
 
@@ -156,6 +158,8 @@ class ChunkUpdate:
             self._run_joined(chunk, buffer, came_in, step, numbers.joined)
         elif chunk.rounded:
             self._run_rounded(chunk, buffer, gradients, step, numbers.rows)
+        elif self._matrices.takes_packed(chunk):
+            self._run_packed(chunk, buffer, gradients, step)
         else:
             self._run_exact(chunk, buffer, gradients, step)
 
@@ -199,6 +203,23 @@ class ChunkUpdate:
             )
         elif masters is not None:
             self._device.launch(torch._foreach_copy_, weights, _cut(masters, pieces))
+
+    def _run_packed(
+        self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
+    ) -> None:
+        """Run kernels of matrices that take masters and gradients as they are stored."""
+        assert chunk.matrices is not None
+        pieces, low = list(gradients), chunk.field(LOW, buffer)
+        masters = [
+            PackedMaster(
+                step.weights.of(piece).view(torch.int16),
+                _part(low, piece),
+                chunk.blocks(TIES, buffer, piece),
+            )
+            for piece in pieces
+        ]
+        moments = [_cut(chunk.field(name, buffer), pieces) for name in chunk.matrices.moments]
+        self._matrices.run(chunk, MatrixStates(pieces, masters, list(gradients.values()), moments), step)
 
     def _run_joined(
         self,
