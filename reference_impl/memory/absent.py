@@ -60,6 +60,11 @@ def is_absent(tensor: torch.Tensor) -> bool:
     return getattr(type(tensor), "_is_absent", False)
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of `tensor` are not in its memory: a kernel would read address 0."""
+    return tensor.numel() > 0 and not storage_of(tensor).nbytes()
+
+
 def seal(tensor: torch.Tensor) -> None:
     """Have `is_sealed` tell whether anybody has used `tensor`, which is there, since.
 

@@ -45,6 +45,9 @@ class StateParts(Protocol):
     def note_weight(self, member: Member) -> None:
         """Note that the master equals the weight now: a later write is seen."""
 
+    def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter, whose masters are on the CPU."""
+
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
         """Return those of `members` that others have written past every counter; waits for the device.
 

@@ -18,6 +18,7 @@ import torch
 from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import WIDENED_ELEMENTS
 from reference_impl.device import REACHED, Device
+from reference_impl.memory.absent import is_away
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights
@@ -116,7 +117,12 @@ class ResidentShare:
             # Equal where nobody has written.
             torch._foreach_copy_([state.master for state in whole], [state.weight for state in whole])
         rounded = [state for state in apart if state.weight.dtype != torch.float32]
-        self._written.take_over_all([s.weight for s in rounded], [s.master for s in rounded])
+        # Parked: kernels would read address 0, and what is on the host is compared there.
+        away = [state for state in rounded if is_away(state.weight) or is_away(state.master)]
+        for state in away:
+            _take_over_on_host(state)
+        there = [state for state in rounded if state not in away] if away else rounded
+        self._written.take_over_all([s.weight for s in there], [s.master for s in there])
 
     def _share_scratch(self, updates: Sequence[ResidentUpdate]) -> None:
         # Of empty shards, too: their views are of a tensor on the device.
@@ -245,6 +251,13 @@ class _Part(NamedTuple):
     copied: list[int]
     sizes: list[int]
     copies: list[torch.Tensor]
+
+
+def _take_over_on_host(state: ResidentState) -> None:
+    """Let a master take over writes of others to its weight where one of them is parked, and read on the host."""
+    weight, master = state.weight.cpu(), state.master.cpu()
+    is_same = master.to(weight.dtype) == weight
+    state.master.copy_(torch.where(is_same, master, weight.to(torch.float32)))
 
 
 def _parts(states: Iterable[ResidentState]) -> list[slice | None]:

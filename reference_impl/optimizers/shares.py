@@ -334,11 +334,15 @@ class Shares:
         """Note that the master equals the weight now."""
         self.cpu.note_weight(member)
 
+    def written_uncounted(self, members: Sequence[Member]) -> frozenset[Member]:
+        """Return those of `members` whose weights differ from what was noted, see `StateParts`."""
+        compared = self.cpu.compare(members)
+        return frozenset() if compared is None else compared.read()
+
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
         """Return those of `members` that others have written past every counter, see `StateParts`."""
         self._resident.take_over(members)
-        compared = self.cpu.compare(members)
-        found = set() if compared is None else set(compared.read())
+        found = set(self.written_uncounted(members))
         if self._streamed is not None:
             found.update(self._streamed.written([m for m in members if m in self._streamed]))
         return [member for member in members if member in found]

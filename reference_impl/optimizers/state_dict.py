@@ -115,6 +115,13 @@ class SavedOptimizer(HostedOptimizer):
     def _finished(self, members: Iterable[Member]) -> StateParts:
         """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
 
+    def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter: masters elsewhere show it themselves.
+
+        Whose masters are on the CPU, and whose weights are about to leave the device; waits for it.
+        """
+        return self._finished(members).written_uncounted(members) if self._follows_writes else ()
+
     def _parts_of(self, members: Iterable[Member]) -> StateParts:
         if not self._failures.has_turn:
             check_thread(self._stepped_by)

@@ -249,7 +249,11 @@ class SteppedOptimizer(SavedOptimizer):
         """Note the rest of a step that backward has begun, where a hook in front of `step()` has kept it from that."""
         if closure is None:
             self._gradients.note_rest(self._members.values(), checks_used=False)
-        super()._step_has_raised(closure, has_rest=has_rest or self._gradients.rest is not None)
+        rest = self._gradients.rest
+        if rest is not None:
+            # First, because what follows may fail as the step has.
+            rest.be_awaited()
+        super()._step_has_raised(closure, has_rest=has_rest or rest is not None)
 
     @in_turn
     def _finish_earlier(self, *, has_closure: bool) -> None:

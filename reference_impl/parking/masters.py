@@ -14,25 +14,28 @@ from functools import partial
 import torch
 
 from reference_impl.memory.absent import is_absent
-from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written
+from reference_impl.optimizers.state_dict import SavedOptimizer
 
 
 class MastersOfParked:
     """The masters in `optimizers`, as far as these are ours."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._ours = [each for each in optimizers if isinstance(each, HostedOptimizer)]
+        self._ours = [each for each in optimizers if isinstance(each, SavedOptimizer)]
         # Weights that are away, or are about to leave, and that nobody had written.
         self._unwritten: list[Member] = []
 
     def weights_leave(self) -> None:
-        """Note which weights nobody has written since their masters were the same."""
-        members = [member for _, member in self._members() if member.watched is not None]
-        present = [member for member in members if not is_absent(member.param_local)]
-        changed = set(written(present))
-        self._unwritten = self._away() + [member for member in present if member not in changed]
+        """Note which weights nobody has written since their masters were the same: the host may wait for the device."""
+        unwritten = self._away()
+        for optimizer in self._ours:
+            members = [each for each in optimizer.members.values() if each.watched is not None]
+            present = [member for member in members if not is_absent(member.param_local)]
+            changed = {*written(present), *optimizer.written_uncounted(present)}
+            unwritten += [member for member in present if member not in changed]
+        self._unwritten = unwritten
 
     def weights_are_back(self) -> None:
         """Note those that are present at their address of now."""
@@ -57,5 +60,5 @@ class MastersOfParked:
     def _away(self) -> list[Member]:
         return [member for member in self._unwritten if is_absent(member.param_local)]
 
-    def _members(self) -> list[tuple[HostedOptimizer, Member]]:
+    def _members(self) -> list[tuple[SavedOptimizer, Member]]:
         return [(each, member) for each in self._ours for member in each.members.values()]

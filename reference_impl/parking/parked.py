@@ -217,8 +217,9 @@ class ParkedTraining(Shown, ClosedAtExit):
                     _free_gathered(model)
                 self._device.synchronize()
                 kinds = self._kinds(weights=weights)
-                self._transfer.start_early(kinds)
+                # It may ask the device, which answers before copies take their time.
                 self._masters.weights_leave()
+                self._transfer.start_early(kinds)
                 found, left = self._movable(kinds)
                 if not found and self._transfer.parked:
                     raise RuntimeError(

@@ -46,6 +46,9 @@ SLOW = {
     "signals": 8 * TIMES,
     "users-signals": 20 * TIMES,
     "writers-signals": 10 * TIMES,
+    "layers-python": 10 * TIMES,
+    "shards-python": 5 * TIMES,
+    "memory-python": 10 * TIMES,
     "layers-signals": 5 * TIMES,
     "shards-signals": 5 * TIMES,
     "memory": 25 * TIMES,
@@ -57,9 +60,9 @@ TOGETHER = [
     ["users", "writers", "python", "begun", "layers-begun"],
     ["muon", "muon-signals", "muon-python", "muon-calls", "muon-begun"],
     ["calls", "calls-signals", "readers"],
-    ["layers", "signals", "users-signals", "writers-signals", "layers-signals"],
-    ["shards", "shards-signals"],
-    ["memory", "memory-signals"],
+    ["layers", "signals", "users-signals", "writers-signals", "layers-signals", "layers-python"],
+    ["shards", "shards-signals", "shards-python"],
+    ["memory", "memory-signals", "memory-python"],
 ]
 if TIMES > 1:
     # When such a signal comes depends on the machine: what one finds, the next run may not.

@@ -80,21 +80,25 @@ class RestOfStep:
         ]
         self._awaited: list[Member] = []
 
+    def be_awaited(self) -> None:
+        """Have whoever reads a weight of the members wait for the step."""
+        self._awaited += [member for member in self._members if not member.pending]
+        for member in self._awaited:
+            member.pending = True
+
     def use(self, take: Callable[[], None], *, has_begun: Callable[[], bool]) -> None:
         """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
 
-        Until the step `has_begun`, whoever reads a weight of `members` waits for it. Raises WorkLostError where
-        somebody has written one of the gradients.
+        Until the step `has_begun`, it is awaited. Raises WorkLostError where somebody has written one of the gradients.
         """
         try:
             for member in self._awaited:
                 member.pending = False
-            self._awaited = [member for member in self._members if not member.pending]
+            self._awaited = []
             self._use(take)
         finally:
             if not has_begun():
-                for member in self._awaited:
-                    member.pending = True
+                self.be_awaited()
 
     def _use(self, take: Callable[[], None]) -> None:
         for param, gradient, writes in self._gradients:

@@ -341,6 +341,31 @@ def test_whoever_reads_a_weight_behind_a_step_waits_for_it(device):
         assert not member.pending
 
 
+def test_a_forward_waits_for_the_rest_of_a_step_that_no_call_could_finish(device, monkeypatch):
+    """Weights outside of the blocks are not updated in backward, and the next forward reads them first."""
+    other, model = (decoder(device, layers=2) for _ in range(2))
+    ids = batches(device, 2)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    with updating(model) as streamer:
+        decoder_loss(model(ids[0]), ids[0]).backward()
+        with monkeypatch.context() as patch:
+
+            def fails():
+                raise MemoryError("injected")
+
+            patch.setattr(streamer.optimizer, "_check_usable", fails)
+            with pytest.raises(MemoryError, match="injected"):
+                streamer.optimizer.step()
+        assert streamer.optimizer.status == "begun"
+        loss = decoder_loss(model(ids[1]), ids[1])
+        streamer.optimizer.zero_grad()
+        loss.backward()
+        streamer.optimizer.step()
+        assert loss.item() == expected[1]
+        assert_same(model, streamer.optimizer, other, reference)
+
+
 def test_hyper_parameters_may_not_change_in_between(device):
     model = decoder(device)
     ids = batches(device, 1)
