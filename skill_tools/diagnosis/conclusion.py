@@ -10,7 +10,7 @@ nothing is known of an exception, the answer says where it was raised and what w
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, own_words, phases, symptoms
+from skill_tools.diagnosis import code, interfaces, own_words, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
 from skill_tools.diagnosis.failures import Failure
@@ -19,6 +19,8 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.residency import moments, rows
+from skill_tools.diagnosis.residency.moments import Moment
 from skill_tools.diagnosis.series.wrong_numbers import of_numbers
 from skill_tools.rules.finding import Severity
 from skill_tools.rules.knowledge import load_rules
@@ -46,9 +48,15 @@ def conclude(evidence: Evidence) -> Conclusion | None:
         return outside
     if evidence.mended:
         return _of_mended(evidence.mended[0], evidence.mended[1:])
+    symptom = _of_symptom(evidence, evidence.failure)
+    exact = _explained(evidence, evidence.failure)
     return (
-        _of_symptom(evidence, evidence.failure)
-        or _of_own_words(evidence, evidence.failure)
+        _of_words(interfaces.handed_on(evidence.failure, evidence.texts))
+        or (symptom if exact is not None and exact.cause.is_exact else None)
+        or _of_words(own_words.refusal(evidence.failure, evidence.said, evidence.texts))
+        or _of_residency(evidence, evidence.failure)
+        or (None if moments.is_before_training(evidence.failure, evidence.phase) else symptom)
+        or _of_words(interfaces.misfit(evidence.failure, evidence.source, evidence.texts))
         or _unknown(evidence, evidence.failure)
     )
 
@@ -76,9 +84,9 @@ def _of_another_offload(
     if errors or not seen or seen[0].message.kind != "devices" or evidence.failure is None:
         return None
     found = _explained(evidence, evidence.failure)
-    if found is None or found.cause.offload in _OF_MESSAGES:
-        return None
-    return _of_symptom(evidence, evidence.failure)
+    if found is not None and found.cause.offload not in _OF_MESSAGES:
+        return _of_symptom(evidence, evidence.failure)
+    return _of_residency(evidence, evidence.failure) if evidence.phase is Phase.RESUME else None
 
 
 def _of_the_rest(evidence: Evidence) -> Conclusion | None:
@@ -143,6 +151,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind == "hang" and evidence.phase is Phase.STARTUP and evidence.mechanisms:
         return _of_a_hang_at_the_start(evidence)
     change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
+    if message.kind == "hang" and not message.frames:
+        return _of_a_hang(message, evidence, change)
     if message.kind in HOST_RAN_OUT:
         return _of_the_host(message, evidence, change)
     out_of_memory = evidence.out_of_memory
@@ -175,16 +185,30 @@ def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Say what filled the GPU there, by the run's offload and the place where memory ran out, and what to change."""
     found = _explained(evidence, evidence.failure)
     if found is None:
-        return "", ()
+        return _by_residency(evidence)
     because = f"; most likely, with {found.offload.name} ({found.shown_by}): {found.cause.cause}"
     return because, tuple(told(each, evidence.dialects, evidence.config) for each in found.change[:1])
+
+
+def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Say what the run's offloads have on the GPU at the moment at which memory ran out, and what to change."""
+    failure = evidence.failure
+    found = None if failure is None else rows.find(failure, evidence.said, evidence.phase, evidence.offloads)
+    if failure is None or found is None or found.first.row.lies != "gpu":
+        return "", ()
+    row, offload, shown_by = found.first
+    because = f"; most likely, with {offload.name} ({shown_by}): {row.where}; {row.past}"
+    return because, _told(row.change[:1], evidence, failure)
 
 
 def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
     """Say that another process holds memory of the GPU, and whose it may be."""
     held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
     if "sleep" in evidence.offloads:
-        return f"{held}: a rollout engine that is awake, or of which a part does not sleep"
+        return (
+            f"{held}: a rollout engine that is awake, of which a part does not sleep, or whose release returned before "
+            "its memory was given back"
+        )
     return f"{held}: an earlier run that still lives, a notebook, a rollout engine, or ranks that all chose this GPU"
 
 
@@ -204,6 +228,18 @@ def _of_a_hang_at_the_start(evidence: Evidence) -> Conclusion:
             "or another release of torch and of the framework: a rank that waits in py-spy dump says in which call",
         ),
     )
+
+
+def _of_a_hang(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
+    """Return a conclusion about ranks that wait for each other: for weights that all gather, if a run has such."""
+    rule = _rule(message.rule, evidence)
+    placed = rows.of_a_hang(evidence.phase, evidence.offloads)
+    if placed is None:
+        return Conclusion(message.cause, rule, change[:SHOWN])
+    row, offload, shown_by = placed
+    own = tuple(told(each, evidence.dialects, evidence.config) for each in row.change)
+    because = f"; with {offload.name} ({shown_by}) {row.where}: {row.past}"
+    return Conclusion(message.cause + because, rule, tuple(dict.fromkeys((*own, *change)))[: SHOWN + 1])
 
 
 def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
@@ -299,19 +335,52 @@ def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
     found = _explained(evidence, failure)
     if found is None:
         return None
-    where = code.of(failure)
-    package = where.code.package if where is not None else "the framework"
-    change = tuple(
-        told(each.replace("{package}", package), evidence.dialects, evidence.config) for each in found.change
-    )
+    change = _told(found.change, evidence, failure)
     off = symptoms.switched_off(found.offload, evidence.config)
     cause = f"most likely {found.offload.name}, which {found.shown_by} shows: {found.cause.cause}"
     return Conclusion(cause, "", (*change[:1], f"or {off}"))
 
 
-def _of_own_words(evidence: Evidence, failure: Failure) -> Conclusion | None:
-    """Return what the exception's own words say, where they refuse a combination or show that releases do not fit."""
-    said = own_words.refusal(failure, evidence.said, evidence.texts) or own_words.misfit(failure)
+def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return which tensor is not where the failing code expects it, by where the run's offloads keep theirs."""
+    found = rows.find(failure, evidence.said, evidence.phase, evidence.offloads, evidence.texts)
+    if found is None:
+        return None
+    row, offload = found.first.row, found.first.offload
+    shown = f"most likely {offload.name}, which {found.first.shown_by} shows"
+    cause = f"{shown}: {row.where}; {_at(found.moment)}{row.past}"
+    change = (*_told(row.change, evidence, failure), f"or {symptoms.switched_off(offload, evidence.config)}")
+    other = found.other
+    others = (
+        ()
+        if other is None
+        else (
+            f"or {other.offload.name} ({other.shown_by}): {other.row.where}; told apart by "
+            f"{symptoms.switched_off(other.offload, evidence.config)}",
+        )
+    )
+    return Conclusion(cause, "", change, others=others)
+
+
+def _at(moment: Moment) -> str:
+    """Say what the trainer did, and where: `in backward (engine.py:12 backward) `."""
+    frame = moment.frame
+    if frame is None:
+        return ""
+    file = frame.path.replace("\\", "/").rpartition("/")[2]
+    return f"in {moment.name} ({file}:{frame.line} {frame.function}) "
+
+
+def _told(change: Sequence[str], evidence: Evidence, failure: Failure) -> tuple[str, ...]:
+    """Return what to change in the user's own words, with the package whose code failed."""
+    package = interfaces.trainer(failure) or "the framework"
+    return tuple(
+        told(each.replace("{package}", package), evidence.dialects, evidence.config) for each in change
+    )
+
+
+def _of_words(said: own_words.Said | None) -> Conclusion | None:
+    """Return what the exception's own words, its frames and its source say."""
     return None if said is None else Conclusion(said.cause, "", said.change)
 
 
@@ -331,6 +400,8 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
         cause += "; this run offloads by " + ", ".join(f"{each.written}={each.value}" for each in offloads)
     elif evidence.config is not None:
         cause += "; the configuration offloads nothing that is known"
+    if (kept := rows.there(failure, evidence.phase, evidence.offloads)) is not None:
+        cause += f"; at that moment, under {kept.offload.name} ({kept.shown_by}), {kept.row.where}"
     may_be_an_offload = offloads or evidence.config is None
     if where is not None and (where.code.mechanisms or may_be_an_offload):
         return Conclusion(cause, "", where.code.decide, is_known=False)

@@ -175,6 +175,7 @@ def diagnose(
         dialects=dialects_of(config, framework, known_errors.frameworks(log)),
         mechanisms=mechanisms,
         said=said,
+        source=failures.source_line(log, failure) if failure else "",
         texts=texts[:-1],
         resumed=phases.resumed(log, failure),
         offloads=offloads,

@@ -23,8 +23,9 @@ from skill_tools.rules.knowledge import Rule
 class Evidence(NamedTuple):
     """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
 
-    `said` is the text of the failure from its first line on, `texts` are the run's files by name, `resumed`
-    says whether the run went on from a checkpoint, and `offloads` has what shows each kind of offload of the run.
+    `said` is the text of the failure from its first line on, `source` the line of source above it, `texts` are the
+    run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has what shows each
+    kind of offload of the run.
     `anomalies` are what is wrong with its numbers, `faults` those that are known to give such. `mended` are faults of
     libraries that the failure shows, and that a later release mends.
     """
@@ -42,6 +43,7 @@ class Evidence(NamedTuple):
     dialects: tuple[str, ...]
     mechanisms: frozenset[str]
     said: str = ""
+    source: str = ""
     texts: Sequence[tuple[str, str]] = ()
     resumed: bool = False
     offloads: Mapping[str, str] = MappingProxyType({})

@@ -142,6 +142,17 @@ def failures(log: Log) -> tuple[Failure, ...]:
     return tuple(sorted(found, key=lambda each: each.raised_at))
 
 
+def source_line(log: Log, failure: Failure) -> str:
+    """Return the line of source that stands above the exception's own line; "" where the traceback shows none."""
+    before = log.text[max(failure.start, failure.raised_at - _TAIL) : failure.raised_at]
+    for line in reversed(before.splitlines()):
+        prefix = _PREFIX.match(line)
+        body = line[prefix.end() if prefix else 0 :].strip()
+        if body.strip("^~ "):  # what marks a part of the line above
+            return "" if _FRAME.match(body) else body
+    return ""
+
+
 def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
     """Return the failure that ended the run; None where training went on after each, or nothing failed."""
     steps = _steps(log.text) if found else []

@@ -1,7 +1,6 @@
-"""What an exception says by itself: that a library refuses a combination, or that two releases do not fit.
+"""What an exception says by itself: that a library refuses a combination.
 
-No fact about a framework is needed for either. A refusal names what it does not take, and where the run has it; a name
-that cannot be imported, or an argument that is not expected, says which library lacks it.
+No fact about a framework is needed: a refusal names what it does not take, and where the run has it.
 """
 
 import re
@@ -20,23 +19,21 @@ _REFUSES = (
     "ValidationError",
 )
 _OFFLOADS = re.compile(
-    r"(?i)off-?load|\bswap|nvme|pin[_ ]memory|zero[ -]?[123]|sleep[_ ]mode|cpu_adam|on (?:the )?cpu"
+    r"(?i)off-?load|\bswap|nvme|pin[_ ]memory|zero[ -]?(?:stage ?)?[123]|sleep[_ ]mode|cpu_adam|on (?:the )?cpu"
 )
 _DIRECTS = (
     r"please (?:set|use|enable|disable|remove)|set .{1,40} to |use .{1,40} instead|is required|requires? "
+    r"|make sure (?:to|that) |supported only |only supported "
 )
 _FORBIDS = re.compile(
     r"(?i)not (?:yet |currently )?(?:supported|compatible|implemented|allowed|work)|unsupported|incompatible"
     r"|(?:can ?not|can't|must(?: not)?|should not) be |does(?: not|n't) support"
-    rf"|only (?:supported|available|works|be used)|mutually exclusive|{_DIRECTS}"
+    r"|only (?:supported|available|works|be used)|(?:supported|available|implemented) only"
+    rf"|mutually exclusive|{_DIRECTS}"
 )
 _DIRECTIVE = re.compile(rf"(?i)[^.;]*(?:{_DIRECTS})[^;]*?(?=\.\s|\.$|;|$)")
 # An option, as texts name them: with an underscore or two hyphens, or in quotes.
 _OPTION = re.compile(r"--[a-z][\w-]{3,60}|\b[a-z]+(?:_[a-z0-9]+){1,8}\b|[`'\"]([A-Za-z][\w.-]{3,60})[`'\"]")
-_MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
-_MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
-_UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
-_SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _MOST_OPTIONS = 3
 _LONGEST = 400
 
@@ -67,34 +64,6 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
     if there:
         return Said(f"{cause}; this run has {', '.join(there)}", (change, f"or without {there[0]}"))
     return Said(cause, (change,))
-
-
-def misfit(failure: Failure) -> Said | None:
-    """Return which two libraries do not fit, where one asks the other for a name or an argument that it lacks."""
-    caller = _caller(failure)
-    if match := _MISSING_NAME.search(failure.text) or _MISSING_PART.search(failure.text):
-        called = match["module"].partition(".")[0]
-        lacks = f"{match['module']} has no {match['name']}"
-    elif match := _UNEXPECTED.search(failure.text):
-        called, lacks = "", f"{match['called']} has no argument {match['name']}"
-    else:
-        return None
-    if not caller or caller == called:
-        return None
-    other = called or "the library that it calls"
-    return Said(
-        f"releases that do not fit: {caller} was written for another release of {other}; in the installed one {lacks}",
-        (
-            f"{caller} and {other} from the same time: the newest of both, or the release of {other} that this "
-            f"{caller} asks for (pip show {caller.replace('_', '-')})",
-        ),
-    )
-
-
-def _caller(failure: Failure) -> str:
-    """Return the package of the innermost frame that is in an installed one."""
-    packages = (_SITE.search(frame.path.replace("\\", "/")) for frame in reversed(failure.frames))
-    return next((match["package"] for match in packages if match), "")
 
 
 def _place(failure: Failure) -> str:

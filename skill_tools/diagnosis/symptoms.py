@@ -25,12 +25,17 @@ _MOST_TEXT = 1 << 20  # characters of a log in which signs are looked for, at it
 # What stands behind an option that is switched off.
 _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
+_TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
+_OVER_GPUS = "device-map"  # the offload that spreads a model over several GPUs
 _COUNTED = "accumulation"  # what is counted from one on: one is none
 _COMMENT = re.compile(r"^\s*(?:#|//)")
 
 
 class Offload(NamedTuple):
-    """A kind of offload: its name, what shows it in a text, its code, its mechanisms, and how it is switched off."""
+    """A kind of offload: its name, what shows it in a text, its code, its mechanisms, and how it is switched off.
+
+    One that `moves` nothing keeps tensors in another form, such as shards, and is no cause of wrong numbers.
+    """
 
     id: str
     name: str
@@ -38,6 +43,7 @@ class Offload(NamedTuple):
     code: tuple[str, ...]
     mechanisms: frozenset[str]
     without: str
+    moves: bool
 
 
 class Cause(NamedTuple):
@@ -53,6 +59,11 @@ class Cause(NamedTuple):
     resumed: bool
     cause: str
     change: tuple[str, ...]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it asks for more than the offload and a part of the run."""
+        return bool(self.frames) or self.inside or self.resumed
 
 
 class Symptom(NamedTuple):
@@ -84,6 +95,7 @@ def load_offloads() -> Mapping[str, Offload]:
             tuple(entry.get("code", ())),
             frozenset(entry.get("mechanisms", ())),
             entry["without"],
+            entry.get("moves", True),
         )
         for entry in knowledge.index()["offloads"]
     }
@@ -118,21 +130,32 @@ def explain(
     failure: Failure, said: str, phase: Phase, running: Mapping[str, str], *, resumed: bool = False
 ) -> Explained | None:
     """Return the first cause that fits `failure`, whose text begins `said`; `running` shows each offload of the run."""
-    inner = _of_the_code(failure)
+    inner = of_the_code(failure)
     for symptom in load_symptoms():
-        if not _says(said, symptom.texts) or not _passes(failure, symptom.frames):
+        if not shows(symptom, failure, said):
             continue
         for cause in symptom.causes:
             offloads = running if cause.offload == _ANY else (cause.offload,)
             for name in offloads:
                 if (
                     name in running
+                    and (name == _OVER_GPUS or not is_between_gpus(said))
                     and (resumed or not cause.resumed)
                     and _fits(cause, name, failure, phase, inner)
                 ):
                     offload = load_offloads()[name]
                     return Explained(cause, offload, running[name], cause.change)
     return None
+
+
+def is_between_gpus(said: str) -> bool:
+    """Return whether a failure is about tensors on two GPUs, which no offload to the CPU gives."""
+    return _TWO_GPUS.search(said) is not None
+
+
+def shows(symptom: Symptom, failure: Failure, said: str) -> bool:
+    """Return whether `failure`, whose text begins `said`, is of the kind `symptom`."""
+    return _says(said, symptom.texts) and _passes(failure, symptom.frames)
 
 
 def read(log: Log, files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
@@ -217,6 +240,8 @@ def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None
 
 def _is_off(sign: str, text: str, end: int) -> bool:
     """Return whether what stands at `end`, behind `sign`, switches it off."""
+    while text[end : end + 1].isidentifier():  # a sign may be the beginning of an option
+        end += 1
     return bool(_OFF.match(text, end) or (_COUNTED in sign and _ONE.match(text, end)))
 
 
@@ -239,7 +264,7 @@ def _fits(cause: Cause, offload: str, failure: Failure, phase: Phase, inner: fro
     )
 
 
-def _of_the_code(failure: Failure) -> frozenset[str]:
+def of_the_code(failure: Failure) -> frozenset[str]:
     """Return the offloads whose own code the traceback goes through."""
     return frozenset(
         offload.id

@@ -34,12 +34,13 @@ def build() -> dict[str, Any]:
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
-        "messages": [_without_example(entry) for entry in knowledge.load_messages()],
+        "messages": [_without(entry, "example") for entry in knowledge.load_messages()],
         "changes": knowledge.load_yaml("changes.yaml"),
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
         "offloads": knowledge.load_yaml("offloads.yaml"),
         "symptoms": knowledge.load_yaml("symptoms.yaml"),
+        "residency": [_without(entry, "quote") for entry in knowledge.load_yaml("residency.yaml")],
         "numbers": knowledge.load_yaml("numbers.yaml"),
         "fixes": knowledge.load_fixes(),
         "marks": {each.name: each.marks for each in registry.with_keyed_files()},
@@ -55,9 +56,9 @@ def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, 
     return {**{name: value for name, value in entry.items() if name != "examples"}, "compiled": derived}
 
 
-def _without_example(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as `diagnose` reads it; its example is for people and tests."""
-    return {name: value for name, value in entry.items() if name != "example"}
+def _without(entry: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Return a fact as `diagnose` reads it; its example, or the code that it quotes, is for people and tests."""
+    return {name: value for name, value in entry.items() if name != part}
 
 
 def rendered() -> dict[Path, str]:

@@ -47,6 +47,9 @@ _SMALL_REWARD, _AT_ZERO, _AT_LITTLE = 0.2, (2, 5), (3, 8)
 _GUESSING = 12.7  # nats: every word of 327,000 alike, a larger vocabulary than any model in use
 _FLAT, _LEAST_VALUES, _LEAST_STEPS = 0.02, 6, 50
 _SPIKE = 50.0
+_FIRST_ROUNDS = (
+    3  # steps in which an offload has moved all that it moves; a bad batch or a high rate takes longer
+)
 
 
 # What a report says of its numbers without showing them; a warning may say the same, so it counts like a weak one.
@@ -72,7 +75,8 @@ _SAID = {
 class Anomaly(NamedTuple):
     """One thing that is wrong: its kind, its position and line in the log, and what was seen in a few words.
 
-    `is_said` is true where no number shows it and a sentence of the text says it.
+    `is_said` is true where no number shows it and a sentence of the text says it. `good` counts the values of the
+    series before it.
     """
 
     kind: str
@@ -80,6 +84,12 @@ class Anomaly(NamedTuple):
     line: int
     seen: str
     is_said: bool = False
+    good: int = 0
+
+    @property
+    def is_at_the_first_round(self) -> bool:
+        """Whether the run was right at first, and wrong as soon as its offload had moved something once or twice."""
+        return 0 < self.good <= _FIRST_ROUNDS
 
     @property
     def is_strong(self) -> bool:
@@ -107,7 +117,8 @@ def _of_series(log: Log, of: Series) -> Iterator[Anomaly]:
         if (place := check(log, of)) is not None:
             index, what = place
             at = of.points[index].at
-            yield Anomaly(kind, at, log.line_at(at), f"{of.name} {what} {_where(log, of, index)}".rstrip())
+            seen = f"{of.name} {what} {_where(log, of, index)}".rstrip()
+            yield Anomaly(kind, at, log.line_at(at), seen, good=index)
 
 
 def _where(log: Log, of: Series, index: int) -> str:

@@ -9,6 +9,9 @@ from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.rules.finding import Finding
 
+_OF_ROLLOUTS = frozenset(
+    {"collapse", "garbage", "divergence"}
+)  # numbers that other weights in the engine give
 _MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
 _DECIDE_NUMBERS_ELSEWHERE = (
     "the run's configuration or script, given to diagnose after the log",
@@ -33,7 +36,25 @@ def of_numbers(evidence: Evidence) -> Conclusion | None:
         return _of_fault(proven[0], proven[1:], seen, evidence)
     if not any(each.is_strong for each in evidence.anomalies):
         return None
-    return _unexplained(seen, evidence)
+    return _of_the_first_round(seen, evidence) or _unexplained(seen, evidence)
+
+
+def _of_the_first_round(seen: str, evidence: Evidence) -> Conclusion | None:
+    """Return the one fault that fits rollouts which were right until their engine had slept and woken up once.
+
+    A loss that is nan then has other causes as often, and a second fault that fits leaves it open.
+    """
+    if len(evidence.faults) != 1 or not any(
+        each.kind in _OF_ROLLOUTS and each.is_at_the_first_round for each in evidence.anomalies
+    ):
+        return None
+    found = evidence.faults[0]
+    if found.fault.offload == numbers.ANYWHERE or found.depends_on:
+        return None
+    conclusion = _of_fault(found, (), seen, evidence)
+    return conclusion._replace(
+        cause=f"{seen}; most likely, as it was right before: {found.fault.cause}; shown by {', '.join(found.shown_by)}"
+    )
 
 
 def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
@@ -80,7 +101,7 @@ def _others(found: Sequence[Found]) -> tuple[str, ...]:
 def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
     """Say what is seen in the numbers, that no fault is known to be behind them, and what would decide it."""
     known = symptoms.load_offloads()
-    running = [(known[name], by) for name, by in evidence.offloads.items()]
+    running = [(known[name], by) for name, by in evidence.offloads.items() if known[name].moves]
     if not running:
         cause = f"not known. {seen}; nothing that was given shows an offload"
         return Conclusion(

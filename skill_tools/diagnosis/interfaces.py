@@ -1,0 +1,159 @@
+"""Calls that do not fit: a name or an argument that the called code does not have, or does not expect there.
+
+Code that offloads wraps and replaces other libraries' functions, so that a release of either, or a script of the user,
+may call it with what it does not take. No fact about a framework is needed: the exception, the frames and the line of
+source that a traceback shows say who called whom with what.
+"""
+
+import re
+from collections.abc import Sequence
+
+from skill_tools.diagnosis import code
+from skill_tools.diagnosis.failures import Failure, Frame
+from skill_tools.diagnosis.own_words import Said
+from skill_tools.diagnosis.symptoms import sign_in
+
+_MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
+_MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
+_UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
+_SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
+_BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages whose frames are the innermost of any trainer
+_AMBIGUOUS = "Boolean value of Tensor with more than one value is ambiguous"
+_TESTED = re.compile(r"^(?:if|elif|while|assert) (?:not )?(?P<name>[a-z_]\w*)\b(?! *[.(\[])")
+_ASSERTED = re.compile(r"^assert (?P<what>.{3,120})$")
+_WORD = re.compile(r"[a-z]\w*_\w+")  # of an assertion, a name that a caller may pass
+
+
+def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> Said | None:
+    """Return who called what with an argument, or for a name, that it does not have or does not expect there.
+
+    `source` is the line of source that the traceback shows last, `texts` are the run's files by name.
+    """
+    return (
+        handed_on(failure, texts)
+        or _lacking(failure)
+        or _misplaced(failure, source)
+        or _asserted(failure, source)
+    )
+
+
+def handed_on(failure: Failure, texts: Sequence[tuple[str, str]]) -> Said | None:
+    """Return where the run's own file passes an argument that something hands on to code that does not take it."""
+    match = _UNEXPECTED.search(failure.text)
+    place = sign_in([f"{match['name']}="], _with_any_value(texts)) if match else None
+    if match is None or place is None:
+        return None
+    where = place.partition("(")[2].rstrip(")")
+    through = _package(failure.frames[-1]) if failure.frames else ""
+    by = f", through {through}" if through else ""
+    return Said(
+        f"{where} passes {match['name']}, which what is called there does not take (any more) and hands on{by} to "
+        f"{match['called']}, which has no such argument",
+        (
+            f"without {match['name']} at {where}",
+            "or the argument's new place, which the release notes say",
+        ),
+    )
+
+
+def _with_any_value(texts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return `texts` in which an argument counts that is False: it is passed all the same."""
+    return [(name, re.sub(r"(?<==)(?:False|None|0)\b", "x", text)) for name, text in texts]
+
+
+def _lacking(failure: Failure) -> Said | None:
+    """Return which two libraries do not fit, where one asks the other for a name or an argument that it lacks."""
+    asks = caller(failure)
+    if match := _MISSING_NAME.search(failure.text) or _MISSING_PART.search(failure.text):
+        called = match["module"].partition(".")[0]
+        lacks = f"{match['module']} has no {match['name']}"
+    elif match := _UNEXPECTED.search(failure.text):
+        called, lacks = "", f"{match['called']} has no argument {match['name']}"
+    else:
+        return None
+    if not asks or asks == called:
+        return None
+    other = called or "the library that it calls"
+    return Said(
+        f"releases that do not fit: {asks} was written for another release of {other}; in the installed one {lacks}",
+        (
+            f"{asks} and {other} from the same time: the newest of both, or the release of {other} that this "
+            f"{asks} asks for (pip show {asks.replace('_', '-')})",
+        ),
+    )
+
+
+def _misplaced(failure: Failure, source: str) -> Said | None:
+    """Return which flag got a tensor, where a function tests one of its parameters that is a tensor of many values."""
+    match = _TESTED.match(source)
+    if _AMBIGUOUS not in failure.text or match is None or len(failure.frames) < 2:
+        return None
+    inner = failure.frames[-1]
+    outer = next(
+        (each for each in reversed(failure.frames[:-1]) if _package(each) != "torch"), failure.frames[-2]
+    )
+    package = trainer(failure) or "the library whose frame is innermost"
+    return Said(
+        f"a tensor arrived in the place of {match['name']}, which {_at(inner)} takes for a flag: its caller "
+        f"{_at(outer)} passes its arguments in another order, or one fewer",
+        (f"a newer {package}, or an older one, in which both fit", *_off(failure)),
+    )
+
+
+def _asserted(failure: Failure, source: str) -> Said | None:
+    """Return what an assertion without words asks for, and who called it, where its names are what was passed."""
+    match = _ASSERTED.match(source)
+    if (
+        failure.error != "AssertionError"
+        or failure.text.strip().rstrip(":") != "AssertionError"
+        or match is None
+    ):
+        return None
+    name = _WORD.search(match["what"])
+    inner = failure.frames[-1]
+    outer = next((each for each in reversed(failure.frames[:-1]) if each.path != inner.path), None)
+    if name is None or outer is None:
+        return None
+    return Said(
+        f"{_at(inner)} takes only calls for which {match['what']}, and {_at(outer)} calls it otherwise: it was put in "
+        f"the place of a function that takes more",
+        (
+            f"{outer.function} called so that it passes no {name[0]}, or called before what replaces {inner.function}",
+            *_off(failure),
+        ),
+    )
+
+
+def _off(failure: Failure) -> tuple[str, ...]:
+    """Return how the code that failed is done without, if it carries out an offload."""
+    where = code.of(failure)
+    return (f"or {where.code.decide[0]}",) if where is not None and where.code.mechanisms else ()
+
+
+def _at(frame: Frame) -> str:
+    file: str = frame.path.replace("\\", "/").rpartition("/")[2]
+    return f"{frame.function} ({file}:{frame.line})"
+
+
+def _package(frame: Frame) -> str:
+    match = _SITE.search(frame.path.replace("\\", "/"))
+    return match["package"] if match else ""
+
+
+def caller(failure: Failure) -> str:
+    """Return the package of the innermost frame that is in an installed one."""
+    packages = (_SITE.search(frame.path.replace("\\", "/")) for frame in reversed(failure.frames))
+    return next((match["package"] for match in packages if match), "")
+
+
+def trainer(failure: Failure) -> str:
+    """Return the distribution whose release decides what failed: of the innermost frame in none of torch's files."""
+    for frame in reversed(failure.frames):
+        path = frame.path.replace("\\", "/")
+        known = code.of(failure._replace(frames=(frame,)))
+        if known is not None and known.code.package != "torch":
+            return known.code.package
+        match = _SITE.search(path)
+        if match and match["package"] not in _BELOW_TRAINERS:
+            return match["package"].replace("_", "-")
+    return ""

@@ -1,0 +1,98 @@
+"""What a trainer did when a failure stopped it, and which tensors its code used: read from the frames, innermost first.
+
+A moment is finer than a phase of a run: each step has forwards, a backward and a step, and beside a rollout engine a
+wake-up, a weight update and a sleep.
+"""
+
+import re
+from typing import NamedTuple
+
+from skill_tools.diagnosis.failures import Failure, Frame
+from skill_tools.diagnosis.phases import Phase
+
+OF_PHASE = {Phase.SAVE: "save", Phase.RESUME: "resume"}
+# The functions of each moment. Of all that a traceback goes through the first of these counts: what is inside of
+# another stands before it (a forward of an evaluation, a wake-up of a weight update).
+_FUNCTIONS = tuple(
+    (moment, re.compile(pattern))
+    for moment, pattern in (
+        ("merge", r"merge_and_unload|^merge(?:_adapter)?$|get_delta_weight"),
+        ("wake-up", r"wake_?up|create_and_map|resume_memory|^onload|^load_.*_to_(?:gpu|device)$"),
+        ("load", r"from_pretrained|^load_model$|_load_pretrained"),
+        ("sleep", r"^sleep$|release_memory|^offload_|_to_cpu$"),
+        ("weight-update", r"(?:sync|update|reload|stream|load|send|broadcast|refit|move).{0,12}_?weights|refit"
+                          r"|_share_cuda_|_to_vllm$|weight_loader"),
+        ("log-probabilities", r"log_?prob|logps|compute_ref|old_logits"),
+        ("generation", r"^generate|rollout|sample_images|_sample$"),
+        ("evaluation", r"evaluat|prediction_step|validat"),
+        ("clipping", r"clip_grad|unscale_and_clip|grad_norm|total_norm"),
+        ("step", r"^_?step$|optimizer_step|_take_model_step|_init_group|^adamw?$|_single_tensor|_multi_tensor"),
+        ("backward", r"^_?backward$|post_backward|_post_accumulate|reduce_.{0,40}grad|run_backward|unpack|recompute"),
+        ("preparation", r"^prepare|_prepare_|fully_shard|^initialize$|_configure_|_validate_cpu_offload"),
+        ("forward", r"forward|_lazy_init|compute_loss|training_step|embedding|^linear$|_norm$"),
+        ("load", r"load_model|load_state_dict"),
+    )
+)  # fmt: skip
+_RECOMPUTES = re.compile(r"recompute|unpack_hook")
+_OPTIMIZER = re.compile(r"[/_ ]optim(?!/lr_)|optimizer|adam|muon|lion|adafactor", re.IGNORECASE)
+_INNERMOST = 3  # frames of which one is an optimizer's where a save or a load is about its states
+_TOUCHED_BY = {
+    "merge": ("weights",),
+    "wake-up": ("rollout-memory",),
+    "sleep": ("rollout-memory", "weights"),
+    "weight-update": ("rollout-weights", "weights", "record"),
+    "log-probabilities": ("weights",),
+    "generation": ("rollout-weights", "weights"),
+    "evaluation": ("weights",),
+    "clipping": ("gradients", "record"),
+    "step": ("states", "gradients", "record"),
+    "backward": ("activations", "gradients", "weights", "record"),
+    "recomputation": ("weights", "activations", "record"),
+    "preparation": ("weights", "record"),
+    "forward": ("weights", "activations", "record"),
+    "load": ("weights",),
+    "save": ("weights", "checkpoint"),
+    "resume": ("checkpoint", "weights"),
+}
+_OF_AN_OPTIMIZER = (
+    "record",
+    "states",
+)  # what a save or a load touches too, where its frames are an optimizer's
+
+
+class Moment(NamedTuple):
+    """What the trainer did, the kinds of tensors that were used there (likeliest first), and the frame that says it."""
+
+    name: str
+    touched: tuple[str, ...]
+    frame: Frame | None
+
+
+def moment_of(failure: Failure, phase: Phase) -> Moment | None:
+    """Return the moment that `failure` stopped; None where no frame says it."""
+    if phase in OF_PHASE:
+        name, frames = OF_PHASE[phase], failure.frames
+        of_an_optimizer = any(
+            _OPTIMIZER.search(f"{each.path} {each.function}") for each in frames[-_INNERMOST:]
+        )
+        touched = (*(_OF_AN_OPTIMIZER if of_an_optimizer else ()), *_TOUCHED_BY[name])
+        return Moment(name, touched, frames[-1] if frames else None)
+    for name, pattern in _FUNCTIONS:
+        for frame in reversed(failure.frames):
+            function = frame.function.rpartition(".")[2]
+            if pattern.search(function) and (name != "step" or _OPTIMIZER.search(frame.path)):
+                name = _recomputed(name, failure)
+                return Moment(name, _TOUCHED_BY[name], frame)
+    return None
+
+
+def is_before_training(failure: Failure, phase: Phase) -> bool:
+    """Return whether `failure` stopped a load or a preparation, in which an offload does not yet work as it will."""
+    moment = moment_of(failure, phase)
+    return moment is not None and moment.name in ("load", "preparation")
+
+
+def _recomputed(name: str, failure: Failure) -> str:
+    """Return recomputation for a forward that backward runs again."""
+    again = any(_RECOMPUTES.search(frame.function) for frame in failure.frames)
+    return "recomputation" if again and name in ("forward", "backward") else name
