@@ -23,13 +23,14 @@ class Draft:
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
     `complete`, `model_name`, `versions`, `sources`, `missing_files`, `faults` and `shares` are the reader's to set;
-    they mean what `Config` says.
+    they mean what `Config` says. So is `checks_each`: the framework refuses a value that does not fit although a later
+    one replaces it, as argparse does.
     """
 
     def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
         self.framework = framework
         self.embeds = embeds
-        self.complete = False
+        self.complete = self.checks_each = False
         self.model_name: str | None = None
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
@@ -42,6 +43,7 @@ class Draft:
         self._overridden: list[Setting] = []
         self._unknown: dict[tuple[str, Place], UnknownKey] = {}
         self._wrong: dict[str, str] = {}
+        self._wrong_before: list[WrongType] = []
         self._known_wrong: set[str] = set()
         self._unresolved: set[str] = set()
         self._maybe_set: set[str] = set()
@@ -174,14 +176,17 @@ class Draft:
         return self._wrong.get(key)
 
     def take_by_truth(self) -> None:
-        """Note that the framework checks no type, so that what stands for true or false is read by Python's truth."""
+        """Note that the framework checks no type: a switch is read by Python's truth, and text is what it is."""
         for name in self._wrong:
             key = self.table.by_name.get(name)
-            if key is not None and key.type_in(self._owner(name)[0]) == "bool":
+            kind = key.type_in(self._owner(name)[0]) if key is not None else ""
+            if kind == "bool":
                 value = self._settings[name].value
                 self.refuse_type(
                     name, f"true or false; to Python it is {written(bool(value))}", is_known=True
                 )
+            elif kind == "str":
+                self.refuse_type(name, self._wrong[name], is_known=True)
 
     def judge(self, prefix: str, fits: Callable[[Setting, str | None], str | None]) -> None:
         """Let `fits` have the last word on the value of each key that begins with `prefix`.
@@ -225,9 +230,12 @@ class Draft:
             complete=self.complete,
             overridden=tuple(self._overridden),
             unknown=tuple(self._unknown.values()),
-            wrong_types=tuple(
-                WrongType(self._settings[key], text, key in self._known_wrong)
-                for key, text in self._wrong.items()
+            wrong_types=(
+                *self._wrong_before,
+                *(
+                    WrongType(self._settings[key], text, key in self._known_wrong)
+                    for key, text in self._wrong.items()
+                ),
             ),
             versions=MappingProxyType(self.versions),
             sources=MappingProxyType(self.sources),
@@ -255,7 +263,9 @@ class Draft:
 
     def _drop(self, key: str) -> None:
         loser = self._settings.pop(key, None)
-        self._wrong.pop(key, None)
+        expected = self._wrong.pop(key, None)
+        if self.checks_each and loser is not None and expected is not None:
+            self._wrong_before.append(WrongType(loser, expected, key in self._known_wrong))
         self._known_wrong.discard(key)
         if loser is not None:
             self._overridden.append(loser)

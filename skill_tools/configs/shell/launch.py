@@ -28,7 +28,8 @@ _HANDLERS = frozenset(
 class Flag(NamedTuple):
     """A flag with the values after it, as argparse groups them.
 
-    `written` is what stands in the input, `known` says that all of it is read and nothing is left to fill in.
+    `written` is what stands in the input, `known` says that all of it is read and nothing is left to fill in, and
+    `joined` that the first value stands behind an equals sign, so that argparse takes no other.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Flag(NamedTuple):
     written: str
     place: Place
     known: bool = True
+    joined: bool = False
 
 
 def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
@@ -110,7 +112,7 @@ def flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
         values = (*((value,) if equals else ()), *(word.text for word in following))
         known = all(word.resolved and word.certain for word in words[start:end])
         known = known and not is_template(" ".join(values))
-        yield Flag(name, values, name, Place(file, first.line, first.column), known)
+        yield Flag(name, values, name, Place(file, first.line, first.column), known, bool(equals))
 
 
 def write_environment(draft: Draft, command: Command, file: str) -> None:

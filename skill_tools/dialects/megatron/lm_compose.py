@@ -65,6 +65,7 @@ def _write_source(draft: Draft, source: Source) -> None:
             is_own = _is_own(command, source.text)
             if not is_own:
                 draft.may_be_set()
+            draft.checks_each = True
             _write_flags(draft, flags(words, source.name), is_closed=is_own, folder=source.folder)
         case Kind.YAML | Kind.JSON:
             _write_yaml(draft, single_document(source, FULL, draft=draft), source.name)
@@ -100,6 +101,7 @@ def _write_flags(
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
             draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
+            _refuse_left_over(draft, key.name, flag, flag.values)
         elif draft.accepts(flag.name):
             _write_flag(draft, flag)
         elif (is_closed or "offload" in flag.name) and f'"{flag.name}"' not in _parser_above(folder):
@@ -137,9 +139,19 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
     elif kind == "list":
         value = list(flag.values)
     draft.set_key(name, value, flag.written, flag.place)
-    if kind == "bool" and flag.known and flag.values:
-        means_on = flag.values[0].lower() not in _OFF  # the switch alone would have been enough
-        draft.refuse_type(name, f"a bare switch: {flag.values[0][:40]!r} is left over", is_known=means_on)
+    if kind == "bool":
+        _refuse_left_over(draft, name, flag, flag.values)
+    elif flag.joined and kind == "list":
+        _refuse_left_over(draft, name, flag, flag.values[1:])
+
+
+def _refuse_left_over(draft: Draft, name: str, flag: Flag, values: Sequence[str]) -> None:
+    """Note the values that argparse does not take for a flag; that a switch is meant is plain, unless one says off."""
+    if values and flag.known:
+        is_switch = values == flag.values
+        form = "a bare switch" if is_switch else "one value behind the equals sign"
+        is_known = is_switch and values[0].lower() not in _OFF
+        draft.refuse_type(name, f"{form}: {values[0][:40]!r} is left over", is_known=is_known)
 
 
 def _write_yaml(draft: Draft, root: Node, file: str) -> None:

@@ -245,9 +245,10 @@ def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is
         with suppress(UnusableInput):
             value = parse_override(word.text).value
     if isinstance(value, dict):
+        is_section = any(name.startswith(f"{written}.") for name in _closed_names())
         for name, part in value.items():
             path = f"{written}.{name}"
-            if is_closed and not draft.is_leaf(written) and not draft.accepts(path):
+            if is_closed and is_section and not draft.accepts(path):
                 draft.note_unknown(path, place)
             else:
                 draft.set(path, part, place)

@@ -42,9 +42,14 @@ _FSDP_ALONE = {
     },
     **{f"critic.model.enable_{name}": "0.8.0" for name in ("activation_offload", "gradient_checkpointing")},
 }
-_OF_ANY_ENGINE = ("actor_rollout_ref.model.", "algorithm.", "trainer.", "data.")
-_CLASSES_SINCE = "0.6"  # verl/workers/config
-_CLASSES = ("actor_rollout_ref.actor.", "critic.")  # whose classes refuse a section that a plus adds
+_MISSING = "???"  # to OmegaConf, a value that somebody has to give
+_OF_ANY_ENGINE = (
+    *(f"{role}.strategy" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
+    *("actor_rollout_ref.model.", "algorithm.", "trainer.", "data."),
+)
+# The first release with a class for a role, which refuses a section that a plus adds; VeOmni's critic came later.
+_CLASSES_SINCE = {"actor_rollout_ref.actor.": "0.6", "critic.": "0.6"}
+_VEOMNI_CRITIC_SINCE = "0.8"
 _CHECKED = re.compile(r"(?:fsdp_config|fsdp|megatron|veomni|torchtitan)\.\w+$")  # fields of verl's classes
 
 
@@ -127,8 +132,7 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
     """
     sign, written = _split(word.text)
     alone_until = _FSDP_ALONE.get(written.partition("=")[0])
-    has_classes = base.release is not None and not is_before(base.release, _CLASSES_SINCE)
-    if "+" in sign and not (has_classes and written.startswith(_CLASSES)):
+    if "+" in sign and not _has_class(written, base):
         return False
     if alone_until is not None:
         is_alone = base.release is not None and is_before(base.release, alone_until)
@@ -142,6 +146,15 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
     with suppress(UnusableInput):
         name = section[0].rpartition(".")[2]
         return name not in load(fork / "actor" / f"{base.engine}_actor.yaml").text
+    return False
+
+
+def _has_class(written: str, base: Base) -> bool:
+    """Return whether the release checks the role of a key by a class."""
+    for role, since in _CLASSES_SINCE.items():
+        if written.startswith(role) and base.release is not None:
+            is_veomnis = role == "critic." and base.engine == "veomni"
+            return not is_before(base.release, _VEOMNI_CRITIC_SINCE if is_veomnis else since)
     return False
 
 
@@ -168,6 +181,10 @@ def _why_no_override(draft: Draft, word: Argument, base: Base) -> str | None:
         given = parse_override(word.text)
     except UnusableInput as error:
         return f"{word.text}: expected {error.expected}"
+    if given.value == _MISSING:
+        return f"{word.text}: a value that is missing"
+    if isinstance(given.value, dict) and "null" in given.value:
+        return f"{word.text}: null is no key"
     if given.sign == "~" and given.value not in (None, UNREADABLE):
         key, setting = draft.key(name), draft.get(draft.canonical(name))
         held = setting.value if setting is not None else key.default.get(VERL) if key is not None else None
@@ -228,9 +245,8 @@ def _is_filled(key: str, engine: str | None, release: str | None) -> bool:
         is_always = since == before == "-"
         began = since == "-" or (release is not None and not is_before(release, since))
         goes_on = before == "-" or (release is not None and is_before(release, before))
-        is_engines = of == engine or (
-            not of and (engine in ("dp", "megatron") or key.startswith(_OF_ANY_ENGINE))
-        )
+        is_others = engine != "dp" and of in ("", "megatron") and key.startswith(_OF_ANY_ENGINE)
+        is_engines = of == engine or is_others or (not of and engine in ("dp", "megatron"))
         if is_engines and (is_always or (began and goes_on)):
             return True
     return False

@@ -3,8 +3,9 @@
     python tests/judges/parsers/fetch.py
 
 PyYAML, OmegaConf, Hydra, tyro and the libraries of Axolotl's command are installed, each into a folder of its own; of
-Axolotl, torchtitan and torchtune the package is unpacked, because what they depend on is a training stack. The releases
-of NeMo-RL, ms-swift and verl are those of tests/judges/rl/fetch.py. Called by `make test-parsers`.
+Axolotl, torchtitan and torchtune the package is unpacked, because what they depend on is a training stack. The
+releases of Megatron-LM, NeMo-RL, ms-swift, prime-rl and verl are those of tests/judges/rl/fetch.py. Called by
+`make test-parsers`.
 """
 
 import subprocess

@@ -27,6 +27,7 @@ import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
 import llama_factory_commands  # noqa: E402
+import megatron_lm_commands  # noqa: E402
 import ms_swift_commands  # noqa: E402
 import nemo_rl_commands  # noqa: E402
 import prime_rl_files  # noqa: E402
@@ -141,6 +142,14 @@ PARSERS = {
         nemo_rl_commands.TABLE,
         nemo_rl_commands.ours,
         nemo_rl_commands.agree,
+    ),
+    "megatron-lm": Parser(
+        "megatron_lm",
+        {each: (f"../megatron_lm/{each}", "../../.megatron-core/extras") for each in ("0.16.1", "0.19.0")},
+        megatron_lm_commands.question,
+        megatron_lm_commands.TABLE,
+        megatron_lm_commands.ours,
+        megatron_lm_commands.agree,
     ),
     "prime-rl": Parser(
         "prime_rl",

@@ -129,6 +129,28 @@ def ms_swift(question: dict[str, Any]) -> Any:
     return {name: value for name, value in given.items() if name[:-1] in said}
 
 
+def megatron_lm(question: dict[str, Any]) -> Any:
+    """Megatron-LM's own argparse, on the words of a command; nothing is checked behind it."""
+    from megatron_lm_commands import NAMES
+
+    parser = _of_megatron_lm()
+    destinations = {option: action.dest for action in parser._actions for option in action.option_strings}
+    given = parser.parse_args(question["words"])
+    return {name: getattr(given, destinations[name]) for name in NAMES if name in destinations}
+
+
+@lru_cache
+def _of_megatron_lm() -> Any:
+    """Return Megatron-LM's parser; from 0.18 on its code is written for Python 3.12, of which it uses `override`."""
+    import argparse
+    import typing
+
+    typing.override = getattr(typing, "override", lambda method: method)
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def prime_rl(question: dict[str, Any]) -> Any:
     """prime-rl's files as its command merges them, and its trainer's class made of the result."""
     import tomllib

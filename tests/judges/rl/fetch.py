@@ -23,6 +23,7 @@ WHEELS = {
 TAGS = {
     "nemo_rl": ("NVIDIA-NeMo/RL", ("v0.4.0", "v0.5.0", "v0.6.0", "v0.7.0", "main")),
     "prime_rl": ("PrimeIntellect-ai/prime-rl", ("v0.6.0", "v0.7.0", "v0.8.0", "main")),
+    "megatron_lm": ("NVIDIA/Megatron-LM", ("core_v0.16.1", "core_v0.19.0")),  # its command line's code
 }
 TRANSFORMERS = ("4.57.3", "5.10.4")
 LIBRARIES = ("hydra-core==1.3.2", "pydantic==2.12.5", "prime-pydantic-config==0.4.3", "pyyaml", "httpx")
@@ -41,7 +42,7 @@ def main() -> None:
         unpack_wheel("transformers", version, BUILD / "ms_swift" / "dependencies" / f"transformers-{version}")
     for name, (repository, tags) in TAGS.items():
         for tag in tags:
-            unpack_tag(repository, tag, BUILD / name / tag.removeprefix("v"))
+            unpack_tag(repository, tag, BUILD / name / tag.removeprefix("core_").removeprefix("v"))
 
 
 def unpack_wheel(name: str, version: str, target: Path) -> None:
