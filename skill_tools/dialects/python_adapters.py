@@ -28,6 +28,7 @@ _RANK, _UNSLOTH_RANK, _UNSLOTH_LENGTH = (
     16,
     2048,
 )  # of LoraConfig, of Unsloth's get_peft_model and from_pretrained
+_UNSLOTH_SHORTEST = 512  # tokens; unsloth/models/_utils.py::apply_unsloth_gradient_checkpointing
 _WORDS = (*_ADD, _TRAINERS, "load_in_4bit", "load_in_8bit")
 _SHOWN = 60
 
@@ -212,7 +213,9 @@ class _Script:
         return found._replace(
             sequence_len=length if isinstance(length, int) else None,
             recomputes=checkpointing in (True, "unsloth", "true", "True"),
-            offloads_inputs=checkpointing == "unsloth",
+            # Of shorter sequences Unsloth makes ordinary checkpointing.
+            offloads_inputs=checkpointing == "unsloth"
+            and not (isinstance(length, int) and length < _UNSLOTH_SHORTEST),
         )
 
     def _calls_of(self, *names: str) -> list[ast.Call]:

@@ -34,10 +34,11 @@ _MODULES = {
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",
+    "unsloth": "skill_tools.dialects.unsloth.dialect",
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
 _SCRIPTS_ALONE = frozenset(
-    ("mindspeed-llm", "lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl")
+    ("mindspeed-llm", "lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl", "unsloth")
 )  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

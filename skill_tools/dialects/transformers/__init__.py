@@ -7,7 +7,7 @@
 """
 
 TRANSFORMERS = "transformers"
-EMBEDDED = ("accelerate", "deepspeed")  # what the arguments may hold a section of
+EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # what the arguments may hold a section of
 CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
 LAUNCHER = "launcher"
 PACKAGES = ("transformers", "trl")  # whose classes these are

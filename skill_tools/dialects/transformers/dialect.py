@@ -163,6 +163,12 @@ class Transformers(Dialect):
 
         return current(config, run)
 
+    def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
+        """Say which layers Unsloth keeps on the host, which no mode here does."""
+        from skill_tools.dialects.unsloth.python_script import remarks
+
+        return remarks(config)
+
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Yield every way to keep activations, with and without offloading weights."""
         from skill_tools.dialects.transformers.candidates import candidates

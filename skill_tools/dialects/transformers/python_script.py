@@ -18,6 +18,8 @@ from skill_tools.dialects.transformers import CLASS, CLASSES, PACKAGES, TRAINERS
 from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
 from skill_tools.dialects.transformers.our_line import imported_calls, write_line
 from skill_tools.dialects.transformers.parsers import Parser, expected, given
+from skill_tools.dialects.unsloth import UNSLOTH
+from skill_tools.dialects.unsloth.python_script import write_calls
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
@@ -80,6 +82,8 @@ def write_script(draft: Draft, source: Source) -> None:
         _write_defaults(draft, source, made)
     else:
         _write_given(draft, source, made)
+    if UNSLOTH in source.text:
+        write_calls(draft, source)
     if len(everything) == 1:
         write_line(draft, source, [each for each in every if each.kind in ours])
 

@@ -34,7 +34,7 @@ PARSERS = ROOT / "build" / "parsers_of_trainers"
 sys.path.append(str(PARSERS))
 FRAMEWORKS = (
     *("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "radix_miles", "sky_rl"),
-    *("a_real", "mind_speed"),
+    *("a_real", "mind_speed", "un_sloth"),
 )
 
 
@@ -63,7 +63,8 @@ def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> in
     rules = [
         rule
         for rule in load_rules_yaml()
-        if module.NAME in rule.dialects and rule.id not in module.NOT_JUDGED
+        if (module.NAME in rule.dialects and rule.id not in module.NOT_JUDGED)
+        or rule.id in getattr(module, "ALSO_JUDGED", ())
     ]
     printed_rules = getattr(module, "PRINTED", set())
     witness, chance = module.Witness(folder), random.Random(f"{module.NAME} {seed}")

@@ -74,6 +74,14 @@ def test_unsloths_checkpointing_and_length_are_read() -> None:
     assert list(read.values()) == [(True, True, 4096), (True, False, 4096), (False, False, 4096)]
 
 
+def test_unsloths_checkpointing_of_short_sequences_offloads_nothing() -> None:
+    script = _OWN.format("max_seq_length={}") + "m = FastLanguageModel.get_peft_model(m)"
+    assert [found and found.offloads_inputs for found in (of(script.format(n)) for n in (511, 512))] == [
+        False,
+        True,
+    ]
+
+
 def test_what_is_said_needs_no_question() -> None:
     sources = {"train.py": "if args.lora:\n" + indented(_WRAP)}
     asked = question(Config("transformers", {}, complete=True, sources=sources))
