@@ -42,8 +42,6 @@ _RETRIED = (
 # Where nothing else fits: a trial of it takes all steps, and of seven models that fitted otherwise it was the fastest
 # way for none.
 _BUDGET_ENGINE = "activation-budget"
-# Planned wherever sequences are long; which modules run in tiles, the first step finds.
-_TILES = "sequence-tiles"
 # Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
 # first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
 _TRAINED_LAYERS = "trained-layer-streaming"
@@ -136,9 +134,9 @@ class Search:
             found = self._try(plan, f"trial {plans + 1}, {plan['recommendation']['option']['label']}")
             _LOG.info("fit tried %s: %s", plan["recommendation"]["option"]["label"], found.said())
             steps, plans = steps + max(found.steps, 1), plans + 1
-            if not found.found_tiles:
+            if found.without_modules:
                 # Its prediction is of another model.
-                self._without |= {_TILES}
+                self._without |= found.without_modules
                 continue
             if found.short_of:
                 if self._good:

@@ -24,6 +24,7 @@ from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
+from reference_impl.sequences import HeadGroups, SequenceTiles
 from reference_impl.verification.apply import AppliedPlan, Given, apply_plan, optimizers_in
 from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
@@ -40,8 +41,8 @@ class Trial:
     """The time and memory of steps under a plan. `short_of` names the memory that was too small: device, host, pinned.
 
     `was_applied` says that the plan itself had room. `step_s` is the last step's, whose update hides behind nothing
-    that follows; `retried` says that the allocator had to give its cache back in it. `found_tiles` is False where the
-    plan has tiles, and the model no module that could run in them.
+    that follows; `retried` says that the allocator had to give its cache back in it. `without_modules` are the
+    mechanisms of the plan for which the model has no module: nothing runs in tiles, or in groups of heads.
     """
 
     steps: int
@@ -51,7 +52,7 @@ class Trial:
     retried: bool = False
     short_of: str = ""
     was_applied: bool = True
-    found_tiles: bool = True
+    without_modules: frozenset[str] = frozenset()
 
     def said(self) -> str:
         """Return one line."""
@@ -198,13 +199,13 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
     if device.allocator is not None:
         device.allocator.free_bytes()
     steps, peak_bytes, step_s, retried, short_of, was_applied = 0, 0, 0.0, False, "", False
-    tiles = None
+    tiles = head_groups = None
     ledger = Ledger(device, track=task.tensors(plan), limit_bytes=limit_bytes)
     try:
         with ledger, task.moved(plan), _closed_behind(task.apply(plan), ledger) as applied:
             # Attaching and closing may take more memory than a step, within the limit; a plan counts steps alone.
             ledger.reset_peak()
-            was_applied, tiles = True, applied.tiles
+            was_applied, tiles, head_groups = True, applied.tiles, applied.head_groups
             try:
                 planned = STEPS + (_LEARNING_STEPS if learns(plan) else 0)
                 for number in range(1, planned + 1):
@@ -245,8 +246,17 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
         retried=retried,
         short_of=short_of,
         was_applied=was_applied,
-        found_tiles=tiles is None or tiles.modules_in_tiles > 0,
+        without_modules=_without_modules(tiles, head_groups),
     )
+
+
+def _without_modules(tiles: SequenceTiles | None, head_groups: HeadGroups | None) -> frozenset[str]:
+    """Return which of both has found no module in a step; sequences are long wherever they are planned."""
+    found = {
+        "sequence-tiles": tiles is None or tiles.modules_in_tiles,
+        "head-groups": head_groups is None or head_groups.modules_in_groups,
+    }
+    return frozenset(name for name, modules in found.items() if not modules)
 
 
 @contextmanager

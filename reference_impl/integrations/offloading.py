@@ -19,7 +19,7 @@ from reference_impl.integrations.wanted import Wanted, agreed
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.shown import Report
 from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.sequences import SequenceTiles
+from reference_impl.sequences import HeadGroups, SequenceTiles
 from reference_impl.verification.apply import activation_offloader
 from reference_impl.weights import FrozenLayerStreamer, StreamReport
 
@@ -111,6 +111,8 @@ class Offloading(ClosedAtExit):
                 undo.append(self._weights.close)
             if self.wanted.tiles is not None:
                 undo.append(SequenceTiles(model, **self.wanted.tiles).close)
+            if self.wanted.head_groups is not None:
+                undo.append(HeadGroups(model, **self.wanted.head_groups).close)
             if self.wanted.activations is not None:
                 undo.append(pause_checkpointing(model))
                 self._activations = activation_offloader(model, **self.wanted.activations)

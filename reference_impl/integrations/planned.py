@@ -55,6 +55,7 @@ def planned(plan: Plan) -> dict[str, Any]:
         "activations": activation_options(activations) if activations else None,
         "weights": execute.get("weights"),
         "tiles": execute.get("tiles"),
+        "head_groups": execute.get("head_groups"),
         "planned_for": document if "model" in document else None,
         "formula": None if optimizer is None else optimizer.get("formula"),
     }

@@ -38,6 +38,7 @@ class Wanted:
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
         weights: those of `FrozenLayerStreamer`.
         tiles: those of `SequenceTiles`, from a plan.
+        head_groups: those of `HeadGroups`, from a plan.
         planned_for: the document of a plan, which says its model's size.
         formula: that of matrices for which the plan is, such as `muon`; None for AdamW alone, or without a plan.
     """
@@ -46,6 +47,7 @@ class Wanted:
     activations: Options | None = None
     weights: Options | None = None
     tiles: Options | None = None
+    head_groups: Options | None = None
     planned_for: Options | None = None
     formula: str | None = None
 

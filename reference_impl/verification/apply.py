@@ -28,7 +28,7 @@ from reference_impl.optimizers import Adam, HybridDeviceOptimizer, OptimizerStat
 from reference_impl.optimizers.algorithms.base import FUSED
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.optimizers.hosted import HostedOptimizer
-from reference_impl.sequences import SequenceTiles
+from reference_impl.sequences import HeadGroups, SequenceTiles
 from reference_impl.trained_layers import ShardStreamer, TrainableLayerStreamer
 from reference_impl.verification.hugging_face import without_caches
 from reference_impl.verification.plan_document import (
@@ -56,7 +56,8 @@ class AppliedPlan(Shown, ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
     `optimizer` is the one to step: the user's own, or the offloading one that took its place. `watch` compares the
-    first steps with what the plan has predicted, and says it in one line. `tiles` is there if the plan has some.
+    first steps with what the plan has predicted, and says it in one line. `tiles` and `head_groups` are
+    there if the plan has them.
     """
 
     def __init__(
@@ -66,17 +67,20 @@ class AppliedPlan(Shown, ClosedAtExit):
         watch: StepWatch,
         streamers: Sequence[Streamer],
         tiles: SequenceTiles | None = None,
+        head_groups: HeadGroups | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.tiles = tiles
+        self.tiles, self.head_groups = tiles, head_groups
         self.watch = watch
         self._undo = undo
         self._streamers = streamers
 
     def _facts(self) -> Mapping[str, str]:
         streamers = {type(each).__name__: repr(each) for each in self._streamers}
-        tiles = {} if self.tiles is None else {"SequenceTiles": repr(self.tiles)}
-        return {"optimizer": repr(self.optimizer), **streamers, **tiles}
+        divided = {
+            type(each).__name__: repr(each) for each in (self.tiles, self.head_groups) if each is not None
+        }
+        return {"optimizer": repr(self.optimizer), **streamers, **divided}
 
     @contextmanager
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
@@ -158,6 +162,7 @@ def apply_plan(
     undo: list[Callable[[], None]] = []
     streamers: list[Streamer] = []
     tiles: SequenceTiles | None = None
+    head_groups: HeadGroups | None = None
     on = Device.of(device or next(model.parameters()).device)
     if on.allocator is not None:
         # Optimizer states, gradients and activations leave room in pieces of all sizes.
@@ -173,6 +178,9 @@ def apply_plan(
         if (options := execute.get("tiles")) is not None:
             tiles = SequenceTiles(model, **options)
             undo.append(tiles.close)
+        if (options := execute.get("head_groups")) is not None:
+            head_groups = HeadGroups(model, **options)
+            undo.append(head_groups.close)
         if (weights := execute.get("weights")) is not None:
             streamers.append(FrozenLayerStreamer(model, device=device, **weights))
             undo.append(streamers[-1].close)
@@ -201,7 +209,7 @@ def apply_plan(
             undo.append(_clip_before(optimizer, max_grad_norm))
         watch = StepWatch(stepped, Device.of(trains_on or next(model.parameters()).device), document)
         undo.append(watch.close)
-        applied = AppliedPlan(stepped, undo, watch, streamers, tiles)
+        applied = AppliedPlan(stepped, undo, watch, streamers, tiles, head_groups)
     except BaseException as error:
         close_behind(error, lambda: undo_all(undo))
         raise

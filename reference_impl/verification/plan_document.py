@@ -95,16 +95,18 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         "trained_layers": _trained_layers,
         "streamed_shards": _streamed_shards,
         "tiles": _tiles,
+        "head_groups": _head_groups,
         "pinned_limit_bytes": _pinned_limit,
     }
     _object(checks)("execute", execute)
-    others = [name for name in execute if name not in ("trained_layers", "tiles", "pinned_limit_bytes")]
+    beside = ("trained_layers", "tiles", "head_groups", "pinned_limit_bytes")
+    others = [name for name in execute if name not in beside]
     if "trained_layers" in execute and others:
         raise _wrong(
             "execute", others, "nothing beside trained_layers, which moves all of it", "another plan"
         )
-    if "tiles" in execute and "sharding" in execute:
-        raise _wrong("execute", list(execute), "tiles without sharding", "another plan")
+    if {"tiles", "head_groups"} & set(execute) and "sharding" in execute:
+        raise _wrong("execute", list(execute), "tiles and head_groups without sharding", "another plan")
     if "streamed_shards" in execute and (
         "sharding" not in execute or {"optimizer", "weights"} & set(execute)
     ):
@@ -241,6 +243,10 @@ def _tiles(entry: str, found: Any) -> None:
     _object({"tile_tokens": _positive}, required=("tile_tokens",))(entry, found)
 
 
+def _head_groups(entry: str, found: Any) -> None:
+    _object({"groups": _several, "longer_than": _positive}, required=("groups",))(entry, found)
+
+
 def _streamed_shards(entry: str, found: Any) -> None:
     _object({"streamed_states": _one_of(tuple(STREAMED_STATES))})(entry, found)
 
@@ -292,6 +298,11 @@ def _count(entry: str, found: Any) -> None:
 def _positive(entry: str, found: Any) -> None:
     if not _is_whole(found) or not found:
         raise _wrong(entry, found, "a whole number of at least 1", "4096")
+
+
+def _several(entry: str, found: Any) -> None:
+    if not _is_whole(found) or found < 2:
+        raise _wrong(entry, found, "a whole number of at least 2", "4")
 
 
 def _is_said(entry: str, found: Any) -> None:

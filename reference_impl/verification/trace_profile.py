@@ -2,8 +2,8 @@
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
 their gradients do not grow, activations grow with tokens, and what attention saves of its scores or masks with tokens
-times length. Three traces give the three numbers. Where each sequence has something of a fixed size, such as images,
-`+ c * sequences` is added, and a fourth trace.
+times length. Four traces give the three numbers, for a table of positions, which sequences share, grows with the length
+alone. Where each sequence has something of a fixed size, such as images, `+ c * sequences` is added.
 
 Explained in docs/tracing.md.
 """
@@ -38,20 +38,20 @@ def profile_model(
     """Return the profile of `model` as `schema/model-profile.schema.json` has it.
 
     `make_batch(sequences, length)` returns what `loss`, by default the model itself, takes. It is asked for one
-    sequence of `tokens`, one of twice that, and two of `tokens`; one of three times that too, if each sequence has
-    `images` in it. Raises what `trace` raises.
+    sequence of `tokens`, of an odd number one less, one of twice that, two of `tokens`, and two of half of that; in its
+    place one of three times `tokens`, if each sequence has `images` in it. Raises what `trace` raises.
     """
 
     def traced(sequences: int, length: int) -> TracedStep:
         batch = make_batch(sequences, length)
         return trace(model, batch, loss, checkpointing=checkpointing, attention=attention)
 
+    tokens -= tokens % 2
+    last, grows = ((1, 3 * tokens), _growth_with_images) if images else ((2, tokens // 2), _growth)
     steps = []
     for checkpointing in (False, True):
-        found = [traced(1, tokens), traced(1, 2 * tokens), traced(2, tokens)]
-        if images:
-            found.append(traced(1, 3 * tokens))
-        steps.append(_step(checkpointing, found, functools.partial(_growth, tokens)))
+        found = [traced(*shape) for shape in ((1, tokens), (1, 2 * tokens), (2, tokens), last)]
+        steps.append(_step(checkpointing, found, functools.partial(grows, tokens)))
     document = _document(model, found[0], steps, tokens, attention)
     return document | ({"images": images} if images else {})
 
@@ -200,24 +200,34 @@ def at(growth: Mapping[str, float], sequences: int, length: int) -> int:
     )
 
 
-def _growth(tokens: int, one: int, longer: int, two: int, longest: int | None = None) -> dict[str, float]:
-    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and perhaps (1, 3 * tokens).
+def _growth(tokens: int, one: int, longer: int, two: int, shorter: int) -> dict[str, float]:
+    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and (2, tokens / 2).
 
-    Without the last nothing grows with sequences alone.
+    Two batches of as many tokens differ by their lengths alone, also where another moment of a span is its highest.
+    Bytes that grow with the length, and that all sequences share, are counted with each of them.
     """
-    if longest is None:
-        squared, of_sequences = (longer - two) / (2 * tokens**2), 0.0
-        linear = (two - one) / tokens - squared * tokens
-    else:
-        squared = (longest - 2 * longer + one) / (2 * tokens**2)
-        linear = (longer - one) / tokens - 3 * squared * tokens
-        of_sequences = two - one - linear * tokens - squared * tokens**2
-    growth = {
-        "fixed": _short(one - of_sequences - linear * tokens - squared * tokens**2),
+    squared = (longer - two - 2 * (one - shorter)) / tokens**2
+    shared = (longer - two) / tokens - 2 * squared * tokens
+    linear = (two - one) / tokens - squared * tokens + shared
+    return _of_text(tokens, one, linear, squared)
+
+
+def _growth_with_images(tokens: int, one: int, longer: int, two: int, longest: int) -> dict[str, float]:
+    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and (1, 3 * tokens)."""
+    squared = (longest - 2 * longer + one) / (2 * tokens**2)
+    linear = (longer - one) / tokens - 3 * squared * tokens
+    of_sequences = two - one - linear * tokens - squared * tokens**2
+    growth = _of_text(tokens, one - of_sequences, linear, squared)
+    return growth | {"per_sequence": _short(of_sequences)}
+
+
+def _of_text(tokens: int, one: float, linear: float, squared: float) -> dict[str, float]:
+    """Return the growth of a size that is `one` for one sequence of `tokens`."""
+    return {
+        "fixed": _short(one - linear * tokens - squared * tokens**2),
         "per_token": _short(linear),
         "per_token_and_length": _short(squared),
     }
-    return growth if longest is None else growth | {"per_sequence": _short(of_sequences)}
 
 
 def _short(number: float) -> float:

@@ -26,9 +26,10 @@ TRAINED = "trained-layer-streaming"
 SHARDED = "parameter-offload"
 ATTENTION = "kept-attention"
 TILES = "sequence-tiles"
+HEADS = "head-groups"
 MECHANISMS = (
     OPTIMIZER, LAYERS, FINE_GRAINED, STATES, RECOMPUTE, BUDGET, DISTRIBUTED, INPUTS, WEIGHTS, TRAINED, SHARDED,
-    ATTENTION, TILES,
+    ATTENTION, TILES, HEADS,
 )  # fmt: skip
 
 

@@ -236,7 +236,8 @@ class Mode(NamedTuple):
     those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
     their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
     Of layers that are computed again `keep_attention` has attention's results wait on the host in place of that; with
-    `tile_tokens` what does not mix positions takes so many of a sequence at a time.
+    `tile_tokens` what does not mix positions takes so many of a sequence at a time, and with `head_groups` attention's
+    backward takes one of so many groups of heads.
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
     `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.
     """
@@ -265,6 +266,7 @@ class Mode(NamedTuple):
     slices: int = 1
     keep_attention: bool = False
     tile_tokens: int = 0
+    head_groups: int = 0
     offload_parameters: bool = False
     pins: bool = False
 
@@ -285,6 +287,7 @@ class Mode(NamedTuple):
             recomputed=0.0,
             keep_attention=False,
             tile_tokens=0,
+            head_groups=0,
         )
 
     @property
@@ -300,4 +303,5 @@ class Mode(NamedTuple):
             slices=self.slices,
             keep_attention=self.keep_attention,
             tile_tokens=self.tile_tokens,
+            head_groups=self.head_groups,
         )

@@ -15,6 +15,7 @@ class ModelShape(NamedTuple):
     """One decoder. Sizes are elements; `ffn` is one MLP's inner size, `moe_ffn` one expert's.
 
     `head_dim` 0 means hidden / heads. Norms of query and key span one head, with `qk_norm_whole` all of them (OLMo 2).
+    With `fused_qkv` one linear layer makes queries, keys and values (Phi-3).
     `shared_ffn` is the inner size of all shared experts together. `first_dense` layers at the front and, with
     `moe_every` > 1, the layers between are dense. MLA is on when `kv_lora_rank` > 0; `q_lora_rank` 0 then means a
     full query projection.
@@ -32,6 +33,7 @@ class ModelShape(NamedTuple):
     tied_embeddings: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    fused_qkv: bool = False
     qkv_bias: bool = False
     linear_bias: bool = False
     norm_bias: bool = False

@@ -45,10 +45,10 @@ class Attention(nn.Module):
         super().__init__()
         self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
         self.q_norm, self.k_norm = (nn.RMSNorm(hidden // heads, eps=1e-5) for _ in range(2))
-        self.heads = heads
+        self.features = hidden // heads
 
     def forward(self, x):
-        q, k, v = (each(x).unflatten(-1, (self.heads, -1)) for each in (self.q, self.k, self.v))
+        q, k, v = (each(x).unflatten(-1, (-1, self.features)) for each in (self.q, self.k, self.v))
         q, k, v = (each.transpose(1, 2) for each in (self.q_norm(q), self.k_norm(k), v))
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(2))

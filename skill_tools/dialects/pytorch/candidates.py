@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from itertools import islice, product
 
-from offload_arithmetic.sizes import TILE_TOKENS
+from offload_arithmetic.sizes import HEAD_TOKENS, TILE_TOKENS
 from skill_tools.dialects.candidates import (
     ATTENTION,
     BUDGET,
+    HEADS,
     INPUTS,
     LAYERS,
     NO_OFFLOAD,
@@ -37,6 +38,7 @@ OF_MATRICES = (StreamedStates.EXACT, StreamedStates.PACKED)
 
 # Of a sequence. Each adds its gradients to sums; beside attention's own tensors larger tiles raise no peak.
 _MOST_TILES = 16
+_LEAST_GROUPS = 4
 
 # What `reference_impl`'s `Streaming` calls the forms that plans name otherwise.
 _FORMS = {StreamedStates.PACKED: "bf16-moments"}
@@ -118,7 +120,24 @@ def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
     yield tiles
     if on_host and not run.shape.attention_sinks:
         yield kept
-        yield kept[0] | tiles[0], f"{kept[1]}, {tiles[1]}", (ATTENTION, TILES)
+        both = kept[0] | tiles[0], f"{kept[1]}, {tiles[1]}", (ATTENTION, TILES)
+        yield both
+        if groups := _head_groups(run):
+            yield both[0] | {"head_groups": groups}, f"{both[1]}, {groups} groups of heads", (*both[2], HEADS)
+
+
+def _head_groups(run: TrainingRun) -> int:
+    """Return the number of groups of heads that attention's backward takes one after the other; 0 for none.
+
+    Four at least: with two attention is most of what a layer needs yet.
+    """
+    shape = run.shape
+    if shape.fused_qkv or shape.qk_norm_whole:
+        return 0
+    heads = shape.heads if shape.uses_mla else shape.kv_heads
+    least = max(_LEAST_GROUPS, -(-run.seq_length // HEAD_TOKENS))
+    possible = [count for count in range(2, heads + 1) if not heads % count]
+    return next((count for count in possible if count >= least), possible[-1] if possible else 0)
 
 
 def _slice_counts(run: TrainingRun) -> list[int]:
@@ -146,7 +165,7 @@ def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
     """Yield the one line that makes what carries out `mode`; none where that takes more than one mechanism."""
     activations = mode.activation_engine is not ActivationEngine.NONE
     if mode.tile_tokens:
-        # Two objects: what carries out plans makes both.
+        # Several objects: what carries out plans makes all.
         return
     if mode.trained_layers:
         if not run.is_fully_sharded:
@@ -306,7 +325,10 @@ def _weights(run: TrainingRun) -> Iterator[_Part]:
 
 
 def _tiles(mode: Mode) -> dict[str, object]:
-    return {"tiles": {"tile_tokens": mode.tile_tokens}} if mode.tile_tokens else {}
+    tiles: dict[str, object] = {"tiles": {"tile_tokens": mode.tile_tokens}} if mode.tile_tokens else {}
+    if mode.head_groups:
+        tiles["head_groups"] = {"groups": mode.head_groups, "longer_than": mode.tile_tokens}
+    return tiles
 
 
 def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:

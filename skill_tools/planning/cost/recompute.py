@@ -17,6 +17,7 @@ from skill_tools.planning.cost.machine import Machine, model_constants
 from skill_tools.planning.model import activations, tiles
 from skill_tools.planning.model.activations import Part
 from skill_tools.planning.model.memory import Memory
+from skill_tools.units import seconds
 
 _STEPS = 16
 # A layer's forward, the same again, and its backward of two.
@@ -31,7 +32,10 @@ def layers_again_s(mode: Mode, speed: Pace) -> float:
 
 
 def tiles_cost(run: TrainingRun, mode: Mode, speed: Pace) -> Iterator[Cost]:
-    """Yield what tiles of the sequence cost one micro-batch: norms once more, sums in fp32, smaller matrix products."""
+    """Yield what tiles of the sequence cost one micro-batch: norms once more, sums in fp32, smaller matrix products.
+
+    Groups of heads run more and smaller kernels.
+    """
     if tiles.are_used(run, mode):
         share = model_constants()["tiles_extra"]
         extra = share * _FORWARDS * (speed.layers_forward_s - speed.core_forward_s)
@@ -41,6 +45,10 @@ def tiles_cost(run: TrainingRun, mode: Mode, speed: Pace) -> Iterator[Cost]:
             extra,
             f"{share:g} x the passes of layers, less attention; measured",
         )
+    if tiles.are_used(run, mode) and mode.head_groups:
+        group_s = model_constants()["head_group_s"]
+        extra = mode.head_groups * run.shape.num_layers * group_s
+        yield Cost("groups of heads", extra, extra, f"{seconds(group_s)} a group and layer; measured")
 
 
 def recompute_costs(

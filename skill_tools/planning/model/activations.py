@@ -239,7 +239,7 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
         stays=stays * tokens,
         offloaded=offloaded * tokens,
         copied=copied * tokens,
-        layer=max(in_slices(run, mode, largest * tokens) + inner - spared_by_tiles(run, mode), 0.0),
+        layer=min(in_slices(run, mode, largest * tokens) + inner, needed_in_tiles(run, mode)),
         layer_when="recompute" if again else "backward",
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
@@ -249,21 +249,21 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
     )
 
 
-def spared_by_tiles(run: TrainingRun, mode: Mode) -> float:
-    """Return the bytes that tiles take from what a layer's backward needs at once; of several kinds, the fewest."""
+def needed_in_tiles(run: TrainingRun, mode: Mode) -> float:
+    """Return the bytes that a layer's backward needs at once in tiles, of several kinds the most; infinite without."""
     if not tiles.are_used(run, mode):
-        return 0.0
+        return math.inf
     tokens = _share_of_slice(run, mode) * run.tokens
     kinds = {run.shape.is_moe(index) for index in range(run.shape.num_layers)}
-    spared = []
+    needed = []
     for moe in kinds:
         parts = layer_parts(run, moe=moe)
         sizes: dict[str, float] = {}
         for part in parts:
             sizes[part.name] = sizes.get(part.name, 0.0) + part.token_bytes
         inner = _inner_gradients(run, mode, parts, moe=moe)
-        spared.append(tiles.spared_bytes(run, mode, sizes, tokens, inner, moe=moe))
-    return min(spared)
+        needed.append(tiles.needed_bytes(run, mode, sizes, tokens, inner, moe=moe))
+    return max(needed) + _around_slice(run, mode)
 
 
 def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
@@ -271,8 +271,11 @@ def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
 
     The gradients of the whole input and output are there beside a slice's work.
     """
-    share = _share_of_slice(run, mode)
-    return share * work + 2 * (1 - share) * input_bytes(run) * run.tokens
+    return _share_of_slice(run, mode) * work + _around_slice(run, mode)
+
+
+def _around_slice(run: TrainingRun, mode: Mode) -> float:
+    return 2 * (1 - _share_of_slice(run, mode)) * input_bytes(run) * run.tokens
 
 
 def _share_of_slice(run: TrainingRun, mode: Mode) -> float:

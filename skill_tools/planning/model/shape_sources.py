@@ -22,6 +22,22 @@ _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model'
 _JSON_BYTES = 4 << 20
 _TEXT_ALONE = ", the shape of its text decoder; offload trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
+# Queries, keys and values by one linear layer, in Transformers 5.23.
+_FUSED_QKV = frozenset(
+    {
+        "bloom",
+        "codegen",
+        "dbrx",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "minimax",
+        "mpt",
+        "persimmon",
+        "phi3",
+    }
+)
 _FOUR_NORMS = {"glm4", "glm4v", "glm4v_text"}
 _ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
 
@@ -319,6 +335,7 @@ def _json_attention(data: dict[str, Any]) -> dict[str, Any]:
         "tied_embeddings": bool(data.get("tie_word_embeddings", kind.startswith("gemma"))),
         "qk_norm": kind.startswith(("qwen3", "gemma3", "olmo2", "olmo3")) or bool(data.get("use_qk_norm")),
         "qk_norm_whole": kind.startswith(("olmo2", "olmo3")),
+        "fused_qkv": kind in _FUSED_QKV,
         "qkv_bias": bool(data.get("attention_bias", False)) or kind.startswith("qwen2"),
         "linear_bias": kind == "gpt_oss",
         "attention_sinks": kind == "gpt_oss",

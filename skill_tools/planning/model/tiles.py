@@ -1,8 +1,8 @@
-"""What one layer's backward needs less where MLP, experts and norms take a tile of the sequence at a time.
+"""What one layer's backward needs where MLP, experts and norms take a tile of the sequence at a time.
 
 Of all positions there are then the inputs and outputs of these modules, and what attention has saved. The most is alive
-in one of two moments: while the MLP's tiles are differentiated, or in attention's backward. Explained in
-docs/long-sequences.md.
+in one of two moments: while the MLP's tiles are differentiated, or in attention's backward, of one group of heads where
+it takes several. Explained in docs/long-sequences.md.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,8 @@ from offload_arithmetic.states import FP32_BYTES
 from skill_tools.dialects import parameters
 from skill_tools.dialects.run import Mode, TrainingRun
 
-# Parts of a layer that every position has in both moments: attention's own, which only its backward uses up.
-_OF_ATTENTION = (
-    "query, key, value",
-    "attention output",
-    "attention log-sum-exp and norm scales",
-    "MLA latents",
-)
+# Parts of a layer that every position has in both moments, beside queries, keys and values.
+_STAYS = ("attention output", "attention log-sum-exp and norm scales", "MLA latents")
 
 
 def are_used(run: TrainingRun, mode: Mode) -> bool:
@@ -25,20 +20,18 @@ def are_used(run: TrainingRun, mode: Mode) -> bool:
     return 0 < mode.tile_tokens < run.seq_length
 
 
-def spared_bytes(
+def needed_bytes(
     run: TrainingRun, mode: Mode, parts: Mapping[str, float], tokens: float, inner: float, *, moe: bool
 ) -> float:
-    """Return the bytes by which tiles lower what a layer's backward needs at once, less than 0 where they add some.
+    """Return the bytes that a layer's backward needs at once.
 
     `parts` are the layer's saved tensors in bytes a token, without tiles all alive at once beside the `inner` bytes of
     the MLP's gradients.
     """
-    if not are_used(run, mode):
-        return 0.0
     whole = sum(parts.values()) * tokens + inner
     share = mode.tile_tokens / run.seq_length
-    in_mlp = share * whole + (1 - share) * _in_mlp(run, parts) * tokens + _sums(run, moe=moe)
-    return whole - max(in_mlp, _in_attention(run, parts) * tokens)
+    in_mlp = share * whole + (1 - share) * _in_mlp(run, mode, parts) * tokens + _sums(run, moe=moe)
+    return max(in_mlp, _in_attention(run, mode, parts) * tokens)
 
 
 def _sums(run: TrainingRun, *, moe: bool) -> float:
@@ -50,23 +43,40 @@ def _sums(run: TrainingRun, *, moe: bool) -> float:
     return (FP32_BYTES + run.precision.gradient_bytes) * (whole - attention) * run.trained_share
 
 
-def _in_mlp(run: TrainingRun, parts: Mapping[str, float]) -> float:
+def _in_mlp(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> float:
     """Bytes a token of what is there while the MLP's tiles are differentiated."""
     # The layer's input, the first norm's output, the MLP's norm's input and output; both gradients of the MLP.
-    return 6 * 2 * run.shape.hidden + _of_attention(run, parts)
+    kept = 0.0 if mode.head_groups else _of_heads(run, parts)
+    return 6 * 2 * run.shape.hidden + _of_all(parts) + kept
 
 
-def _in_attention(run: TrainingRun, parts: Mapping[str, float]) -> float:
-    """Bytes a token of what is there in attention's backward: keys' and values' gradients are made for every head."""
+def _in_attention(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> float:
+    """Bytes a token of what is there in attention's backward, with the gradients of one group of heads, or of all.
+
+    Those of keys and values are made for every head, those of queries in fp32 too.
+    """
     shape = run.shape
-    made = 0 if shape.uses_mla else 2 * 2 * shape.heads * shape.attention_head_dim
-    gradients = parts["query, key, value"] + parts["attention output"] + made
+    width = 2 * shape.heads * shape.attention_head_dim
+    made = 0 if shape.uses_mla else 2 * width
+    of_heads = (
+        _of_heads(run, parts) + parts["query, key, value"] + parts["attention output"] + made + 2 * width
+    )
     # The layer's input, the first norm's output, the gradient that goes around attention.
-    return 3 * 2 * run.shape.hidden + _of_attention(run, parts) + gradients
+    others = 3 * 2 * shape.hidden + _of_all(parts)
+    if not mode.head_groups:
+        return others + of_heads
+    # Norms of a group run whole, and the gradients of the input add up.
+    in_group = of_heads + parts.get("query and key norm output", 0.0)
+    return others + FP32_BYTES * shape.hidden + in_group / mode.head_groups
 
 
-def _of_attention(run: TrainingRun, parts: Mapping[str, float]) -> float:
-    """Bytes a token of what attention has saved; norms of query and key keep their inputs."""
+def _of_all(parts: Mapping[str, float]) -> float:
+    """Bytes a token of what attention saves for all heads together, and what stays of its kernel."""
+    return sum(parts.get(name, 0.0) for name in _STAYS)
+
+
+def _of_heads(run: TrainingRun, parts: Mapping[str, float]) -> float:
+    """Bytes a token of queries, keys and values; norms of query and key keep their inputs."""
     shape = run.shape
     before_norms = 2 * (shape.heads + shape.kv_heads) * shape.attention_head_dim if shape.qk_norm else 0
-    return sum(parts.get(name, 0.0) for name in _OF_ATTENTION) + before_norms
+    return parts["query, key, value"] + before_norms

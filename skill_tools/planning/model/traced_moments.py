@@ -11,7 +11,7 @@ from typing import NamedTuple
 from skill_tools.dialects.run import Mode, TrainingRun
 from skill_tools.dialects.traced import TracedModel, TracedStep
 from skill_tools.planning.accounts import Kind, Line
-from skill_tools.planning.model.activations import Kept, in_slices, loss_bytes, spared_by_tiles
+from skill_tools.planning.model.activations import Kept, in_slices, loss_bytes, needed_in_tiles
 from skill_tools.units import GIB
 
 
@@ -104,10 +104,10 @@ def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tup
     levels = []
     count = len(found.saved_up_to)
     loss = found.moments[0]._replace(work=loss_bytes(run, found.moments[0].work))
-    spared = spared_by_tiles(run, mode)
+    needed = needed_in_tiles(run, mode)
     works = [in_slices(run, mode, each.work) for each in found.moments[1:count]]
     blocks = [
-        each._replace(work=work - min(spared, max(work, 0.0)))
+        each._replace(work=min(work, needed))
         for each, work in zip(found.moments[1:count], works, strict=True)
     ]
     # FSDP2's work on a tied table at the end has lines of its own.

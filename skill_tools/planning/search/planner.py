@@ -15,6 +15,7 @@ from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.candidates import (
     ATTENTION,
     FINE_GRAINED,
+    HEADS,
     INPUTS,
     LAYERS,
     NO_OFFLOAD,
@@ -231,6 +232,7 @@ def _as_it_is(mode: Mode) -> Candidate:
         SHARDED: mode.offload_parameters,
         ATTENTION: mode.keep_attention,
         TILES: mode.tile_tokens,
+        HEADS: mode.head_groups,
     }
     return Candidate(mode, "as it is", tuple(mechanism for mechanism, used in uses.items() if used), {})
 

@@ -1,8 +1,8 @@
-"""Why a plan keeps attention or runs in tiles: the same plan without that, in memory and time.
+"""Why a plan keeps attention, runs in tiles or in groups of heads: the same plan without, in memory and time.
 
-Apart because `sensitivity` changes the run, and this the plan. Both are for long sequences, where neither is better in
-everything: attention that is kept takes host memory in place of time, tiles take time in place of GPU memory. Explained
-in docs/long-sequences.md.
+Apart because `sensitivity` changes the run, and this the plan. All are for long sequences, where none is better in
+everything: attention that is kept takes host memory in place of time, tiles and groups of heads take time in place of
+GPU memory. Explained in docs/long-sequences.md.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Evaluate = Callable[[Candidate], Option]
 
 
 def of_sequences(best: Option, evaluate: Evaluate) -> Iterator[str]:
-    """Yield a sentence for each of the two that `best` has."""
+    """Yield a sentence for each of the three that `best` has."""
     mode = best.candidate.mode
     if mode.keep_attention:
         other = evaluate(best.candidate._replace(mode=mode._replace(keep_attention=False)))
@@ -24,11 +24,14 @@ def of_sequences(best: Option, evaluate: Evaluate) -> Iterator[str]:
             f"attention kept: {seconds(other.time.total_s - best.time.total_s)} a step less than computing it again, "
             f"for {gib(more)} more of the host"
         )
-    if mode.tile_tokens:
-        other = evaluate(best.candidate._replace(mode=mode._replace(tile_tokens=0)))
+    divided = [
+        (f"tiles of {mode.tile_tokens} tokens", mode._replace(tile_tokens=0, head_groups=0)),
+        (f"{mode.head_groups} groups of heads", mode._replace(head_groups=0)),
+    ]
+    for label, without in divided[: bool(mode.tile_tokens) + bool(mode.head_groups)]:
+        other = evaluate(best.candidate._replace(mode=without))
         less = other.memory.device_bytes - best.memory.device_bytes
         yield (
-            f"tiles of {mode.tile_tokens} tokens: {gib(less)} less of a GPU, for "
-            f"{seconds(best.time.total_s - other.time.total_s)} a step more"
+            f"{label}: {gib(less)} less of a GPU, for {seconds(best.time.total_s - other.time.total_s)} a step more"
             + (f"; without them it does not fit: {other.limit}" if other.limit else "")
         )

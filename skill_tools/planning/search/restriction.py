@@ -12,6 +12,7 @@ from skill_tools.dialects.candidates import (
     BUDGET,
     DISTRIBUTED,
     FINE_GRAINED,
+    HEADS,
     INPUTS,
     LAYERS,
     MECHANISMS,
@@ -27,7 +28,7 @@ from skill_tools.dialects.candidates import (
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.errors import UnusableInput
 
-_OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS, ATTENTION, TILES)
+_OF_ACTIVATIONS = (LAYERS, FINE_GRAINED, BUDGET, INPUTS, ATTENTION, TILES, HEADS)
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer": (OPTIMIZER, STATES),

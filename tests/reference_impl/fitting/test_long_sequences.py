@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from reference_impl import CheckpointOffloader, SequenceTiles, fit
-from reference_impl.fitting import FitError
+from reference_impl.device import Device
+from reference_impl.fitting import FitError, trial
 from reference_impl.verification.model import decoder_loss
 from skill_tools.bundle import schema_path
 from skill_tools.dialects.pytorch import candidates
@@ -90,6 +91,34 @@ class WrittenDecoder(LongDecoder):
     def __init__(self, **sizes):
         super().__init__(**sizes)
         self.layers = nn.ModuleList(map(Written, self.layers))
+
+
+class Blind(LongDecoder):
+    """Without attention: there are no heads."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        for layer in self.layers:
+            layer.attention = nn.Linear(32, 32)
+
+
+@pytest.mark.parametrize(("cls", "without"), [(LongDecoder, set()), (Blind, {"head-groups"})])
+def test_a_trial_says_which_mechanisms_have_found_no_module(cls, without):
+    """Such a plan predicts the memory of another model; the search goes on without it."""
+    torch.manual_seed(0)
+    model = cls(hidden=32, ffn=64, heads=4, layers=2, vocab=64)
+    task = trial.Task(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True),
+        batch=IDS,
+        loss=loss_of,
+        max_grad_norm=None,
+        device=Device.of("cpu"),
+        on_host=False,
+    )
+    execute = {"tiles": {"tile_tokens": TILE}, "head_groups": {"groups": 4, "longer_than": TILE}}
+    found = trial.run(task, {"execute": execute}, limit_bytes=2**40)
+    assert found.without_modules == without
 
 
 def test_a_model_without_such_modules_is_planned_without_tiles():

@@ -14,6 +14,7 @@ from reference_impl import (
     ActivationOffloader,
     CheckpointOffloader,
     FrozenLayerStreamer,
+    HeadGroups,
     HybridDeviceOptimizer,
     SequenceTiles,
 )
@@ -270,7 +271,7 @@ def test_a_plan_is_carried_out_from_its_file_on_the_model_it_is_for(tmp_path):
             other.check(model)
 
 
-def test_a_plan_runs_in_tiles_until_it_is_detached():
+def test_a_plan_runs_in_tiles_and_groups_of_heads_until_it_is_detached():
     """The same modules as by hand, whose sums round otherwise than without tiles."""
     models = []
     for _ in range(2):
@@ -280,6 +281,7 @@ def test_a_plan_runs_in_tiles_until_it_is_detached():
     plan = {
         "execute": {
             "tiles": {"tile_tokens": 8},
+            "head_groups": {"groups": 2, "longer_than": 8},
             "activations": {"mode": "checkpoint", "keep_attention": True},
         }
     }
@@ -292,8 +294,13 @@ def test_a_plan_runs_in_tiles_until_it_is_detached():
         handle.detach()
         model(torch.zeros(2, 32, dtype=torch.int64))
         assert widths.pop() == 32
-    with SequenceTiles(by_hand, tile_tokens=8), CheckpointOffloader(by_hand, keep_attention=True):
+    with (
+        SequenceTiles(by_hand, tile_tokens=8),
+        HeadGroups(by_hand, groups=2, longer_than=8) as groups,
+        CheckpointOffloader(by_hand, keep_attention=True),
+    ):
         train(by_hand, torch.optim.AdamW(by_hand.parameters(), **HYPER))
+        assert groups.modules_in_groups == len(by_hand.layers)
     assert_weights(model, by_hand.state_dict())
 
 

@@ -37,6 +37,7 @@ PLANS = [
     {"trained_layers": {"split": {"resident": 0.2, "streamed": 0.3, "cpu": 0.5}}},
     {"tiles": {"tile_tokens": 64}, "activations": {"mode": "checkpoint", "keep_attention": True}},
     {"tiles": {"tile_tokens": 64}, "trained_layers": {"inputs": "host", "keep_attention": True}},
+    {"head_groups": {"groups": 2}, "activations": {"mode": "checkpoint", "keep_attention": True}},
     {},
 ]
 LIMITED = [

@@ -25,6 +25,7 @@ GOOD = {
     "activations": {"mode": "layers", "num_layers": 2, "budget_bytes": 0},
     "weights": {"resident_layers": 1, "budget_bytes": 4096},
     "tiles": {"tile_tokens": 4096},
+    "head_groups": {"groups": 4, "longer_than": 4096},
 }
 DEEP: list = []
 for _ in range(100_000):
@@ -118,6 +119,8 @@ def test_unknown_keys_are_refused(path, name):
         ({"execute": {"activations": {"mode": "budget"}}}, r"execute.activations.budget_bytes is missing"),
         ({"execute": {"optimizer": {"offload_fraction": 1, "split": {}}}}, "sums to 0"),
         ({"execute": {"tiles": {}}}, r"execute.tiles.tile_tokens is missing"),
+        ({"execute": {"head_groups": {}}}, r"execute.head_groups.groups is missing"),
+        ({"execute": {"head_groups": {"groups": 1}}}, r"groups is 1; expected a whole number of at least 2"),
         (
             {"execute": {"tiles": {"tile_tokens": 0}}},
             r"tile_tokens is 0; expected a whole number of at least 1",
@@ -137,7 +140,7 @@ def test_unknown_keys_are_refused(path, name):
                     "sharding": {"engine": "fsdp2", "ranks": 2, "weights": "float32"},
                 }
             },
-            "expected tiles without sharding",
+            "expected tiles and head_groups without sharding",
         ),
         ([], "plan is"),
         (5, "plan is 5"),

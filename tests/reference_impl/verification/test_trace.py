@@ -264,6 +264,33 @@ def test_what_grows_with_the_square_of_the_length_is_told_apart():
     assert at(growth, 5, 200) == pytest.approx(step.peaks["forward and loss"], rel=1e-3)
 
 
+class Rotated(nn.Module):
+    """Turns (batch, positions, 16) by a table of positions that all sequences share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(16, 16)])
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
+        return self.blocks[0](x) * positions[:, None].expand(-1, 16).cos()
+
+
+def test_a_table_that_sequences_share_does_not_grow_with_the_square_of_the_length():
+    """As long sequences have: a square that three lengths do not show would be 130 MB of this one."""
+
+    def make(sequences, length):
+        return torch.zeros(sequences, length, 16)
+
+    def loss(model, x):
+        return model(x).sum()
+
+    growth = profile_model(Rotated(), make, loss, tokens=64)["steps"][0]["peaks"]["forward and loss"]
+    assert growth["per_token_and_length"] == 0
+    traced = trace(Rotated(), make(1, 20_000), loss).peaks["forward and loss"]
+    assert at(growth, 1, 20_000) == pytest.approx(traced, rel=1e-3)
+
+
 class WithAnImage(Model):
     """Beside the text each sequence has an image of one size, whose features take the places of some words."""
 

@@ -6,6 +6,7 @@ import pytest
 
 from offload_arithmetic.sizes import TILE_TOKENS
 from skill_tools.__main__ import main
+from skill_tools.dialects.pytorch import candidates
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import ActivationEngine, Mode, Recompute, StreamedStates, TrainingRun
 from skill_tools.planning.cost import compute, machine, step_time
@@ -33,6 +34,17 @@ def of_4b(**overrides: object) -> TrainingRun:
     return traces.with_what_ships(run)
 
 
+# The same model's peaks: tokens, tile, whether in tiles, groups of heads; in GB, whatever the number of layers.
+PEAKS = {
+    (32768, 4096, False, 0): 11.19,
+    (32768, 4096, True, 0): 6.54,
+    (32768, 4096, True, 4): 5.6,
+    (131072, 8192, False, 0): 32.8,
+    (131072, 8192, True, 0): 16.9,
+    (131072, 8192, True, 4): 12.9,
+}
+
+
 def mode(*, kept: bool, tiled: bool) -> Mode:
     return Mode(
         trained_layers=True,
@@ -52,13 +64,22 @@ def predicted(run: TrainingRun, chosen: Mode) -> tuple[Memory, StepTime]:
 
 @pytest.mark.parametrize(("kept", "tiled"), MEASURED)
 def test_bytes_and_seconds_are_those_that_were_measured(kept: bool, tiled: bool) -> None:
-    """Of the tiles' peak a sixth more at most, and no less: a tied table's gradient counts where it is not yet."""
-    step_s, gpu_gb, host_gb = MEASURED[kept, tiled]
+    step_s, _, host_gb = MEASURED[kept, tiled]
     found, step = predicted(of_4b(), mode(kept=kept, tiled=tiled))
     assert step.total_s == pytest.approx(step_s, rel=0.05)
-    assert 1 <= found.allocated_bytes / 1e9 / gpu_gb <= (1.18 if tiled else 1.07)
     # Beside what a plan counts is what the arenas round up.
     assert found.host_bytes_per_node / 1e9 == pytest.approx(host_gb, rel=0.07)
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_peaks_are_those_that_were_measured(case: tuple[int, int, bool, int]) -> None:
+    """And hardly lower: beside tiles and groups up to 7 % more."""
+    tokens, tile, tiled, groups = case
+    chosen = mode(kept=True, tiled=tiled)
+    if tiled:
+        chosen = chosen._replace(tile_tokens=tile, head_groups=groups)
+    found, _ = predicted(of_4b(seq_length=tokens), chosen)
+    assert 0.99 <= found.allocated_bytes / 1e9 / PEAKS[case] <= 1.07
 
 
 def test_attention_that_is_kept_is_its_output_and_logarithms_on_the_host() -> None:
@@ -79,7 +100,8 @@ def test_what_tiles_spare_grows_with_the_sequence_and_is_nothing_within_a_tile()
         )
         spared.append(without - tiled)
     assert spared[0] == 0
-    assert 0 < 4 * spared[1] < spared[2]
+    # In step with the length, but for weights, which do not grow.
+    assert 0 < 3.5 * spared[1] < spared[2] < 4.5 * spared[1]
 
 
 def test_adapters_have_no_sums_of_gradients() -> None:
@@ -90,8 +112,11 @@ def test_adapters_have_no_sums_of_gradients() -> None:
         for lora in ({}, {"lora_rank": 16})
     ]
     parts = {part.name: part.token_bytes for part in activations.layer_parts(runs[0], moe=False)}
-    whole, adapted = (tiles.spared_bytes(run, chosen, parts, run.tokens, 0.0, moe=False) for run in runs)
-    assert adapted - whole == 6 * (3 * 4096 * 14336 + 2 * 4096)
+    # Of so few features that the MLP's moment is the peak.
+    parts |= {"query, key, value": 0.0, "attention output": 0.0}
+    chosen = chosen._replace(head_groups=8)
+    whole, adapted = (tiles.needed_bytes(run, chosen, parts, run.tokens, 0.0, moe=False) for run in runs)
+    assert whole - adapted == 6 * (3 * 4096 * 14336 + 2 * 4096)
 
 
 def plan(
@@ -118,7 +143,7 @@ def test_a_small_gpu_takes_tiles_and_a_large_one_does_not(capsys: pytest.Capture
 def test_a_sequence_has_sixteen_tiles_at_most_and_they_raise_no_peak(
     capsys: pytest.CaptureFixture[str], tokens: int, tile_tokens: int
 ) -> None:
-    budget = f"{16 * tokens // 65536}GiB"
+    budget = f"{14 * tokens // 65536}GiB"
     found = plan(capsys, "--gpu-memory", budget, "--allow-other-numerics", tokens=tokens)
     assert found["execute"]["tiles"] == {"tile_tokens": tile_tokens}
     run = of_4b(seq_length=tokens)
@@ -127,6 +152,36 @@ def test_a_sequence_has_sixteen_tiles_at_most_and_they_raise_no_peak(
         for each in (TILE_TOKENS, tile_tokens)
     ]
     assert peaks[0] == peaks[1]
+
+
+def test_groups_of_heads_are_taken_where_memory_asks_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--allow-other-numerics", "--host-memory", "250GiB")
+    small = plan(capsys, *given, "--gpu-memory", "14GiB", tokens=131072)
+    assert small["execute"]["head_groups"] == {"groups": 4, "longer_than": 8192}
+    assert "head-groups" in small["recommendation"]["option"]["mechanisms"]
+    *_, why = small["recommendation"]["reasons"]
+    assert why.startswith("4 groups of heads: ")
+    assert "without them it does not fit: GPU memory" in why
+    assert "head_groups" not in plan(capsys, *given, "--gpu-memory", "24GiB", tokens=131072)["execute"]
+
+
+class Advised:
+    """Of a machine that nothing here depends on."""
+
+    best_streamed_share = 0.5
+
+    def recomputed_share(self, removed: float) -> float:
+        return removed
+
+
+@pytest.mark.parametrize(
+    ("model", "groups"), [("qwen3-4b", 4), ("phi-3-mini", 0), ("olmo-2-7b", 0), ("deepseek-v3", 4)]
+)
+def test_only_attention_that_can_be_divided_has_groups(model: str, groups: int) -> None:
+    """Phi-3 makes queries, keys and values at once, OLMo 2 normalises over all heads."""
+    run = pytorch_run.build(config(seq_length=65536), known_models.shape(model), gpus=1)
+    found = {each.mode.head_groups for each in candidates.candidates(run, Advised())} - {0}
+    assert found == ({groups} if groups else set())
 
 
 def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +206,7 @@ def test_a_host_without_the_room_computes_attention_again(capsys: pytest.Capture
 
 def test_what_the_user_leaves_out_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--gpu-memory", "24GiB", "--allow-other-numerics")
-    for mechanism in ("kept-attention", "sequence-tiles"):
+    for mechanism in ("kept-attention", "sequence-tiles", "head-groups"):
         found = plan(capsys, *given, "--without", mechanism)
         options = [found["recommendation"]["option"], *found["alternatives"]]
         assert not any(mechanism in option["mechanisms"] for option in options), mechanism
