@@ -28,10 +28,19 @@ LEFT_OUT = (
         for suffix in ("", ".yaml")
     ),
     *(f"skill_tools/knowledge/{name}" for name in ("coverage", "upstream.yaml")),
+    # What checks and renders a checkout: `offload card`, which says that this is none.
+    *(
+        f"skill_tools/card/{name}.py"
+        for name in ("blocks", "configuration", "documents", "measurements", "references")
+    ),
+    "skill_tools/reports/checkout.py",
+    "skill_tools/rules/index.py",
     # Of that YAML; what commands print has the other schemas.
     *(
         f"schema/{name}.schema.json"
         for name in (
+            "card",
+            "card.base",
             "keys",
             "messages",
             "fixes",

@@ -88,6 +88,12 @@ def test_its_commands_work_as_written_from_a_folder_of_the_user(bundle: Path, tm
         assert done.returncode in {0, 1}, f"{line}: {done.stderr}"
 
 
+def test_what_only_a_checkout_can_do_is_refused(bundle: Path) -> None:
+    command = [sys.executable, str(bundle / "skill_tools"), "card", "check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "is no checkout" in done.stderr) == (2, True), done.stderr
+
+
 def test_no_python_but_this_tool_is_approved() -> None:
     tools = re.findall(r"\w+(?:\([^)]*\))?", FRONTMATTER["allowed-tools"])
     shells = [tool for tool in tools if tool.startswith("Bash")]

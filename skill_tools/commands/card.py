@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, render or build; return 0, or 1 when `check` found problems."""
     top = root()
-    if not (top / "pyproject.toml").is_file():
+    if not (top / "tests").is_dir():  # which neither a wheel has nor what an agent installs
         raise UnusableInput(
             f"{top} is no checkout",
             expected="the repository with its docs/",
