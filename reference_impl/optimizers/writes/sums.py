@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import torch
 
 from reference_impl.device import Device
+from reference_impl.memory.absent import is_away
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.ledger import unseen
 from reference_impl.memory.readback import Readback
@@ -106,20 +107,26 @@ class WeightSums(Generic[_Name]):
             self._summed.pop(name, None)
 
     def note(self, weights: Mapping[_Name, torch.Tensor]) -> None:
-        """Add up `weights` as they are now: whatever is written from here on is somebody else's."""
+        """Add up `weights` as they are now: whatever is written from here on is somebody else's.
+
+        Where the sums are parked they stay: comparing finds later that each element is its master rounded.
+        """
         for name, weight in weights.items():
             summed = self._summed.get(name)
-            if summed is not None:
+            if summed is not None and not is_away(summed.table.rows):
                 self._follow_address(summed, weight)
                 rows = range(summed.first, summed.first + summed.rows)
                 self._run(summed.table, rows, {name: weight}, broken=None)
 
     def compare(self, weights: Mapping[_Name, torch.Tensor]) -> WrittenWeights[_Name] | None:
-        """Compare `weights` with their sums; None where none has any. Allocates, and raises where memory is short."""
+        """Compare `weights` with their sums; None where none has any that is not parked.
+
+        Allocates, and raises where memory is short.
+        """
         of_tables: dict[_Table, list[_Name]] = {}
         for name, weight in weights.items():
             summed = self._summed.get(name)
-            if summed is not None:
+            if summed is not None and not is_away(summed.table.rows):
                 self._follow_address(summed, weight)
                 of_tables.setdefault(summed.table, []).append(name)
         if not of_tables:
