@@ -33,6 +33,9 @@ _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose line
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
 _OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messages about devices speak of
+_ENGINES = frozenset(
+    {"sleep", "memory-saver", "phases"}
+)  # offloads beside which a rollout engine has the GPU in turn
 _MOST_OTHERS = 2  # causes beside the first that an answer has
 _BELOW = re.compile(r"<(\d[\w.]*)$")  # the release before which a rule holds
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -169,6 +172,9 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind == "gpu-memory" and not message.frames:
         because, less = _why_full(evidence)
         cause, change = cause + because, (*less, *change)
+    elif message.kind == "resume" and out_of_memory is not None:
+        because, less = _by_residency(evidence)
+        cause, change = cause + because, (*change[:1], *less, *change[1:])
     if message.kind == "gpu-memory" and out_of_memory is not None and out_of_memory.is_shared:
         cause += f"; {_others_hold(out_of_memory, evidence)}"
         change = (told("others-off-the-gpu", evidence.dialects, evidence.config), *change)
@@ -204,7 +210,7 @@ def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
     """Say that another process holds memory of the GPU, and whose it may be."""
     held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
-    if "sleep" in evidence.offloads:
+    if not _ENGINES.isdisjoint(evidence.offloads):
         return (
             f"{held}: a rollout engine that is awake, of which a part does not sleep, or whose release returned before "
             "its memory was given back"
@@ -373,10 +379,14 @@ def _at(moment: Moment) -> str:
 
 def _told(change: Sequence[str], evidence: Evidence, failure: Failure) -> tuple[str, ...]:
     """Return what to change in the user's own words, with the package whose code failed."""
-    package = interfaces.trainer(failure) or "the framework"
-    return tuple(
-        told(each.replace("{package}", package), evidence.dialects, evidence.config) for each in change
-    )
+    package = interfaces.trainer(failure)
+    named = [
+        each.replace("{package}", package)
+        if package
+        else each.replace("of {package}", "of the trainer").replace("{package}", "trainer")
+        for each in change
+    ]
+    return tuple(told(each, evidence.dialects, evidence.config) for each in named)
 
 
 def _of_words(said: own_words.Said | None) -> Conclusion | None:

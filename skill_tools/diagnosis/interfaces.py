@@ -18,6 +18,7 @@ _MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribut
 _UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
 _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages whose frames are the innermost of any trainer
+_NOT_OF_IT = re.compile(r"'(?P<kind>\w*Offload\w*)' object has no attribute '(?P<name>\w+)'")
 _AMBIGUOUS = "Boolean value of Tensor with more than one value is ambiguous"
 _TESTED = re.compile(r"^(?:if|elif|while|assert) (?:not )?(?P<name>[a-z_]\w*)\b(?! *[.(\[])")
 _ASSERTED = re.compile(r"^assert (?P<what>.{3,120})$")
@@ -32,6 +33,7 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
     return (
         handed_on(failure, texts)
         or _lacking(failure)
+        or _another_kind(failure)
         or _misplaced(failure, source)
         or _asserted(failure, source)
     )
@@ -79,6 +81,22 @@ def _lacking(failure: Failure) -> Said | None:
         (
             f"{asks} and {other} from the same time: the newest of both, or the release of {other} that this "
             f"{asks} asks for (pip show {asks.replace('_', '-')})",
+        ),
+    )
+
+
+def _another_kind(failure: Failure) -> Said | None:
+    """Return what stands where an offload was expected, where it has not what its caller asks it for."""
+    match = _NOT_OF_IT.search(failure.text)
+    if match is None or not failure.frames:
+        return None
+    package = trainer(failure) or "the library whose frame is innermost"
+    return Said(
+        f"{_at(failure.frames[-1])} holds a {match['kind']}, which has no {match['name']}: it stands where the call "
+        "expects another kind, as in an engine that was built without an optimizer or without this offload",
+        (
+            f"{match['name']} of what trains alone, not of a model without an optimizer (a reference, a reward model)",
+            f"or a newer {package}",
         ),
     )
 

@@ -59,6 +59,17 @@ def test_an_argument_that_the_run_s_own_file_passes_is_told_with_its_place() -> 
     assert not concluded(HANDED_ON.replace("/e/site-packages/", "/srv/")).is_known
 
 
+def test_an_object_of_another_kind_is_told_with_who_holds_it() -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/e/site-packages/mine/engine.py", line 7, in offload_states\n'
+        "AttributeError: 'ParamOffload' object has no attribute 'offload_states'\n"
+    )
+    found = concluded(log)
+    assert "offload_states (engine.py:7) holds a ParamOffload, which has no offload_states" in found.cause
+    assert found.change[1] == "or a newer mine"
+    assert not concluded(log.replace("ParamOffload", "NoneType")).is_known
+
+
 def test_the_line_of_source_is_read_past_marks_and_ranks() -> None:
     for text, line in ((FLAG, "if keep_state:"), (ASSERTS, "assert checkpoint_options == None")):
         log = Log("train.log", text)

@@ -160,6 +160,20 @@ def test_a_trainer_above_torch_is_whose_release_counts() -> None:
     assert found.change[0].startswith("a newer prime-rl")
 
 
+def test_a_save_beside_an_awake_engine_names_the_engine() -> None:
+    full = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0 has a total capacity of "
+        "79.19 GiB of which 1.00 GiB is free. Process 44 has 60.00 GiB memory in use."
+    )
+    file = {"run.sh": "trainer.placement.colocate_all=true\n"}
+    found = concluded(
+        full, (("mine/worker.py", "save_checkpoint"), ("mine/worker.py", "backload_to_gpu")), file
+    )
+    assert "the rollout engine was awake beside them" in found.cause
+    assert "a rollout engine that is awake" in found.cause
+    assert any("put to sleep before the save" in each for each in found.change)
+
+
 def test_a_run_without_the_offload_is_told_nothing_of_it() -> None:
     frames = (("torch/nn/modules/linear.py", "forward"),)
     assert not concluded(DEVICES, frames, {"run.sh": "python train.py --bf16\n"}).is_known
