@@ -51,7 +51,8 @@ def check_one_rank(model: nn.Module) -> None:
     raise ValueError(
         f"fit on {ranks} rank{'s' * (ranks > 1)} with {type(model).__name__}; expected one rank and a model that is "
         "not sharded, because each rank would settle on a plan of its own; try offload plan --framework pytorch --gpus "
-        f'{max(ranks, 2)} --format json > plan.json, then apply_plan(model, optimizer, "plan.json") on every rank'
+        f"{max(ranks, 2)} --format json > plan.json, for Muon with --overrides optimizer=muon, then "
+        'apply_plan(model, optimizer, "plan.json") on every rank'
     )
 
 

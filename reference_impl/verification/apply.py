@@ -193,7 +193,7 @@ def apply_plan(
             undo.append(streamer.close)
             stepped = streamer.optimizer
         if shards is not None:
-            sharded = _shard_streamer(model, optimizer, shards, max_grad_norm)
+            sharded = _shard_streamer(model, optimizers, shards, max_grad_norm)
             streamers.append(sharded)
             undo.append(sharded.close)
             stepped = sharded.optimizer
@@ -222,7 +222,7 @@ def apply_plan(
 
 def _formula(execute: Mapping[str, Any]) -> str | None:
     """Return the name of a formula of matrices that an `execute` section is for, or None for AdamW alone."""
-    for section in ("optimizer", "trained_layers"):
+    for section in ("optimizer", "trained_layers", "streamed_shards"):
         formula: str | None = (execute.get(section) or {}).get("formula")
         if formula is not None:
             return formula
@@ -402,13 +402,14 @@ def _layer_streamer(
 
 def _shard_streamer(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     wanted: Mapping[str, Any],
     max_grad_norm: float | None,
 ) -> ShardStreamer:
     states = STREAMED_STATES[wanted.get("streamed_states", "exact")]
     streaming = Streaming(states=states, chunk_bytes=SHARD_CHUNK_BYTES)
-    return ShardStreamer(model, _fused(optimizer), max_grad_norm=max_grad_norm, streaming=streaming)
+    given = optimizers if wanted.get("formula") else _fused(optimizers[0])
+    return ShardStreamer(model, given, max_grad_norm=max_grad_norm, streaming=streaming)
 
 
 def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.AdamW:

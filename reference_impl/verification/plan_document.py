@@ -248,7 +248,8 @@ def _head_groups(entry: str, found: Any) -> None:
 
 
 def _streamed_shards(entry: str, found: Any) -> None:
-    _object({"streamed_states": _one_of(tuple(STREAMED_STATES))})(entry, found)
+    entries = {"formula": _one_of(FORMULAS), "streamed_states": _one_of(tuple(STREAMED_STATES))}
+    _object(entries)(entry, found)
 
 
 def _object(entries: Mapping[str, Check], *, required: tuple[str, ...] = ()) -> Check:

@@ -51,6 +51,10 @@ class Matrices(NamedTuple):
         """The elements of the largest, which nothing cuts."""
         return max((rows * columns for rows, columns, _ in self.shapes), default=0)
 
+    def longest_shard(self, ranks: int) -> int:
+        """The elements of the longest shard of rows of a matrix that `ranks` share, which nothing cuts."""
+        return max((-(-rows // ranks) * columns for rows, columns, _ in self.shapes), default=0)
+
     @property
     def work_bytes(self) -> int:
         """The scratch that serves all, one after the other."""

@@ -81,6 +81,32 @@ def trains_to_the_same_bits(plan):
         assert torch.equal(one, other), name
 
 
+def two(model):
+    """Return Muon of the layers' matrices and AdamW of all else."""
+    whole = [param for layer in model.layers for param in layer.parameters() if param.dim() == 2]
+    rest = [param for param in model.parameters() if all(param is not each for each in whole)]
+    return [torch.optim.Muon(whole, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3, fused=True)]
+
+
+def trains_as_resident_muon_does(plan):
+    """Wherever states are: what stays is bitwise torch's Muon, which other tests of ranks show."""
+    document = {key: value for key, value in json.loads(plan.read_text()).items() if key != "model"}
+    stays = {
+        "sharding": document["execute"]["sharding"],
+        "optimizer": {"formula": "muon", "offload_fraction": 0},
+    }
+    found = []
+    for execute in (stays, document["execute"]):
+        model = decoder()
+        with apply_plan(model, two(model), {"execute": execute}) as applied:
+            losses = train(model, applied.optimizer, batches())
+        found.append([*losses, *(param.to_local() for param in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="the plan is for Muon; got AdamW"):
+        apply_plan(model, adamw(model), {"execute": execute})
+
+
 def refused(model, execute, *words):
     with pytest.raises(ValueError, match=".*".join(map(re.escape, words))):
         apply_plan(model, adamw(model), {"execute": execute})
@@ -112,7 +138,8 @@ def main(rank, ranks, store, *plans):
         timeout=timedelta(seconds=40),
     )
     for path in plans:
-        trains_to_the_same_bits(Path(path))
+        is_of_muon = '"formula": "muon"' in Path(path).read_text()
+        (trains_as_resident_muon_does if is_of_muon else trains_to_the_same_bits)(Path(path))
     sharding = json.loads(Path(plans[0]).read_text(encoding="utf-8"))["execute"]["sharding"]
     model = decoder()
     refused(model, {}, "whole on each rank", "sharded over 2 ranks", "--gpus 2")

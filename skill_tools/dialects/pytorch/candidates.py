@@ -148,7 +148,8 @@ def _slice_counts(run: TrainingRun) -> list[int]:
 
 def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield the sharded model of which each GPU holds what two gathers read; all else is on the host."""
-    forms = tuple(StreamedStates) if run.allows_other_numerics else (run.streamed_states,)
+    possible = tuple(StreamedStates) if run.matrices is None else OF_MATRICES
+    forms = possible if run.allows_other_numerics else (run.streamed_states,)
     for states, activations in product(forms, islice(_activations(run, advice), 3)):
         arguments: dict[str, object] = {"trained_layers": True, "streamed_states": states, **activations[0]}
         form = f", states as {states}" if states in _OTHER_NUMERICS else ""
@@ -358,8 +359,11 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
             "weights": "float32" if wide else "bfloat16",
         }
     if mode.trained_layers:
-        mechanisms["streamed_shards"] = {"streamed_states": str(mode.streamed_states)}
-    if run.matrices is not None:
+        mechanisms["streamed_shards"] = {
+            **({} if run.matrices is None else {"formula": "muon"}),
+            "streamed_states": str(mode.streamed_states),
+        }
+    elif run.matrices is not None:
         mechanisms["optimizer"] = _of_matrices(mode)
     elif mode.optimizer_fraction:
         states = (

@@ -71,7 +71,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
                 f"streamed states are {states}: not AdamW's numbers to the bit, as streamed_states says"
             )
         )
-    matrices = _matrices(config, shape, gpus or 1, rank, states)
+    matrices = _matrices(config, shape, rank, states)
     precision = Precision(gradient_bytes=2, gradient_is_buffer=False)
     if matrices is not None:
         precision = precision._replace(moments_bytes=FP32_BYTES * matrices.moments)
@@ -109,9 +109,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     return spread.spread(run, config)
 
 
-def _matrices(
-    config: Config, shape: ModelShape, gpus: int, rank: int | None, states: StreamedStates
-) -> Matrices | None:
+def _matrices(config: Config, shape: ModelShape, rank: int | None, states: StreamedStates) -> Matrices | None:
     """Return what Muon updates, or None for AdamW alone; raises `UnusableInput` for what Muon is not offloaded with."""
     written = (fields.text(config, "optimizer") or ADAMW).lower()
     if written not in {ADAMW, MUON}:
@@ -122,17 +120,15 @@ def _matrices(
         )
     if written == ADAMW:
         return None
-    sharded = gpus > 1 and fields.text(config, "sharding") != spread.Sharding.REPLICAS
     beside = {
         "lora_rank, whose factors AdamW updates": (rank is not None, f"optimizer={ADAMW}"),
-        "matrices that FSDP2 shards, which train and have no plan": (sharded, "sharding=replicas"),
         f"streamed_states={states}": (states not in OF_MATRICES, f"streamed_states={StreamedStates.PACKED}"),
     }
     for what, (is_so, attempt) in beside.items():
         if is_so:
             raise UnusableInput(
                 f"optimizer={MUON} with {what}",
-                expected="whole matrices on each GPU, with momentum of 16 or 32 bits",
+                expected="full training, with momentum of 16 or 32 bits",
                 attempt=attempt,
             )
     return of_shape(shape, model(shape).total)

@@ -51,13 +51,15 @@ def spread(run: TrainingRun, config: Config) -> TrainingRun:
             ),
         )
     dtype = _one_of(config, "shard_dtype", tuple(_PRECISIONS))
-    precision = _PRECISIONS[dtype]
+    precision = _PRECISIONS[dtype]._replace(moments_bytes=run.precision.moments_bytes)
     if run.adapter is not None:
         said, precision = "the frozen base and the adapters in bf16", run.precision
     elif dtype == "float32":
         said = "shards of weights, gradients and states in fp32; shard_dtype=bfloat16 for bf16 weights and gradients"
     else:
         said = "shards of weights and gradients in bf16, with fp32 masters and moments"
+    if run.matrices is not None:
+        said += "; each matrix is whole on one GPU for its update, to which the others send their shards"
     return run._replace(
         precision=precision,
         widens_gradients=precision.weight_bytes < 4,

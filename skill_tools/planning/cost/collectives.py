@@ -9,6 +9,7 @@ in it. Explained in docs/distributed.md.
 
 from typing import NamedTuple
 
+from offload_arithmetic.states import BF16_BYTES
 from skill_tools.dialects.layout import LocalParameters
 from skill_tools.dialects.run import Exchange, TrainingRun
 from skill_tools.planning.accounts import Cost
@@ -100,6 +101,11 @@ def once_a_step(
         work_s = _reduction_s(run, sent, held, machine)
         name = "all-reduce in backward" if sent.all_reduces else "reductions in backward"
         found.append(_beside(run, name, work_s, 0 if sent.reduction_waits else speed.backward_s + again_s))
+    if run.matrices is not None and run.is_fully_sharded:
+        # The directions of a rank's shards in bf16, to the matrices' owners and back; stacks of experts are whole.
+        each_bytes = 2 * BF16_BYTES * run.matrices.share / run.weight_shards
+        work_s = _seconds(run, held._replace(expert=0), each_bytes, machine)
+        found.append(_beside(run, "matrices to their owners and back", work_s, speed.forward_s))
     if sent.gathered_after_update and run.adapter is None:
         work_s = _seconds(run, held, sent.gathered_after_update, machine)
         found.append(

@@ -52,7 +52,10 @@ def offloaded_update(
     match mode.optimizer_engine:
         case OptimizerEngine.REFERENCE:
             each = _state_bytes(mode.streamed_states, weight_bytes, matrices)
-            beside_s = 0.0 if matrices is None else packing_s(mode.streamed_fraction, matrices, machine)
+            beside_s = 0.0
+            if matrices is not None:
+                part = shard / matrices.trained
+                beside_s = packing_s(mode.streamed_fraction, matrices, machine) * part
             return Update(_reference(mode, shard, machine, beside, each, beside_s), machine.measured)
         case OptimizerEngine.TORCHAO | OptimizerEngine.TORCHAO_GRADIENTS:
             seconds = moved / (2 * machine.cpu_adam_per_tensor) + 2 * moved / machine.h2d_copy

@@ -320,9 +320,12 @@ def on_the_host(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[l
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     # No chunk has parameters of two gathers.
     most = buffers.SHARD_CHUNK_BYTES // states_bytes
-    elements = max(longest_chunk(numel, most) for numel in (largest, block))
+    longest = 0 if run.matrices is None else run.matrices.longest_shard(run.weight_shards)
+    elements = max(longest, *(longest_chunk(numel, most) for numel in (largest, block)))
     blocks = buffers.PREFETCHED_GATHERS
-    scratch_bytes = streamed_states.scratch_of(run, mode.streamed_states)
+    scratch_bytes = round(streamed_states.scratch_of(run, mode.streamed_states) * elements)
+    if run.matrices is not None:
+        scratch_bytes = streamed_states.scratch_of_matrices(run, run.matrices, mode.streamed_states, elements)
     gpu = [
         Line(
             Kind.VISITING_WEIGHTS,
@@ -369,8 +372,8 @@ def on_the_host(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[l
         Line(
             Kind.OTHER_STATES,
             "scratch of an update",
-            round(scratch_bytes * elements),
-            each(scratch_bytes, elements, "of one chunk"),
+            scratch_bytes,
+            f"of one chunk of {elements:,} elements",
         ),
         *lines(run, local.total),
     ]

@@ -7,6 +7,7 @@ explained in docs/optimizer-state-offloading.md.
 from offload_arithmetic import sizes
 from offload_arithmetic.states import (
     ADAM_MOMENTS,
+    BF16_BYTES,
     FORMS,
     FP32_BYTES,
     MUON_MOMENTS,
@@ -57,7 +58,7 @@ def ring_bytes(run: TrainingRun, states: StreamedStates, streamed: int) -> int:
 def _ring_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStates, streamed: int) -> int:
     """Return the same where Muon updates some: a slot holds the largest matrix, and one more scratch serves all."""
     each_bytes = matrix_element_bytes(run, states)
-    chunk = max(int(sizes.STATE_CHUNK_BYTES // each_bytes), matrices.largest)
+    chunk = max(int(sizes.STATE_CHUNK_BYTES // each_bytes), matrices.longest_shard(run.weight_shards))
     slots = min(sizes.LEAST_SLOTS, -(-streamed // chunk))
     return round(each_bytes * slots * min(streamed, chunk)) + scratch_of_matrices(
         run, matrices, states, min(streamed, chunk)
@@ -76,7 +77,15 @@ def scratch_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedSt
         is_compact=False,
         is_joined=False,
     )
-    return round(each_bytes * chunk) + matrices.work_bytes + widened
+    return round(each_bytes * chunk) + matrices.work_bytes + widened + _crossing_bytes(run, matrices, chunk)
+
+
+def _crossing_bytes(run: TrainingRun, matrices: Matrices, chunk: int) -> int:
+    """Return the buffer of directions (bf16) that ranks exchange: shards of so many elements, and the wholes of one."""
+    if not run.is_fully_sharded:
+        return 0
+    owned = -(-chunk // matrices.largest) * matrices.largest
+    return BF16_BYTES * (chunk + owned)
 
 
 def scratch_of(run: TrainingRun, states: StreamedStates) -> float:

@@ -24,11 +24,15 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return document
 
 
+MUON_STREAMS = ("--gpus", "2", "--model", "llama-3-8b", "--gpu-memory", "40GiB")
+MUON_OFF = ("--gpus", "2", "--gpu", "4090", "--model", "llama-3-8b", "--host-memory", "256GiB")
+
+
 @pytest.mark.slow
 def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """States on the CPU in part; streamed in part, layer inputs on the host; everything off; replicas."""
+    """States on the CPU in part; streamed in part, inputs on the host; everything off; replicas; Muon with both."""
     small = planned(capsys, "--gpus", "2", "--tensor-memory", "2MB", "--overrides", DECODER)
     assert 0 < small["execute"]["optimizer"]["split"]["cpu"] < 1
     words = (
@@ -51,8 +55,11 @@ def test_a_plan_for_two_ranks_trains_as_fsdp2_does_and_others_are_refused(
     whole = ("--gpus", "2", "--model", "llama-3-8b", "--overrides", "sharding=replicas")
     replicas = planned(capsys, *whole)
     assert replicas["execute"]["optimizer"]["split"]["cpu"] > 0
+    of_muon = [planned(capsys, *words, "--overrides", "optimizer=muon") for words in (MUON_STREAMS, MUON_OFF)]
+    assert of_muon[0]["execute"]["optimizer"]["offload_fraction"] > 0
+    assert of_muon[1]["execute"]["streamed_shards"] == {"formula": "muon", "streamed_states": "exact"}
     paths = []
-    for number, document in enumerate([small, large, off, replicas]):
+    for number, document in enumerate([small, large, off, replicas, *of_muon]):
         paths.append(tmp_path / f"{number}.json")
         paths[-1].write_text(json.dumps(document), encoding="utf-8")
     run_ranks(planned_ranks.__file__, 2, str(tmp_path / "store"), *map(str, paths))

@@ -2,6 +2,7 @@
 
 import json
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from offload_arithmetic.sizes import LEAST_SLOTS, STATE_CHUNK_BYTES
 from offload_arithmetic.states import FORMS, streamed_muon_bytes
 from reference_impl import OptimizerStateOffloader
+from reference_impl.distributed.matrix_owners import Cut, Exchange
 from reference_impl.optimizers import Muon
 from reference_impl.optimizers.algorithms.matrices import work_bytes
 from skill_tools.__main__ import main
 from skill_tools.dialects.matrices import Matrices, muon_work_bytes, newton_schulz_flops, of_shape
 from skill_tools.dialects.parameters import model as parameters_of
-from skill_tools.dialects.run import Mode, StreamedStates
+from skill_tools.dialects.run import Mode, Spread, StreamedStates
 from skill_tools.planning.cost import compute, step_time
 from skill_tools.planning.model import memory, streamed_states
 
@@ -158,7 +160,6 @@ def test_rounded_momentum_is_planned_where_any_numerics_are_allowed(capsys):
     [
         (["streamed_states=compact-8"], [], "streamed_states=compact-8"),
         (["lora_rank=8"], [], "lora_rank"),
-        ([], ["--gpus", "2"], "sharding=replicas"),
         (["optimizer=lion"], [], "muon for Muon and AdamW"),
     ],
     ids=str,
@@ -167,6 +168,58 @@ def test_what_muon_is_not_planned_with_is_refused(capsys, overrides, more, says)
     said, code = planned(capsys, *overrides, more=more)
     assert code == 2
     assert says in said
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_under_fsdp2_each_rank_has_its_shards_and_the_matrices_that_it_owns(capsys, ranks):
+    """Half of the states, of the FLOP, and what crosses: two bytes an element and way, less a rank's own."""
+    lines, costs = {}, {}
+    for gpus in (1, ranks):
+        plan, code = planned(capsys, "shard_dtype=bfloat16" if gpus > 1 else "", more=["--gpus", str(gpus)])
+        assert code == 0
+        option = plan["as_it_is"]
+        lines[gpus] = {line["name"]: line["bytes"] for line in option["memory"]["gpu"]}
+        costs[gpus] = {cost["name"]: cost["work_s"] for cost in option["time"]["costs"]}
+    assert lines[ranks]["moments"] == pytest.approx(lines[1]["moments"] / ranks, rel=0.01)
+    assert costs[ranks]["optimizer on the GPU"] == pytest.approx(
+        costs[1]["optimizer on the GPU"] / ranks, rel=0.01
+    )
+    assert "matrices to their owners and back" not in costs[1]
+    gathered = costs[ranks]["gathers in forward"]
+    # A gather brings the others' bf16 shards of all parameters; directions are those of a rank's own matrices, twice.
+    assert costs[ranks]["matrices to their owners and back"] == pytest.approx(2 * gathered / ranks, rel=0.15)
+
+
+def test_shards_with_everything_off_have_states_of_matrices(capsys):
+    plan, code = planned(capsys, more=["--gpus", "2", "--gpu", "4090", "--host-memory", "256GiB"])
+    assert code == 0
+    assert plan["execute"]["streamed_shards"] == {"formula": "muon", "streamed_states": "exact"}
+    assert "optimizer" not in plan["execute"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_what_crosses_is_counted(monkeypatch, count):
+    """Of equal matrices of a chunk, for the rank that owns most of them."""
+
+    class Group:
+        def __init__(self, rank):
+            self.rank, self.size = (lambda: rank), (lambda: 4)
+
+    class Mesh:
+        mesh_dim_names, shape = ("shard",), (4,)
+
+        def size(self, dim):
+            return 4
+
+    cut = Cut(SimpleNamespace(device_mesh=Mesh()), 0, 0, 1, (64, 96))
+    taken = []
+    for rank in range(4):
+        monkeypatch.setattr(Cut, "communicator", lambda self, rank=rank: Group(rank))
+        taken.append(2 * Exchange([cut] * count, {}).numel)
+    sharded = muon_run(8192, Matrices(((64, 96, count),), 64 * 96 * count))._replace(
+        weight_shards=4, spread=Spread()
+    )
+    assert max(taken) == streamed_states._crossing_bytes(sharded, sharded.matrices, count * 16 * 96)
 
 
 def test_megatrons_muon_has_one_moment_a_matrix_and_its_products(capsys, tmp_path):
