@@ -39,7 +39,8 @@ class Lost(NamedTuple):
 def cited(package: str, release: str) -> Iterator[Citation]:
     """Yield what is cited of `package` for `release`: of rules and messages whose range has it."""
     for rule in load_rules():
-        if rule.evidence.tag in _CITED and _is_of(rule.versions, package, release):
+        ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.when, package))]
+        if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):
             path, _, symbol = rule.evidence.ref.partition("::")
             yield Citation(rule.id, path, symbol, rule.evidence.quote)
     for entry in knowledge.load_messages():
@@ -48,6 +49,19 @@ def cited(package: str, release: str) -> Iterator[Citation]:
             path, _, symbol = source.partition("::")
             for words in entry["text"] if isinstance(entry["text"], list) else [entry["text"]]:
                 yield Citation(str(entry["id"]), path, symbol, words)
+
+
+def _asked_releases(when: str | None, package: str) -> Iterator[str]:
+    """Yield the ranges of a package without which a condition never holds, as its `release()` says."""
+    pending: list[ast.expr] = [ast.parse(when or "None", mode="eval").body]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, ast.BoolOp) and isinstance(part.op, ast.And):
+            pending += part.values
+        elif isinstance(part, ast.Call) and ast.unparse(part.func) == "release":
+            name, releases = (ast.literal_eval(word) for word in part.args)
+            if name == package:
+                yield releases
 
 
 def _is_of(versions: Mapping[str, str], package: str, release: str) -> bool:

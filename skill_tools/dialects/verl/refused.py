@@ -48,7 +48,7 @@ _OF_ANY_ENGINE = (
     *("actor_rollout_ref.model.", "algorithm.", "trainer.", "data."),
 )
 # The first release with a class for a role, which refuses a section that a plus adds; VeOmni's critic came later.
-_CLASSES_SINCE = {"actor_rollout_ref.actor.": "0.6", "critic.": "0.6"}
+_CLASSES_SINCE = {"actor_rollout_ref.actor.": "0.6", "critic.model.": "0.6", "critic.": "0.6"}
 _VEOMNI_CRITIC_SINCE = "0.8"
 _CHECKED = re.compile(r"(?:fsdp_config|fsdp|megatron|veomni|torchtitan)\.\w+$")  # fields of verl's classes
 
@@ -58,8 +58,8 @@ class Base(NamedTuple):
 
     `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
     nothing states it. `knows_values` says that what has a value in it is known. `removed` are the names
-    that a `~`, or a value in place of a section, has taken out so far, `added` the sections of engines that a plus has
-    brought.
+    that a `~`, or a value in place of a section, has taken out so far, `added` the keys in sections of other
+    engines that a plus has brought.
     """
 
     engine: str | None
@@ -108,7 +108,7 @@ def _follow(word: Argument, base: Base) -> None:
         base.removed.discard(name)
         section = _OF_ROLE.match(name)
         if section is not None and (section["engine"] or "dp") != base.engine:
-            base.added.add(section[0])
+            base.added.add(name)
 
 
 def _engine(words: Sequence[Argument], configuration: str) -> str | None:
@@ -138,7 +138,9 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
         is_alone = base.release is not None and is_before(base.release, alone_until)
         return is_alone and base.engine != "dp"
     section = _OF_ROLE.match(written)
-    if section is None or (section["engine"] or "dp") == base.engine or section[0] in base.added:
+    if section is None or (section["engine"] or "dp") == base.engine:
+        return False
+    if _is_added(section[0] if sign else written.partition("=")[0], base) or section[0] in base.added:
         return False
     fork = above(base.folder, CONFIGURATION)
     if fork is None:
@@ -201,10 +203,15 @@ def _why_not_of_release(word: Argument, base: Base) -> str | None:
     sign, name = _split(word.text.partition("=")[0])
     section = _OF_ROLE.match(name)
     is_field = section is not None and (section["engine"] or "dp") == base.engine and _CHECKED.search(name)
-    is_new = section is not None and section[0] in base.added
+    is_new = section is not None and _is_added(section[0], base)
     if base.release is None or ("+" in sign and (not is_field or is_new)):
         return None
     return lacking(VERL, word.text if name == _ENGINE else name, base.release)
+
+
+def _is_added(key: str, base: Base) -> bool:
+    """Return whether a plus has brought a key, or one below it."""
+    return any(f"{name}.".startswith(f"{key}.") for name in base.added)
 
 
 def _is_gone(key: str, base: Base) -> bool:

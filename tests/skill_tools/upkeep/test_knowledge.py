@@ -117,6 +117,13 @@ def test_a_quote_that_is_gone_or_has_moved_is_named() -> None:
     assert now["ds-ratio"] == "deepspeed/runtime/zero/other.py"
 
 
+def test_a_rule_that_asks_for_a_release_is_cited_in_no_other() -> None:
+    cited = {
+        release: {each.id for each in quotes.cited("torchtitan", release)} for release in ("0.2.2", "0.3.0")
+    }
+    assert ("titan-toml-gone" in cited["0.2.2"], "titan-toml-gone" in cited["0.3.0"]) == (False, True)
+
+
 def test_archives_of_every_kind_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"deepspeed/__init__.py": "", "deepspeed/config.py": NEW}
     packed = tmp_path / "deepspeed.tar.gz"
