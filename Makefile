@@ -190,7 +190,6 @@ skill:
 # The documentation as a site in build/site, rules included; a broken link is an error.
 docs: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/offload card pages
 	PYTHONPATH=. $(BIN)/mkdocs build --strict
 
 clean:

@@ -1,4 +1,4 @@
-"""What the site has beside docs/: home from README, the changelog, models, GPUs and API; and links from ids of rules.
+"""What the site has beside docs/: home from README, rules, changelog, models, GPUs, API; and links from ids of rules.
 
 MkDocs calls these functions (`hooks` in mkdocs.yml). Guides come before rules in its search.
 """
@@ -16,6 +16,7 @@ from mkdocs.structure.pages import Page
 
 import cpu_offloading
 from skill_tools.knowledge import load_yaml
+from skill_tools.reports.rule_pages import rule_pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # [text](path) and ![text](path), not of another site or of a heading of the same page.
@@ -40,6 +41,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "planner.md": planner.page(),
         "api.md": _api_page(),
     }
+    # Those in docs/rules, which `offload card pages` writes for a checkout, may be older than the rules.
+    made |= {f"rules/{name}": text for name, text in rule_pages().items()}
+    for old in [file for file in files if file.src_uri in made or file.src_uri.startswith("rules/")]:
+        files.remove(old)
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
     return files

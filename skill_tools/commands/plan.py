@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
         plan_write.write(texts)
     if plan.recommendation is None:
-        print(f"offload: {_nothing_fits(plan)}", file=sys.stderr)
+        print(f"offload: {_nothing_fits(plan, are_shown=not args.diff)}", file=sys.stderr)
         return 2
     return 0
 
@@ -152,7 +152,8 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     return 2
 
 
-def _nothing_fits(plan: Plan) -> UnusableInput:
+def _nothing_fits(plan: Plan, *, are_shown: bool) -> UnusableInput:
+    """Return what to say where no plan fits; `are_shown` says that the ways to fit were printed."""
     floor = plan.floor.memory
     needs = f"{at_least_gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"
@@ -163,8 +164,9 @@ def _nothing_fits(plan: Plan) -> UnusableInput:
         problem += f" and {gib(plan.budget.pinned_bytes)} of pinned memory a node"
         needs += f" and {at_least_gib(floor.pinned_bytes_per_node)} of pinned memory a node"
     free = f", {plan.budget.headroom:.0%} left free" if plan.budget.headroom else ""
+    ways = "one of the ways above" if are_shown else "the same without --diff, which prints ways to fit"
     return UnusableInput(
         problem,
         expected=f"at least {needs}{free} ({plan.floor.candidate.label})",
-        attempt="one of the ways above" if plan.ways else "a smaller model, or more memory",
+        attempt=ways if plan.ways else "a smaller model, or more memory",
     )

@@ -23,7 +23,7 @@ _FIELDS = {
     "reserved_bytes": (rf"{_AMOUNT} reserved in total by PyTorch",),
 }
 _OTHERS = re.compile(rf"Process (\d{{1,9}}) has {_AMOUNT} memory in use")
-_MUCH = 20  # of which parts of the GPU one is much to hold for another process
+_MUCH = 20  # of which parts of the GPU one is much, for another process to hold or for gaps
 _MOST_BYTES = 1 << 60
 _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max allocated: (\d{1,9}(?:\.\d*)?)")
 
@@ -53,8 +53,12 @@ class OutOfMemory:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether what was reserved and unused would have held the request."""
-        return self.unallocated_bytes is not None and self.unallocated_bytes >= self.tried_bytes
+        """Whether what was reserved and unused would have held the request, and is much of the GPU.
+
+        A GPU that is full but for a little has gaps as large as a small request, and is out of room all the same.
+        """
+        unused = self.unallocated_bytes
+        return unused is not None and unused >= self.tried_bytes and unused > (self.total_bytes or 0) // _MUCH
 
     @property
     def needed_bytes(self) -> int | None:

@@ -19,7 +19,6 @@ from skill_tools.dialects.transformers.classes import GONE, accepted, nearest
 from skill_tools.dialects.transformers.our_line import imported_calls, write_line
 from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.dialects.unsloth import UNSLOTH
-from skill_tools.dialects.unsloth.python_script import write_calls
 from skill_tools.errors import UnusableInput
 
 _SHOWN = 5
@@ -83,6 +82,8 @@ def write_script(draft: Draft, source: Source) -> None:
     else:
         _write_given(draft, source, made)
     if UNSLOTH in source.text:
+        from skill_tools.dialects.unsloth.python_script import write_calls
+
         write_calls(draft, source)
     if len(everything) == 1:
         write_line(draft, source, [each for each in every if each.kind in ours])

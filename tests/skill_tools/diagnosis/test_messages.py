@@ -151,7 +151,7 @@ ADAM = """\
 """
 FULL = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 224.00 MiB. GPU 0 has a total capacity of 23.70 GiB "
-    "of which 45.75 MiB is free. 22.00 GiB is allocated by PyTorch, and 300.00 MiB is reserved by PyTorch but "
+    "of which 45.75 MiB is free. 20.00 GiB is allocated by PyTorch, and 2.30 GiB is reserved by PyTorch but "
     "unallocated."
 )
 
@@ -171,6 +171,18 @@ def test_a_step_that_ran_out_later_did_not_allocate_states() -> None:
     found = diagnose(log(frames + FULL))
     assert found.conclusion is not None
     assert found.conclusion.cause.startswith("fragmentation")
+
+
+def test_a_gap_that_is_little_of_the_gpu_is_no_cause() -> None:
+    """As somebody met it with nanoGPT: 0.25 of 23.68 GiB unused holds 100 MiB, and the step asks for more than that."""
+    found = diagnose(
+        log(
+            "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 100.00 MiB (GPU 0; 23.68 GiB total "
+            "capacity; 21.67 GiB already allocated; 85.06 MiB free; 21.92 GiB reserved in total by PyTorch)"
+        )
+    )
+    assert found.conclusion is not None
+    assert found.conclusion.cause == "the GPU had no room for one more tensor"
 
 
 MOVED = """Traceback (most recent call last):
