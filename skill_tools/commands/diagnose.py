@@ -194,7 +194,9 @@ class _Read(NamedTuple):
     config: Config | None = None
     findings: tuple[Finding, ...] = ()
     releases: Mapping[str, str] = MappingProxyType({})
-    unread: Mapping[str, str] = MappingProxyType({})  # texts of files that are no known configuration
+    unread: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # texts of files that are no configuration, or none together
 
 
 def _texts(paths: Sequence[str]) -> dict[str, str]:
@@ -215,11 +217,12 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     said = {**ran, **{name: each.version for name, each in releases.stated_by_user(args).items()}}
     if not args.inputs:
         return _Read(args.framework or "", releases=said)
+    from skill_tools.dialects.read import Contradiction
     from skill_tools.rules.lint import lint
 
     try:
         config = plan_request.read_config(args, args.inputs)
-    except Unrecognised as problem:
+    except (Unrecognised, Contradiction) as problem:
         if args.framework and not isinstance(problem, OwnLoop):
             raise
         print(f"offload: {problem}; the log is read without it", file=sys.stderr)

@@ -291,6 +291,27 @@ def test_a_log_beside_a_loop_of_the_users_own_is_diagnosed(
     assert "is a training loop of its own" in err
 
 
+def test_files_of_two_frameworks_are_read_with_the_log_and_not_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.log").write_text(
+        'Traceback (most recent call last):\n  File "/e/torch/nn/functional.py", line 9, in forward\n'
+        "RuntimeError: 'weight' must be 2-D\n"
+    )
+    (tmp_path / "fsdp.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n"
+    )
+    (tmp_path / "train.py").write_text(
+        'from unsloth import FastLanguageModel\nmodel, _ = FastLanguageModel.from_pretrained("a/b")\n'
+    )
+    names = [str(tmp_path / name) for name in ("train.log", "fsdp.yaml", "train.py")]
+    assert main(["diagnose", *names]) == 1
+    printed = capsys.readouterr()
+    assert "the offload of parameters, which offload_params" in printed.out
+    assert "at once" in printed.err
+    assert "the log is read without it" in printed.err
+
+
 @pytest.mark.parametrize(
     ("named", "on"),
     [

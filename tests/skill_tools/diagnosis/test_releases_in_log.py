@@ -21,7 +21,7 @@ def stated(text: str) -> dict[str, str]:
         ("- `transformers` version: 4.57.1", {"transformers": "4.57.1"}),
         ("- `Accelerate` version: 1.10.0", {"accelerate": "1.10.0"}),
         ("==((====))==  Unsloth 2025.8.1: Fast Qwen2 patching. Transformers: 4.57.1.",
-         {"transformers": "4.57.1"}),
+         {"unsloth": "2025.8.1", "transformers": "4.57.1"}),
         ("trl==0.24.0", {"trl": "0.24.0"}),
         ("INFO 08-22 12:00:00 vLLM API server version 0.11.0", {"vllm": "0.11.0"}),
         ("requires accelerate version 1.2 or newer", {}),
