@@ -392,6 +392,22 @@ def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
     return found
 
 
+def spread(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return `chunks`, by deadline, with those of elements at the end among the last half of matrices before them.
+
+    Products of matrices take longer than their copies, and updates of elements less. A table at the end of the forward
+    would wait for the link, which has been idle before.
+    """
+    last = max((index for index, chunk in enumerate(chunks) if chunk.matrices is not None), default=-1)
+    before, behind = list(chunks[: last + 1]), list(chunks[last + 1 :])
+    if any(chunk.home is not None for chunk in chunks):
+        return [*before, *behind]
+    places = {chunk: float(index) for index, chunk in enumerate(before)}
+    for index, chunk in enumerate(behind):
+        places[chunk] = len(before) * (1 + (index + 0.5) / len(behind)) / 2
+    return sorted(places, key=places.__getitem__)
+
+
 def _visit(chunk: Chunk) -> int | None:
     return None if chunk.home is None else chunk.home.block_index
 

@@ -26,7 +26,14 @@ from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
 from reference_impl.optimizers.step import as_one, snapshot
-from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT, Chunk, Part, StreamedWeights, mixed
+from reference_impl.optimizers.streamed.chunks import (
+    COMPACT_ALIGNMENT,
+    Chunk,
+    Part,
+    StreamedWeights,
+    mixed,
+    spread,
+)
 from reference_impl.optimizers.streamed.freed_memory import FreedMemory
 from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipeline
 from reference_impl.optimizers.streamed.states import StreamedStates
@@ -216,15 +223,16 @@ class StreamedShare:
         """All chunks in the order of their updates: that of the next forward.
 
         Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
-        first that come in: their copies out and the next ones in begin at once. Where updates are collectives there is
-        no order but the deadlines', which all ranks have.
+        first that come in: their copies out and the next ones in begin at once. Elements behind the last matrix come
+        among matrices before it (`spread`). Where updates are collectives there is no order but the deadlines', which
+        all ranks have.
         """
         by_deadline = sorted(
             self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)
         )
         if any(chunk.exchanges for chunk in by_deadline):
             return tuple(by_deadline)
-        ordered = mixed(by_deadline)
+        ordered = spread(mixed(by_deadline))
         first = [chunk for chunk in ordered if chunk.comes_in][:LEAST_SLOTS]
         return (*first, *(chunk for chunk in ordered if chunk not in first))
 

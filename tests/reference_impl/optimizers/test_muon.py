@@ -2,6 +2,7 @@
 
 import copy
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -276,6 +277,31 @@ def test_bf16_momentum_is_a_neighbour_of_the_exact_one_and_the_same_however_it_i
             train(other, cut, data[2:])
         assert_same_weights(resumed, again)
         assert_same_weights(resumed, other)
+
+
+def test_a_table_behind_all_matrices_comes_in_among_them(device):
+    """The link has time there; at the end the forward would wait for it."""
+    torch.manual_seed(0)
+    blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64, bias=False) for _ in range(12))
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(100, 64), *blocks, torch.nn.Linear(64, 100, bias=False)
+    ).to(device.torch_device, torch.bfloat16)
+    matrices, head = [block.weight for block in blocks], model[-1].weight
+    two = [torch.optim.Muon(matrices), torch.optim.AdamW([model[0].weight, head], fused=True)]
+    with OptimizerStateOffloader(two, chunk_bytes=16 * 1024) as optimizer:
+        optimizer.attach(model)
+        ids = torch.randint(0, 100, (3, 5), device=device.torch_device)
+        for _ in range(2):
+            model(ids).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        chunks = optimizer.streamed.chunks
+        at_the_end = [index for index, chunk in enumerate(chunks) if chunk.pieces[0].member.param is head]
+        others = [chunk for index, chunk in enumerate(chunks) if index not in at_the_end]
+        assert len(at_the_end) > 2
+        assert len(chunks) // 2 <= at_the_end[0] < at_the_end[-1] < len(chunks) - 1
+        assert max(b - a for a, b in pairwise(at_the_end)) > 1
+        assert [chunk.deadline for chunk in others] == sorted(chunk.deadline for chunk in others)
 
 
 def test_half_masters_are_stored_with_bits_for_their_flags(device):
