@@ -32,6 +32,7 @@ from skill_tools.dialects.verl import VERL
 from skill_tools.dialects.verl.megatron import hand_on_to_megatron
 from skill_tools.dialects.verl.refused import CONFIGURATION, Base, base_of, note_refused
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
 _OVERRIDES = "<overrides>"
 _OWN_PROGRAM = re.compile(
@@ -185,7 +186,8 @@ def _write_override(draft: Draft, word: Argument, place: Place, base: Base | Non
     if written in _GROUPS or written.startswith("hydra"):
         _write_choice(draft, word, written, place.file)
     elif not _is_taken(draft, sign, written):
-        if base is not None and word.resolved and not _stands_in_checkout(written, base.folder):
+        is_theirs = base is not None and word.resolved and _is_of_verl(written)
+        if base is not None and is_theirs and not _stands_in_checkout(written, base.folder):
             draft.note_unknown(word.text.partition("=")[0], place)
     elif sign == "~":
         draft.remove(written)
@@ -199,6 +201,13 @@ def _is_taken(draft: Draft, sign: str, written: str) -> bool:
     if is_closed and in_open_mapping(written):
         return written in _closed_names() or draft.canonical(written) in draft
     return draft.accepts(written) or (not is_closed and "offload" not in written.rpartition(".")[2])
+
+
+def _is_of_verl(written: str) -> bool:
+    """Return whether a key's first name is a section of verl's, or nearly; a fork has others (`env`)."""
+    sections = frozenset(name.partition(".")[0] for name in _closed_names())
+    section = written.partition(".")[0]
+    return section in sections or bool(nearest(section, sections))
 
 
 def _stands_in_checkout(written: str, folder: Path | None) -> bool:
@@ -244,11 +253,10 @@ def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is
     if word.resolved and word.certain:
         with suppress(UnusableInput):
             value = parse_override(word.text).value
-    if isinstance(value, dict):
-        is_section = any(name.startswith(f"{written}.") for name in _closed_names())
+    if isinstance(value, dict) and (_is_section(written) or not draft.accepts(written)):
         for name, part in value.items():
             path = f"{written}.{name}"
-            if is_closed and is_section and not draft.accepts(path):
+            if is_closed and not in_open_mapping(path) and not draft.accepts(path):
                 draft.note_unknown(path, place)
             else:
                 draft.set(path, part, place)
@@ -256,6 +264,11 @@ def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is
     if value is not UNREADABLE and not draft.is_leaf(written):
         draft.remove(written)
     draft.set_key(draft.canonical(written), value, written, place)
+
+
+def _is_section(written: str) -> bool:
+    """Return whether verl's configuration has a mapping there, be it an empty one."""
+    return in_open_mapping(f"{written}.") or any(name.startswith(f"{written}.") for name in _closed_names())
 
 
 def _write_choice(draft: Draft, word: Argument, group: str, file: str) -> None:

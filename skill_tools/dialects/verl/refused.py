@@ -45,7 +45,7 @@ _FSDP_ALONE = {
 _MISSING = "???"  # to OmegaConf, a value that somebody has to give
 _OF_ANY_ENGINE = (
     *(f"{role}.strategy" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
-    *("actor_rollout_ref.model.", "algorithm.", "trainer.", "data."),
+    *("actor_rollout_ref.model.", "critic.model.", "algorithm.", "trainer.", "data."),
 )
 # The first release with a class for a role, which refuses a section that a plus adds; VeOmni's critic came later.
 _CLASSES_SINCE = {"actor_rollout_ref.actor.": "0.6", "critic.model.": "0.6", "critic.": "0.6"}
@@ -187,8 +187,10 @@ def _why_no_override(draft: Draft, word: Argument, base: Base) -> str | None:
         return f"{word.text}: a value that is missing"
     if isinstance(given.value, dict) and "null" in given.value:
         return f"{word.text}: null is no key"
+    key, setting = draft.key(name), draft.get(draft.canonical(name))
+    if given.sign == "~" and setting is not None and setting.value is None:
+        return f"{word.text}: null is nothing to take out"
     if given.sign == "~" and given.value not in (None, UNREADABLE):
-        key, setting = draft.key(name), draft.get(draft.canonical(name))
         held = setting.value if setting is not None else key.default.get(VERL) if key is not None else None
         if held is not None and held != given.value:
             return f"{word.text}: its value is {held}"

@@ -317,3 +317,16 @@ def test_an_engine_that_the_release_does_not_have_is_refused() -> None:
             f"# verl=={release}\npython3 -m verl.trainer.main_ppo model_engine=megatron\n", "run.sh"
         )
         assert ("verl-key-release" in found(config)) is lacks
+
+
+def test_a_section_that_verl_never_had_is_a_fork_s() -> None:
+    verl = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.fsdp_config.param_offload=True"
+    unknown = {
+        word: [each.written for each in read_text(f"{verl} {word}\n", "run.sh").unknown]
+        for word in ("env.max_steps=30", "actor_rolout_ref.actor.strategy=fsdp2", "trainer.nodes=2")
+    }
+    assert unknown == {
+        "env.max_steps=30": [],
+        "actor_rolout_ref.actor.strategy=fsdp2": ["actor_rolout_ref.actor.strategy"],
+        "trainer.nodes=2": ["trainer.nodes"],
+    }
