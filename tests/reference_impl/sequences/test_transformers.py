@@ -202,3 +202,58 @@ def test_adapters_of_experts(name):
         assert streamer.report.loaded_bytes
         with CheckpointOffloader(model, min_bytes=1):
             assert all(map(torch.equal, gradients(model).values(), expected.values()))
+
+
+def in_fp8(name, monkeypatch):
+    """Return a model as a published fp8 checkpoint is loaded, Transformers' own modules, with adapters of attention.
+
+    Its kernel needs a GPU: a product with the dequantized weight, as its backward has, stands in for it.
+    """
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    fp8 = pytest.importorskip(
+        "transformers.integrations.finegrained_fp8", reason="transformers has no fp8 modules"
+    )
+
+    def product(x, weight, scale, block_size=None, bias=None, *_):
+        weight = fp8._dequantize_fp8_weight(weight, scale, block_size, x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(fp8, "fp8_linear", product)
+    model = made(name, hidden_size=128, intermediate_size=512).bfloat16()
+    model.config._experts_implementation = "eager"
+    config = transformers.FineGrainedFP8Config(weight_block_size=(16, 16))
+    fp8.replace_with_fp8_linear(model, ["lm_head", "gate"], config, pre_quantized=True)
+    generator = torch.Generator().manual_seed(2)
+    for module in model.modules():
+        for key, param in module._parameters.items():
+            if param is not None and param.is_meta:
+                values = torch.rand(param.shape, generator=generator)
+                values = values - 0.5 if param.dtype is torch.float8_e4m3fn else 0.05 + 0.1 * values
+                module._parameters[key] = torch.nn.Parameter(values.to(param.dtype), requires_grad=False)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=ADAPTED.get(name, ["q_proj", "v_proj"]))
+    )
+    for key, param in adapted.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(param, std=0.02)
+    return adapted
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe", "DeepseekV3"])
+def test_fp8_weights_stream_as_they_are(name, monkeypatch):
+    """To the bit what the resident fp8 model gives, in a byte a weight; in tiles too, attention is not divided."""
+    model = in_fp8(name, monkeypatch)
+    expected = gradients(model)
+    packed = sum(param.nbytes for param in model.parameters() if param.dtype is torch.float8_e4m3fn)
+    with FrozenLayerStreamer(model) as streamer:
+        assert all(map(torch.equal, gradients(model).values(), expected.values()))
+        # Once; what is too small to stream stays.
+        assert 0.75 * packed < streamer.report.loaded_bytes <= packed
+        with CheckpointOffloader(model, keep_attention=True, min_bytes=1):
+            assert all(map(torch.equal, gradients(model).values(), expected.values()))
+    with SequenceTiles(model, tile_tokens=32), HeadGroups(model, groups=2, longer_than=32) as groups:
+        alone = gradients(model)
+        # A group's rows of a weight have no scales of their own.
+        assert groups.modules_in_groups == 0
+        with FrozenLayerStreamer(model):
+            assert all(map(torch.equal, gradients(model).values(), alone.values()))
