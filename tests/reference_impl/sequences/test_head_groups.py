@@ -485,3 +485,54 @@ def test_a_groups_tensors_live_and_not_those_of_all_heads(device):
     whole = peak()
     with groups_of(model, groups=4):
         assert peak() < whole / 2
+
+
+def test_gradients_of_two_batches_add_up(device):
+    model = model_of(Grouped, device, torch.float64)
+
+    def accumulated():
+        model.zero_grad()
+        for tokens in (TOKENS, TOKENS - 1):
+            x = torch.linspace(-1, 1, 2 * tokens * HIDDEN, dtype=torch.float64, device=device.torch_device)
+            model(x.view(2, tokens, HIDDEN)).sin().sum().backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    expected = accumulated()
+    with groups_of(model):
+        for ours, theirs in zip(accumulated(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_slices_of_the_batch_and_groups_of_heads(device):
+    """Each slice in groups; sums of both in fp32 at least, so that fp32 weights differ by rounding alone."""
+    losses = []
+    for groups in (None, 2):
+        model = decoder(device, dtype=torch.float32)
+        wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        with TrainableLayerStreamer(model, wrapped, slices=2) as streamer:
+            if groups is None:
+                losses.append([step(model, device, streamer.optimizer)[0] for _ in range(3)])
+                continue
+            with HeadGroups(model, groups=groups, longer_than=SHORT) as attached:
+                losses.append([step(model, device, streamer.optimizer)[0] for _ in range(3)])
+                assert attached.modules_in_groups == 2
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+
+
+@for_each(["attention", "model"])
+def test_compiled_code_runs_in_groups(of):
+    """Of attention itself, or of the model around it, which goes on outside its graph."""
+    device = Device.of("cpu")
+    model = model_of(Grouped, device, torch.float64)
+    expected = gradients(model)
+    torch._dynamo.reset()
+    called = model
+    if of == "attention":
+        model.inner.compile(backend="eager")
+    else:
+        called = torch.compile(model, backend="eager")
+    with groups_of(model) as attached:
+        found = gradients(called)
+        assert attached.modules_in_groups == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
