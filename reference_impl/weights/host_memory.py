@@ -12,12 +12,13 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event
+from reference_impl.device import REACHED, Device, Event, together
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.copiers import Copiers
@@ -30,6 +31,8 @@ from reference_impl.weights.storages import BlockStorage, layout
 _DEADLINE_S = 600.0
 _STAGING_SLOTS = 2
 _SLAB_BYTES = 2**28
+# A slab is rounded up by less: to huge pages.
+_ROUNDING_BYTES = 2**21
 _REMEDY = (
     "try more resident_layers, a larger budget_bytes, or host_limit_bytes for weights that come from files"
 )
@@ -128,6 +131,30 @@ class PinnedCopy:
         self._arena.free(self._block, after=after)
 
 
+class PartlyPinnedCopy:
+    """One block whose first parts are pinned, and whose others are beyond the limit on that."""
+
+    def __init__(self, pinned: PinnedCopy, beyond: PinnedCopy) -> None:
+        self._copies = (pinned, beyond)
+        self.parts = [*pinned.parts, *beyond.parts]
+
+    def load(self, target: torch.Tensor, *, after: Event) -> Started:
+        """Start the copy of what is pinned, and queue that of the rest."""
+        first, second = self._copies
+        size_bytes = first.whole.numel()
+        started = first.load(target[:size_bytes], after=after), second.load(target[size_bytes:], after=after)
+        return lambda: together(*(each() for each in started))
+
+    def own(self, part: torch.Tensor) -> torch.Tensor:
+        """Return a copy in ordinary memory."""
+        return part.clone()
+
+    def release(self, *, after: Event) -> None:
+        """Hand both blocks back to their arenas."""
+        for each in self._copies:
+            each.release(after=after)
+
+
 class Staging:
     """Two pinned buffers of a whole block, and the threads that fill them."""
 
@@ -204,6 +231,9 @@ class HostMemory:
         """
         sizes = [layout(block)[1] for block in blocks]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
+        if pinned_book.limit_bytes is not None:
+            # A slab for each block: what a larger one leaves free would be missing for the next.
+            slab_bytes = 1
         self._arena = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY, serves="weights")
         # What the process may not pin.
         self._beyond = HostArena(
@@ -212,6 +242,8 @@ class HostMemory:
         self._loader = Loader(device)
         self._staging: Staging | None = None
         self._is_pinned = [True] * len(sizes)
+        # Of one block as many storages as the process may pin beside whole ones.
+        self._partly, self._pinned_storages = -1, 0
         if limit_bytes is not None and sum(sizes) > limit_bytes:
             staging_bytes = _STAGING_SLOTS * max(sizes)
             if limit_bytes < staging_bytes:
@@ -224,6 +256,12 @@ class HostMemory:
             self._is_pinned = pinned_within(sizes, limit_bytes - staging_bytes, seldom=seldom)
         elif (left_bytes := pinned_book.left_bytes()) is not None and sum(sizes) > left_bytes:
             self._is_pinned = pinned_within(sizes, left_bytes, seldom=seldom)
+            whole = [size for size, fits in zip(sizes, self._is_pinned, strict=True) if fits]
+            left_bytes -= sum(whole) + (len(whole) + 1) * _ROUNDING_BYTES
+            beyond = [index for index, fits in enumerate(self._is_pinned) if not fits]
+            self._partly = min(beyond, key=lambda index: index in seldom)
+            starts = layout(blocks[self._partly])[0]
+            self._pinned_storages = max(bisect_right(starts, left_bytes) - 1, 0)
         self._require(blocks)
 
     @property
@@ -237,8 +275,24 @@ class HostMemory:
         """Return the host's copy of `sources`, of block `index`. Raises HostMemoryError."""
         if self._staging is not None and not self._is_pinned[index]:
             return PageableCopy(self._staging, sources, offsets)
+        if index == self._partly and self._pinned_storages:
+            return self._partly_pinned(sources, offsets, size_bytes)
         arena = self._arena if self._is_pinned[index] else self._beyond
         return PinnedCopy(self._loader, arena, sources, offsets, size_bytes)
+
+    def _partly_pinned(
+        self, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
+    ) -> HostCopy:
+        count = self._pinned_storages
+        cut = offsets[count]
+        pinned = PinnedCopy(self._loader, self._arena, sources[:count], offsets[:count], cut)
+        try:
+            after = [offset - cut for offset in offsets[count:]]
+            beyond = PinnedCopy(self._loader, self._beyond, sources[count:], after, size_bytes - cut)
+        except BaseException:
+            pinned.release(after=REACHED)
+            raise
+        return PartlyPinnedCopy(pinned, beyond)
 
     def close(self) -> None:
         """Wait for copies and give everything back. Calling it again does nothing."""

@@ -204,7 +204,15 @@ def _simpler(options: Sequence[Option]) -> Option | None:
 def _memory_from(run: TrainingRun) -> tuple[Assumption, ...]:
     """Name the source of a plan's bytes of forward and backward, where there could be a trace."""
     if run.traced is not None:
-        return (Assumption(f"memory and work of forward and backward: {run.traced.source}"),)
+        source = Assumption(f"memory and work of forward and backward: {run.traced.source}")
+        positions = (run.traced.config or {}).get("max_position_embeddings")
+        if not isinstance(positions, int) or positions >= run.seq_length:
+            return (source,)
+        beyond = (
+            f"sequences of {run.seq_length} tokens: the model's config.json has {positions} positions; rotary "
+            "embeddings run beyond them, a table of positions raises an index error"
+        )
+        return (source, Assumption(beyond))
     if run.is_eager and run.adapter is None:
         said = (
             f"memory of forward and backward: a formula, within {FORMULA_ERROR:.0%} of most Hugging Face models; "

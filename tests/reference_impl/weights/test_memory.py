@@ -1,14 +1,19 @@
 """Where the bytes are: really freed, never copied back, fetched no more often than needed."""
 
 import gc
+import math
 import threading
 
 import pytest
 import torch
+from lora_trainee import Trainee
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from reference_impl import limit_pinned_memory
 from reference_impl.memory.ledger import Ledger
+from reference_impl.memory.staged import Ring
+from reference_impl.verification.model import Decoder, DecoderShape, add_lora
 from reference_impl.weights import FrozenLayerStreamer
 
 
@@ -261,3 +266,30 @@ def test_a_file_that_cannot_be_read_is_no_silent_zero(trainee, device, monkeypat
         with pytest.raises(OSError, match="planted"):
             trainee.step()
         monkeypatch.undo()
+
+
+def test_under_a_limit_what_is_left_beside_whole_layers_pins_a_part_of_one(device, monkeypatch):
+    """Fewer bytes pass through the ring by that; to the bit what the model computes without a streamer."""
+    shape = DecoderShape(hidden=512, ffn=1024, layers=6)
+    model = Decoder(shape).to(device.torch_device)
+    add_lora(model, rank=4)
+    trainee = Trainee(model, torch.randint(512, (2, 32), device=device.torch_device))
+    expected = trainee.step()
+    through_ring = []
+    copy_in = Ring.copy_in
+
+    def counted(self, target, host):
+        through_ring.append(host.nbytes)
+        return copy_in(self, target, host)
+
+    monkeypatch.setattr(Ring, "copy_in", counted)
+    # Beside the ring, a quarter of it, nearly three layers.
+    limit = math.ceil(2.9 * trainee.layer_bytes * 4 / 3)
+    with limit_pinned_memory(limit), FrozenLayerStreamer(trainee.model, prefetch=0) as streamer:
+        assert trainee.step() == expected
+        assert 2.1 * trainee.layer_bytes < streamer.report.pinned_bytes <= 3 * limit / 4
+        through_ring.clear()
+        assert trainee.step() == expected
+        # Of the layers between the first and the last, which a step copies once, two are pinned and a part of a third.
+        assert sum(size < trainee.layer_bytes for size in through_ring) == 2
+        assert len(through_ring) == 2 * 2 + 2

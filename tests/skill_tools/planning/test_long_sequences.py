@@ -165,6 +165,14 @@ def test_groups_of_heads_are_taken_where_memory_asks_for_them(capsys: pytest.Cap
     assert "head_groups" not in plan(capsys, *given, "--gpu-memory", "24GiB", tokens=131072)["execute"]
 
 
+@pytest.mark.parametrize(("tokens", "is_said"), [(40960, False), (40961, True)])
+def test_a_sequence_beyond_the_models_positions_is_said(
+    capsys: pytest.CaptureFixture[str], tokens: int, is_said: bool
+) -> None:
+    assumptions = " ".join(plan(capsys, tokens=tokens)["assumptions"])
+    assert ("config.json has 40960 positions" in assumptions) is is_said
+
+
 class Advised:
     """Of a machine that nothing here depends on."""
 
