@@ -59,6 +59,16 @@ def build(tree: list[Any]) -> Condition:
     return Condition(_node(tree))
 
 
+def names_in(tree: list[Any]) -> Iterator[str]:
+    """Yield the names that a tree of `grammar` reads; building its condition would take ten times as long."""
+    if tree and tree[0] == "name":
+        yield tree[1]
+    elif tree and tree[0] != "value":
+        for part in tree[1:]:
+            if isinstance(part, list):
+                yield from names_in(part)
+
+
 def parse(text: str) -> Condition:
     """Make a condition of its text; raises `grammar.ConditionError` for anything outside the language."""
     from skill_tools.rules.grammar import tree_of

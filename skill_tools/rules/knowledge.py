@@ -12,7 +12,7 @@ from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.dialects import registry
-from skill_tools.rules.conditions import Condition, build
+from skill_tools.rules.conditions import Condition, build, names_in
 from skill_tools.rules.finding import Evidence, Severity
 from skill_tools.rules.values import key_of, unset
 from skill_tools.rules.versions import conditional, holds_today
@@ -163,7 +163,7 @@ def compiled(
     releases: Mapping[str, Any] | None = None,
     keys: Mapping[str, Key] | None = None,
 ) -> dict[str, Any]:
-    """Return what is derived from a rule's entry once and kept in the index: tree, guard, keys, conditional versions.
+    """Return what is derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
 
     `releases` is the content of `releases.yaml` and `keys` are all keys; by default those of the index.
     """
@@ -178,7 +178,6 @@ def compiled(
     return {
         "tree": tree,
         "guard": guard_of(tree) if tree else "",
-        "keys": sorted({key_of(name) for name in condition.names}) if condition else [],
         "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else [],
         "conditional": open_ends,
         "holds_today": holds_today(open_ends, releases),
@@ -215,7 +214,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         when=entry.get("when", ""),
         tree=derived["tree"],
         guard=derived["guard"],
-        keys=frozenset(derived["keys"]),
+        keys=frozenset(map(key_of, names_in(derived["tree"]))),
         quiet=frozenset(derived["quiet"]),
         check=entry.get("check", ""),
         severity=Severity(entry["severity"]),
