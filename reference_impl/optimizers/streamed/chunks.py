@@ -404,7 +404,7 @@ def spread(chunks: Sequence[Chunk]) -> list[Chunk]:
         return [*before, *behind]
     places = {chunk: float(index) for index, chunk in enumerate(before)}
     for index, chunk in enumerate(behind):
-        places[chunk] = len(before) * (1 + (index + 0.5) / len(behind)) / 2
+        places[chunk] = len(before) * (1 + (index + 1) / (len(behind) + 1)) / 2
     return sorted(places, key=places.__getitem__)
 
 
