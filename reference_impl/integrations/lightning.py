@@ -20,7 +20,7 @@ from reference_impl.integrations.planned import Plan
 from reference_impl.integrations.wanted import Options, Wanted
 from reference_impl.memory.closing import close_behind, undo_all
 from reference_impl.optimizers import HybridDeviceOptimizer
-from reference_impl.optimizers.stepped import SteppedOptimizer
+from reference_impl.optimizers.hosted import HostedOptimizer
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -58,7 +58,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self.offloading = Offloading(
             Wanted.of(plan, optimizer=optimizer, activations=activations, weights=weights)
         )
-        self._optimizers: list[SteppedOptimizer] = []
+        self._optimizers: list[HostedOptimizer] = []
         self._more_batches_follow = False
         self._forward: CalledForward | None = None
 
@@ -129,5 +129,5 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         undo_all([self.offloading.detach, *stop, *(optimizer.detach for optimizer in self._optimizers)])
 
 
-def _hosted(trainer: Trainer) -> list[SteppedOptimizer]:
-    return [each for each in trainer.optimizers if isinstance(each, SteppedOptimizer)]
+def _hosted(trainer: Trainer) -> list[HostedOptimizer]:
+    return [each for each in trainer.optimizers if isinstance(each, HostedOptimizer)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from reference_impl.activations.attach import blocks_or_none
 from reference_impl.integrations.wanted import Wanted
-from reference_impl.optimizers.stepped import SteppedOptimizer
+from reference_impl.optimizers.hosted import HostedOptimizer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -31,7 +31,7 @@ def check_strategy(trainer: Trainer) -> None:
         )
 
 
-def check_optimizers(trainer: Trainer, offloading: Sequence[SteppedOptimizer], wanted: Wanted) -> None:
+def check_optimizers(trainer: Trainer, offloading: Sequence[HostedOptimizer], wanted: Wanted) -> None:
     """Raise ValueError where none of the optimizers is `offloading` as is `wanted`, or gradients are read too late."""
     if wanted.optimizer is not None and not offloading:
         made = ", ".join(type(each).__name__ for each in trainer.optimizers) or "none"

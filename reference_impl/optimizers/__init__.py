@@ -1,8 +1,8 @@
 """Optimizers whose state does not have to fit on the GPU.
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md. Two optimizers stand on top,
-`hybrid` (with Megatron's form in `megatron`) and `state_offload`; both are a `stepped` optimizer, which takes a step
-with a `placement`, `gradients/` and `shares`. Below these are the shares themselves, `cpu/`, `streamed/` and
+`hybrid` (with Megatron's form in `megatron`) and `state_offload`; both are a `hosted` optimizer, whose `engine` takes
+steps with a `placement`, `gradients/` and `shares`. Below these are the shares themselves, `cpu/`, `streamed/` and
 `resident`, which do not know each other; below them, plain data: `layout`, `options`, `algorithms/`, `step`. Terms:
 
 - states: the fp32 master weight and the algorithm's moments of each element.

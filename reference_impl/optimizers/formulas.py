@@ -6,12 +6,19 @@ docs/optimizer-state-offloading.md, "Matrices".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from reference_impl.optimizers.algorithms import Adam, Algorithm, AnyAlgorithm, MatrixAlgorithm, Muon
+from reference_impl.optimizers.algorithms import (
+    Adam,
+    Algorithm,
+    AnyAlgorithm,
+    MatrixAlgorithm,
+    Muon,
+    group_defaults,
+)
 
 
 def matrices_of(group: Mapping[str, Any], default: MatrixAlgorithm | None = None) -> MatrixAlgorithm | None:
@@ -61,3 +68,54 @@ def formulas_in(
     groups = [group for group in params if isinstance(group, Mapping)] if isinstance(params, list) else []
     named = [matrices_of(group, default) for group in groups] or [default]
     return params, list(dict.fromkeys([elements, *filter(None, named)])), default
+
+
+class GroupFormulas:
+    """The formula of each parameter group of one optimizer, in the order of its groups.
+
+    Args:
+        elements: updates groups that no formula of matrices updates.
+        default: the formula of matrices of groups that name none; None where `elements` updates them.
+    """
+
+    def __init__(self, elements: Algorithm, default: MatrixAlgorithm | None) -> None:
+        self.elements, self.default = elements, default
+        self.matrices: list[MatrixAlgorithm | None] = []
+
+    def __iter__(self) -> Iterator[AnyAlgorithm]:
+        """Iterate over the formula of each group."""
+        return (matrices or self.elements for matrices in self.matrices)
+
+    @property
+    def last(self) -> AnyAlgorithm:
+        """The formula of the group that was added last."""
+        return self.matrices[-1] or self.elements
+
+    def names_default(self, group: Mapping[str, Any]) -> bool:
+        """Return whether a group that is to be added gets the formula of a group that names none."""
+        return matrices_of(group, self.default) == self.default
+
+    def complete(
+        self, group: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> tuple[MatrixAlgorithm | None, dict[str, Any]]:
+        """Return the formula of matrices of a group to add, None where it has none, and the group with all that it has.
+
+        A group has the hyper-parameters of its formula alone, as in torch's class; `options` are those of groups that
+        lack them.
+        """
+        matrices = matrices_of(group, self.default)
+        algorithm = matrices or self.elements
+        # Another optimizer may be made of the same groups.
+        completed = {name: value for name, value in group.items() if name != "algorithm"}
+        for name, value in {**group_defaults(algorithm), **known_options(algorithm, options)}.items():
+            completed.setdefault(name, value)
+        return matrices, completed
+
+    def by_param(self, groups: Iterable[Mapping[str, Any]]) -> dict[torch.Tensor, MatrixAlgorithm]:
+        """Return the formulas of parameters of `groups` that are updated in matrices."""
+        return {
+            param: matrices
+            for group, matrices in zip(groups, self.matrices, strict=True)
+            for param in group["params"]
+            if matrices is not None
+        }

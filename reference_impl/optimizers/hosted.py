@@ -1,129 +1,191 @@
-"""The common part of optimizers with state on the host: attaching to a model, use in one process, closing.
+"""The one optimizer with states on the host: all others here are this one, put together of different parts.
 
-It knows no share and no update. Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
+It is the face to torch: groups, saving and loading, attaching a model, closing. Its `Engine` takes the steps.
+A `Placement` says where states and weights are, `StepGradients` which gradients a step uses; `Shares` holds the states.
+
+Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
 
 from __future__ import annotations
 
-import operator
-import os
 import threading
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from reference_impl.device import Device
-from reference_impl.distributed.fsdp2 import missing_name
-from reference_impl.memory.closing import close_behind, register_undoably, undo_all
+from reference_impl.distributed.mesh import norm_reduction
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.forward_waits import ForwardWaits, forgetful
-from reference_impl.optimizers.gradients.used import UsedGradients
-from reference_impl.optimizers.layout import Member, check_kept
-from reference_impl.optimizers.module_load import written, written_on_its_way
-from reference_impl.optimizers.step import Failures, Status, in_turn
+from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
+from reference_impl.optimizers.engine import Engine
+from reference_impl.optimizers.formulas import GroupFormulas
+from reference_impl.optimizers.gradients.of_step import StepGradients
+from reference_impl.optimizers.gradients.scale import OfOneStep, scaled_once, take_scale
+from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.owners import check_untrained, note_owner, take_place
+from reference_impl.optimizers.parameter_state import OptimizerState
+from reference_impl.optimizers.placement import Placement
+from reference_impl.optimizers.readers import StepSite
+from reference_impl.optimizers.saved_checks import check_document
+from reference_impl.optimizers.shares import Shares
+from reference_impl.optimizers.state_dict import checked, makes_states_only, passed_through, saved, take_over
+from reference_impl.optimizers.state_offload_wrapped import Wrapped, check_group, divided, joined
+from reference_impl.optimizers.step import Status, hooked, in_turn, without_gradients
+from reference_impl.optimizers.trained import TrainedParameters
 
-# All that have not been collected, so that two do not train one parameter.
-_open: weakref.WeakSet[HostedOptimizer] = weakref.WeakSet()
-
-
-class _OfOneStep:
-    """An attribute that GradScaler sets before `step()` and deletes after it; deleting it twice is no error."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: HostedOptimizer | None, owner: type) -> Any:
-        try:
-            return vars(optimizer)[self._name]
-        except (KeyError, TypeError):
-            raise AttributeError(f"{owner.__name__} has no {self._name}: no GradScaler has set it") from None
-
-    def __set__(self, optimizer: HostedOptimizer, value: Any) -> None:
-        vars(optimizer)[self._name] = value
-
-    def __delete__(self, optimizer: HostedOptimizer) -> None:
-        vars(optimizer).pop(self._name, None)
+if TYPE_CHECKING:
+    from reference_impl.optimizers.streamed.share import StreamedShare
 
 
-class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
-    """A `torch.optim.Optimizer` whose `step()` may return before its weights are new.
+class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` with states on the host, whose `step()` may return before its weights are new.
 
-    It can be used only in the process that made it; `params` and `defaults` are as in `torch.optim.Optimizer`.
+    It can be used only in the process that made it. A subclass makes the parts, and calls `_start` with them.
+
+    Args:
+        params, defaults: as in `torch.optim.Optimizer`.
+        algorithm: the states and hyper-parameters of groups that no formula of matrices updates.
+        matrices: the formula of groups that name none, if it is one of matrices.
+        max_grad_norm: clip the global norm exactly.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
+        updates_in_backward: some gradients are used before all are known, so that none can be clipped.
+        overlaps_forward: the update runs on behind `step()`, where a model waits for its weights.
+        shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
     """
 
-    _device: Device
-    _failures: Failures
-    # Whether masters follow weights that somebody else has written.
-    _follows_writes = True
-    # Whether the update runs on behind `step()`, where a model waits for its weights.
-    _overlaps_forward = True
+    # Megatron's form says itself where it writes parameters, and trains those without a gradient and another's.
+    _follows_writes, _trains_frozen, _trains_others = True, False, False
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
     _step_supports_amp_scaling = True
-    grad_scale = _OfOneStep()
-    found_inf = _OfOneStep()
+    grad_scale = OfOneStep()
+    found_inf = OfOneStep()
 
-    # Calls that `close` has still to make, and calls that take hooks off gradients.
-    _unclosed: list[Callable[[], None]]
-    _hooks: list[Callable[[], None]]
+    _states: OptimizerState | None = None
+    # How many groups each optimizer had that this has taken the place of.
+    _group_counts: Sequence[int] = (0,)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Return an optimizer that has taken nothing, as a constructor that fails leaves it."""
-        made = super().__new__(cls)
-        made._unclosed, made._hooks = [], []
-        return made
-
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._members: dict[torch.Tensor, Member] = {}
-        self._checked: list[list[torch.Tensor]] = []
-        # Parameters of the groups that have no states here, because they were frozen.
-        self._idle: list[torch.Tensor] = []
-        self._waits: ForwardWaits | None = None
-        self._gathers_can_wait = True
-        self._pid = os.getpid()
-        self._used = UsedGradients()
-        # Where the last step was taken: the thread, before the first one that of this, and its stream.
-        self._step_thread = threading.get_ident()
-        self._step_stream: Any = None
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        algorithm: Algorithm,
+        *,
+        matrices: MatrixAlgorithm | None = None,
+        max_grad_norm: float | None,
+        reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        updates_in_backward: bool = False,
+        overlaps_forward: bool = True,
+        shows_steps: bool,
+        masters_of_all: bool = False,
+        passes_over_unknown: bool = False,
+    ) -> None:
+        checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates_in_backward)
+        # Calls that `close` has still to make, and calls that take hooks off gradients.
+        self._unclosed: list[Callable[[], None]] = []
+        self._hooks: list[Callable[[], None]] = []
+        self._formulas = GroupFormulas(algorithm, matrices)
+        self._trained = TrainedParameters(also_frozen=self._trains_frozen)
+        self._members = self._trained.members
+        # Neither the engine nor the states keep their owner alive.
+        owner = weakref.proxy(self)
+        self._engine = Engine(
+            owner,
+            self._members,
+            max_grad_norm=max_grad_norm,
+            follows_writes=self._follows_writes,
+            overlaps_forward=overlaps_forward,
+        )
+        self._failures = self._engine._failures
+        # Of wrapped optimizers, the states of parameters that have none here yet.
+        self._states_of_frozen: dict[torch.Tensor, Any] = {}
         super().__init__(params, defaults)
-        _open.add(self)
+        note_owner(self, self._engine)
+        self._states = OptimizerState(
+            self._members,
+            algorithm,
+            lambda members: owner._engine.parts_of(members),
+            shows_steps=shows_steps,
+            masters_of_all=masters_of_all,
+            passes_over_unknown=passes_over_unknown,
+        )
+        self.register_step_pre_hook(_before_step)
+        everything = [param for group in self.param_groups for param in group["params"]]
+        self._device = checks.one_device(everything)
+        self._reduce_norm_squared = norm_reduction(
+            everything, reduce_norm_squared, clips=max_grad_norm is not None
+        )
+
+    def _start(
+        self,
+        shares: Shares,
+        placement: Placement,
+        gradients: StepGradients,
+        *,
+        wrapped: Wrapped | None = None,
+        closers: list[Callable[[], None]] | None = None,
+    ) -> None:
+        """Work with these parts from now on, and make the states of all parameters; give all back where that raises.
+
+        Of optimizers that are `wrapped` this takes the place, the groups and the states. `closers` gets `close`, before
+        anybody else has the optimizer.
+        """
+        self._placement = placement
+        self._engine.start(StepSite(self._device), shares, gradients, self._reduce_norm_squared)
+        optimizers = () if wrapped is None else wrapped.optimizers
+        given = [dict(each.state) for each in optimizers]
+        try:
+            if wrapped is not None:
+                self.param_groups, self._formulas = wrapped.groups, wrapped.formulas
+                self._group_counts = wrapped.group_counts
+            self._states_of_frozen = {param: state for each in given for param, state in each.items()}
+            self._admit()
+            for each in optimizers:
+                self.take_place_of(each, each.param_groups)
+            if closers is not None:
+                closers.append(self.close)
+            for each in optimizers:
+                each.state.clear()
+        except BaseException as error:
+            self._abandon(error)
+            for each, states in zip(optimizers, given, strict=True):
+                each.state.update(states)
+            raise
+
+    def take_place_of(self, given: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> None:
+        """Let `given`, which a scheduler may hold, have `groups`, by default all; refuse calls that need states.
+
+        To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
+        """
+        take_place(self, given, self._unclosed)
+        given.param_groups = self.param_groups if groups is None else groups
 
     @property
-    @abstractmethod
-    def _closed(self) -> bool:
-        """Whether the host memory has been given back."""
+    def members(self) -> Mapping[torch.Tensor, Member]:
+        """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
+        return self._members
 
-    @abstractmethod
-    def _status(self) -> Status:
-        """See `status`."""
+    @property
+    def streamed(self) -> StreamedShare:
+        """The share whose states stream, where there is one. Raises RuntimeError when the optimizer is closed."""
+        return self._engine.open.streamed
 
-    def _facts(self) -> Mapping[str, str]:
-        params = [param for group in self.param_groups for param in group["params"]]
-        here, streamed, on_cpu = (
-            sum(getattr(member, share) for member in self._members.values())
-            for share in ("resident", "streamed", "on_cpu")
-        )
-        if not hasattr(self, "split"):
-            # Without shares all that leaves streams.
-            streamed, on_cpu = streamed + on_cpu, 0
-        states = here + streamed + on_cpu or 1
-        return {
-            "parameters": f"{sum(param.numel() for param in params):,}",
-            "states on the device": f"{here / states:.0%}",
-            "streamed from the host": f"{streamed / states:.0%}",
-            "updated on the CPU": f"{on_cpu / states:.0%}",
-            "lr": ", ".join(dict.fromkeys(f"{group['lr']:g}" for group in self.param_groups)),
-            "status": self._status(),
-        }
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether gradients lose their values in backward, so that nobody can read or change them before `step()`."""
+        return self._engine.gradients.may_leave
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The global norm (0-dim fp32) of the last step's gradients; None where none was taken."""
+        return self._engine.grad_norm
 
     @property
     def status(self) -> Status:
@@ -133,148 +195,123 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         `untouched`: none has been used. `broken`: every call raises the first error again. It is about the last step
         until its gradients are dropped, new ones come or, where a model is attached, its forward begins.
         """
-        with self._failures.turn:
-            status = self._status()
-            # Whoever hears so may call step() to go on.
-            self._failures.told_begun |= status == "begun"
-            return status
+        return self._engine.tell_status()
 
-    def _step_begins(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
-        """Note which gradients a step begins to use, and on which stream; all or nothing."""
-        stream = self._device.current_stream()
-        self._used.note(standing, left_unseen=left_unseen)
-        self._failures.told_begun = False
-        self._step_stream = stream
+    def _facts(self) -> Mapping[str, str]:
+        facts = self._trained.facts(self.param_groups, has_shares=hasattr(self, "split"))
+        return {**facts, "status": self._engine.status()}
 
-    def _step_has_raised(self, closure: Callable[[], Any] | None = None, *, has_rest: bool = False) -> None:
-        """Hear that `step(closure)` raises: finish one that `has_rest`; wait for weights where no forward would."""
-        if has_rest or not self._returns_early:
-            with suppress(Exception):
-                self.synchronize()
-
-    def _step_is_last(self, *, is_unqueued: bool) -> bool:
-        """Return whether a program has not gone on from the last step yet: an error is about that step."""
-        if self._waits is not None and self._waits.has_run_since_step:
-            return False
-        return is_unqueued or self._used.are_all(self._members.values())
-
-    def _seen_by_steps(self, wait: Callable[[], None]) -> None:
-        """Run `wait`, which makes the live current stream wait for weights, and nobody after it.
-
-        Another thread that reads on a stream of its own waits behind the stream of the steps, which waits first.
-        """
-        stream = self._step_stream
-        if stream is None or not self._is_reader or self._device.current_stream() == stream:
-            wait()
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to this and to the wrapped optimizer, if it is one; the fraction applies to it by itself."""
+        if self._engine.is_closed:
+            super().add_param_group(param_group)
             return
-        with self._device.on(stream):
-            wait()
-            weights_are_new = self._device.record()
-        self._device.wait(weights_are_new)
-
-    @property
-    def _is_reader(self) -> bool:
-        """Whether the calling thread is neither the one that steps nor one of autograd's in a backward."""
-        elsewhere = self._step_thread != threading.get_ident()
-        return elsewhere and torch._C._current_graph_task_id() == -1
-
-    @abstractmethod
-    def _wait_for(self, members: Iterable[Member]) -> None:
-        """Make the live current stream see the new weights of `members`."""
-
-    @abstractmethod
-    def _refresh(self, members: Sequence[Member]) -> None:
-        """Make the masters of `members` from their parameters."""
-
-    @abstractmethod
-    def _follow(self, member: Member) -> None:
-        """Set the master of `member` to the weight, but for elements of which the weight is the master rounded."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Make the live current stream see finished weights."""
-
-    @abstractmethod
-    def _finish_for_close(self) -> None:
-        """Finish the step that runs; of a broken optimizer nothing, and nothing is raised."""
-
-    @abstractmethod
-    def _let_go(self) -> None:
-        """Take own hooks off, be closed, and leave in `_unclosed` calls that free memory; changes nothing again."""
+        self._add_group(param_group, self.defaults if self._formulas.names_default(param_group) else {})
 
     @in_turn
-    def close(self) -> None:
-        """Finish, take all hooks off and give the host memory back, also where finishing raises.
-
-        Again, it goes on with what could not be given back, and then does nothing. Raises, once all is given back, what
-        has kept a step from being finished; a broken optimizer closes quietly. An interrupt leaves it open or closed.
-        A RecursionError does so too: where there is more room, another call finishes the step.
-        """
-        if not self._closed:
-            checks.check_alive(closed=False, made_by=self._pid)
+    def _add_group(self, param_group: dict[str, Any], options: Mapping[str, Any]) -> None:
+        """Add a group, which gets those of `options` that it lacks, and make its states; all or nothing."""
+        is_open = not self._engine.is_closed
+        if is_open:
+            self._engine.ready()
+        matrices, completed = self._formulas.complete(param_group, options)
+        # torch completes a group with the hyper-parameters of other formulas, too.
+        foreign = self.defaults.keys() - completed.keys()
+        super().add_param_group(completed)
+        for name in foreign:
+            del completed[name]
+        self._formulas.matrices.append(matrices)
         try:
-            if not self._closed:
-                self._finish_for_close()
-        except RecursionError:
+            self._check_group(self.param_groups[-1])
+            if is_open:
+                self._admit_new()
+        except BaseException:
+            self.param_groups.pop()
+            self._formulas.matrices.pop()
             raise
-        except Exception as error:
-            close_behind(error, self._give_back)
-            raise
-        # Not behind an interrupt: a step cannot be finished once its memory is given back.
-        self._give_back()
 
-    def _give_back(self) -> None:
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for the group that was added last."""
+        check_group(self._formulas.last, group)
+
+    @without_gradients
+    def _admit(self) -> None:
+        """Make the states of the trainable parameters that are new here, masters from their weights."""
+        params = self._trained.new_in(self.param_groups)
+        if not self._trains_others:
+            check_untrained((param for param, _ in params), but_by=self._engine)
+        self._engine.attached.check_has(param for param, _ in params)
+        shares, matrices = self._engine.open, self._formulas.matrices
+        members = self._placement.lay_out(params, before=self._members.values(), matrices=matrices)
+        parts = self._placement.parts(members)
+        self._placement.check_room(shares, members, parts)
+        with self._engine.held.learning(members):
+            shares.add(members, parts)
         with deferred_interrupts():
-            if self._waits is not None:
-                self._waits.close()
-            self._used.forget()
-            self._let_go()
-            # Of a broken optimizer everybody knows the error.
-            with suppress(Exception) if self._failures.first else nullcontext():
-                undo_all(self._unclosed)
+            self._trained.add(members)
+            self._admitted(members)
+        self._trained.note_idle(self.param_groups)
+        for param in [member.param for member in members if member.param in self._states_of_frozen]:
+            self.state[param] = self._states_of_frozen.pop(param)
 
-    def _abandon(self, error: BaseException) -> None:
-        """Give back all that the constructor has taken, which has failed with `error`."""
-        with deferred_interrupts():
-            self._let_go()
-            close_behind(error, partial(undo_all, self._unclosed))
+    def _admitted(self, members: Sequence[Member]) -> None:
+        """Hear of new members, which have their states."""
 
-    def _hook_gradients(self, params: Iterable[torch.Tensor], hear: Callable[[torch.Tensor], None]) -> None:
-        """Call `hear`, a method of this, with each of `params` whose gradient is final."""
-        hook = forgetful(hear)
-        for param in params:
-            register_undoably(param.register_post_accumulate_grad_hook, hook, self._hooks)
+    def _admit_new(self) -> None:
+        """Make states of the trainable parameters that have none, and let the attached model wait for them."""
+        self._admit()
+        if (model := self._engine.attached.model) is not None:
+            self.attach(model)
 
-    @property
-    def members(self) -> Mapping[torch.Tensor, Member]:
-        """The trained parameters, and for each how many of its elements stay, stream or are updated on the CPU."""
-        return self._members
+    @hooked
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update with the gradients of the last backward.
 
-    def take_place_of(self, given: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> None:
-        """Let `given`, which a scheduler may hold, have `groups`, by default all; refuse calls that need states.
-
-        To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
+        With a model attached, returns when the work is queued; its forward waits for each weight. After an error
+        `status` says whether the step has begun; one that has is finished by the next call, which takes another
+        step only where there are new gradients.
         """
-        here, stepped, name = weakref.ref(self), weakref.ref(given), type(given).__name__
+        with scaled_once(self):
+            self._engine.finish_earlier(has_closure=closure is not None)
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._take_step()
+            return loss
 
-        def refuse(*_: Any) -> None:
-            taker = here()
-            if taker is not None and not taker._closed:
-                raise checks.has_no_states(name, type(taker).__name__)
+    @in_turn
+    def _take_step(self) -> None:
+        """Take a step, unless an error has told of one that has used these gradients."""
+        self._engine.check()
+        if not self._engine.has_told:
+            self._step()
 
-        def note_step(*_: Any) -> None:
-            # Schedulers ask the one that they were made for whether it has been stepped.
-            if (optimizer := stepped()) is not None:
-                vars(optimizer)["_opt_called"] = True
+    def _step(self) -> None:
+        """Take a step, with states of parameters that were frozen and have a gradient now, as `torch.optim` does.
 
-        for register in (
-            given.register_step_pre_hook,
-            given.register_state_dict_pre_hook,
-            given.register_load_state_dict_pre_hook,
-        ):
-            register_undoably(register, refuse, self._unclosed)
-        self.register_step_post_hook(note_step)
-        given.param_groups = self.param_groups if groups is None else groups
+        Raises RuntimeError for parameters that somebody has put into the groups.
+        """
+        unfrozen = self._trained.unfrozen()
+        self._placement.check_unfrozen(unfrozen, self._engine.attached.model)
+        if unfrozen:
+            self._admit_new()
+        self._trained.check_replaced(self.param_groups)
+        # Before the rest is noted: this waits for updates, which would carry that out.
+        self._engine.follow_writes()
+        self._engine.take_noted()
+
+    @in_turn
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, those that have left and were not used included, or set them to zero.
+
+        A step that has begun is finished first, and the scale of GradScaler is forgotten. Raises RuntimeError where
+        backward has begun to use gradients and no step() came since.
+        """
+        if not self._engine.is_closed:
+            self._engine.drop_gradients(to_zero=not set_to_none)
+        take_scale(self)
+        super().zero_grad(set_to_none)
 
     @in_turn
     def attach(self, model: nn.Module) -> None:
@@ -283,84 +320,29 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. State_dicts wait too, and loading
         one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
-        checks.check_model(model, serves_data_parallel=True)
-        matrices = {param: m.matrices for param, m in self._members.items() if m.matrices is not None}
-        checks.check_no_embeddings(model, matrices)
-        missing = missing_name(model)
-        if missing is not None:
-            checks.warn_gathers_cannot_wait(missing)
-        before = self._waits
-        # Nothing would take the hooks off that an interrupt keeps this from knowing.
-        with deferred_interrupts():
-            self._waits = ForwardWaits(
-                model,
-                self._members,
-                device=self._device,
-                wait_for=self._wait_for,
-                refresh_masters=self._refresh,
-                noting_status=self._failures.noting_status_on_error,
-                gates=missing is None,
-            )
-            self._gathers_can_wait = missing is None
-            if before is not None:
-                before.close()
-
-    @property
-    def _model_waits(self) -> bool:
-        """Whether a model is attached that waits for its weights, so that `step()` need not."""
-        return self._waits is not None and self._gathers_can_wait
-
-    @property
-    def _returns_early(self) -> bool:
-        return self._model_waits and self._overlaps_forward
-
-    def _order_gathers(self, *, all_are_new: bool) -> None:
-        """Let FSDP2's gathers run behind all that the live current stream has waited for, see `ForwardWaits`."""
-        if self._waits is not None:
-            self._waits.order_gathers(all_are_new=all_are_new)
+        self._engine.attached.attach(
+            model,
+            self._members,
+            device=self._device,
+            wait_for=self._engine.wait_for,
+            refresh_masters=self._refresh,
+            noting_status=self._failures.noting_status_on_error,
+        )
 
     @in_turn
     def detach(self) -> None:
         """Finish the weights and take `attach` back: from here on `step()` returns finished. Idempotent."""
-        if self._waits is None:
+        if not self._engine.attached:
             return
         try:
-            if not self._closed:
+            if not self._engine.is_closed:
                 self.synchronize()
         finally:
-            self._waits.close()
-            self._waits = None
+            self._engine.attached.detach()
 
-    def _note_idle(self) -> None:
-        """Note which parameters of the groups have no states here."""
-        listed = (param for group in self.param_groups for param in group["params"])
-        self._idle = [param for param in listed if param not in self._members]
-
-    @abstractmethod
-    def _admit_new(self) -> None:
-        """Make states of the trainable parameters that have none."""
-
-    def _follow_groups(self) -> None:
-        """Make states of parameters that were frozen and have a gradient now, as `torch.optim` does.
-
-        Raises RuntimeError for parameters that somebody has put into the groups.
-        """
-        if any(param.grad is not None for param in self._idle):
-            self._admit_new()
-        self._check_replaced()
-
-    def _check_replaced(self) -> None:
-        """Raise RuntimeError when others stand in a group than the parameters that this has states for.
-
-        Whoever shards a model after its optimizer was made gives groups other lists. A step would change no weight.
-        """
-        lists = [group["params"] for group in self.param_groups]
-        if len(lists) == len(self._checked) and all(map(operator.is_, lists, self._checked)):
-            return
-        for param in (param for listed in lists for param in listed):
-            if param.grad is not None and param not in self._members:
-                raise checks.replaced(param)
-        self._checked = lists
+    def synchronize(self) -> None:
+        """Make the live current stream see finished weights: call it before reading them in your own code."""
+        self._engine.synchronize()
 
     @in_turn
     def refresh_masters(self) -> None:
@@ -373,87 +355,86 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
         for member in self._members.values():
             member.note_weight()
 
-    def _follow_writes(self) -> None:
-        """Let masters follow the weights that somebody else has written. Raises RuntimeError for one on its way."""
-        if not self._follows_writes:
-            return
-        found = written(self._members.values())
-        self._refuse_written(found)
-        for member in found:
-            check_kept(member)
-            self._follow(member)
+    def refresh_written(self, params: Iterable[torch.Tensor]) -> None:
+        """Make new masters of weights that the user has written where they live."""
+        self._engine.remake_masters([self._members[param] for param in params])
 
-    @abstractmethod
-    def _is_on_its_way(self, member: Member) -> bool:
-        """Return whether the new weight of `member`, for which nobody has waited, has still to be written."""
+    def _refresh(self, members: Sequence[Member]) -> None:
+        """Make the masters of `members` from their parameters."""
+        # A weight with a home changes where it is lent, and `refresh_written` is told.
+        self._engine.remake_masters([member for member in members if member.home is None])
 
-    def _refuse_written(self, members: Iterable[Member]) -> None:
-        """Raise RuntimeError, from now on, where somebody has written a weight whose new value is on its way."""
-        if not self._follows_writes:
-            return
-        for member in written(member for member in members if member.pending):
-            if self._is_on_its_way(member):
-                self._failures.first = written_on_its_way(member)
-                raise self._failures.first
+    @in_turn
+    def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
+        """Return those of `members` that others have written past every counter, whose masters are on the CPU.
 
-    def _attach_again(self) -> None:
-        """Let modules wait for members that are new since `attach`."""
-        if self._waits is not None and self._waits.model is not None:
-            self.attach(self._waits.model)
-
-    def _check_new(self, params: Iterable[torch.Tensor]) -> None:
-        """Raise ValueError for parameters that another open optimizer trains, or that an attached model has not."""
-        listed = list(params)
-        self._check_unshared(listed)
-        if self._waits is not None and self._waits.model is not None:
-            checks.check_in_model(self._waits.model, listed)
-
-    def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
-        """Raise ValueError for parameters that another open optimizer trains."""
-        check_untrained(params, but_by=self)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, and the scale and overflow flag of GradScaler."""
-        self._take_scale()
-        super().zero_grad(set_to_none)
-
-    def _take_scale(self) -> dict[str, Any]:
-        """Return the scale and the overflow flag of this step, and forget those that GradScaler has set.
-
-        It would multiply its next scale by the old one, where an error or a signal kept it from deleting that.
+        Other masters show it themselves. The weights are about to leave the device, for which this waits.
         """
-        said = {
-            "loss_scale": getattr(self, "grad_scale", None),
-            "found_inf": getattr(self, "found_inf", None),
-        }
-        if said["found_inf"] is not None:
-            del self.found_inf, self.grad_scale
-        return said
+        return self._engine.written_uncounted(members)
 
-    @contextmanager
-    def _scaled_once(self) -> Iterator[None]:
-        """Forget the scale and flag that GradScaler has set for a step that raises."""
-        try:
-            yield
-        except BaseException:
-            self._take_scale()
-            raise
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """Each parameter's state, see `OptimizerState`; assigning a mapping replaces all states."""
+        assert self._states is not None
+        return self._states
 
-    def _check_usable(self) -> None:
-        checks.check_alive(closed=self._closed, made_by=self._pid)
+    @state.setter
+    def state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        # torch's own constructor assigns an empty one.
+        if self._states is not None:
+            self._states.replace(states)
 
-    def __enter__(self) -> Self:
-        """Return the optimizer itself."""
-        return self
+    @in_turn
+    def state_dict(self) -> dict[str, Any]:
+        """Return a consistent snapshot in the layout of `torch.optim.AdamW` (or the algorithm's other class).
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close; an error of closing never hides the `error` that has ended the block."""
-        try:
-            self.close()
-        except BaseException as later:
-            if error is None:
-                raise
-            error.add_note(f"closing the optimizer raised, too: {later!r}")
+        Each parameter has `step` (not SGD's) and the moments in its own shape; parameters that are not fp32 have their
+        `master_param` too. Offloaded state comes as CPU tensors. Groups have every key that torch's class has, so that
+        it resumes: bitwise where parameters are fp32; others it trains without the master, with moments in their dtype.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._engine.finish_for_saving()
+        document = saved(self.param_groups, self._formulas, self.state)
+        return passed_through(self._optimizer_state_dict_post_hooks, self, document)
+
+    @in_turn
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """Return the `state_dict` of each optimizer that this has taken the place of, as its own class loads it.
+
+        A group that was added later is the last one's. Of one that has taken no place it is a list of one.
+        """
+        added = len(self.param_groups) - sum(self._group_counts)
+        return divided(self.state_dict(), [*self._group_counts[:-1], self._group_counts[-1] + added])
+
+    @in_turn
+    def load_state_dicts(self, state_dicts: Sequence[Mapping[str, Any]]) -> None:
+        """Load one `state_dict` for each wrapped optimizer, as `state_dicts` has them; raises as `load_state_dict`."""
+        self.load_state_dict(joined(state_dicts))
+
+    @in_turn
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a `state_dict()` of this class (at any split) or of torch's class of the same algorithm.
+
+        A parameter without a state starts anew. Without a `master_param` the master is made from the parameter. Raises
+        ValueError that names the entry, before anything is changed, for an entry that cannot be loaded exactly.
+        """
+        self._engine.check()
+        checks.check_thread(self._engine.stepped_by)
+        check_document(state_dict)
+        document = passed_through(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
+        groups, states = checked(document, self.param_groups, self._formulas, self.state)
+        self._engine.finish_for_loading()
+        with deferred_interrupts():
+            self.__setstate__({"param_groups": groups})
+            self._engine.writes.replace(partial(self.state.write, *each) for each in states.items())
+        self._placement.has_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the groups that `load_state_dict` has prepared; the state stays where it lives."""
+        take_over(self.param_groups, state["param_groups"], self._formulas)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse: pinned memory and threads cannot be copied."""
@@ -462,25 +443,58 @@ class HostedOptimizer(Shown, torch.optim.Optimizer, ABC):
             "load_state_dict()"
         )
 
+    @in_turn
+    def close(self) -> None:
+        """Finish, take all hooks off and give the host memory back, also where finishing raises.
 
-def check_untrained(params: Iterable[torch.Tensor], *, but_by: HostedOptimizer | None = None) -> None:
-    """Raise ValueError for parameters that an open optimizer trains, `but_by` this one."""
-    checks.check_unshared(
-        list(params),
-        lambda param: any(
-            param in each._members for each in _open if each is not but_by and not each._closed
-        ),
-    )
+        Again, it goes on with what could not be given back, and then does nothing. Raises, once all is given back, what
+        has kept a step from being finished; a broken optimizer closes quietly. An interrupt leaves it open or closed.
+        A RecursionError does so too: where there is more room, another call finishes the step.
+        """
+        if not self._engine.is_closed:
+            checks.check_alive(closed=False, made_by=self._engine.made_by)
+        try:
+            if not self._engine.is_closed:
+                self._engine.finish_for_close()
+        except RecursionError:
+            raise
+        except Exception as error:
+            close_behind(error, self._give_back)
+            raise
+        # Not behind an interrupt: a step cannot be finished once its memory is given back.
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with deferred_interrupts():
+            self._engine.attached.detach()
+            self._engine.used.forget()
+            self._let_go()
+            # Of a broken optimizer everybody knows the error.
+            with suppress(Exception) if self._failures.first else nullcontext():
+                undo_all(self._unclosed)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Give back all that the constructor has taken, which has failed with `error`."""
+        with deferred_interrupts():
+            self._let_go()
+            close_behind(error, partial(undo_all, self._unclosed))
+
+    def _let_go(self) -> None:
+        """Take own hooks off, be closed, and leave in `_unclosed` calls that free memory; changes nothing again."""
+        undo_all(self._hooks)
+        self._engine.close(self._unclosed)
+
+    def __enter__(self) -> Self:
+        """Return the optimizer itself."""
+        return self
 
 
-def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Have masters follow another optimizer's writes to weights: fused ones write past autograd's counter."""
-    if isinstance(optimizer, HostedOptimizer) or not _open:
-        return
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for each in list(_open):
-        for member in (each._members[param] for param in stepped if param in each._members):
-            member.version = -1
-
-
-register_optimizer_step_post_hook(_note_step)
+def _before_step(optimizer: HostedOptimizer, args: object, kwargs: Mapping[str, Any]) -> None:
+    engine = optimizer._engine
+    first, engine.stepped_by = engine.stepped_by is None, threading.current_thread()
+    if (
+        first
+        and kwargs.get("closure", args) is None
+        and makes_states_only(optimizer.param_groups, optimizer.state)
+    ):
+        optimizer.refresh_masters()

@@ -23,15 +23,15 @@ from reference_impl.optimizers.formulas import formulas_in
 from reference_impl.optimizers.gradients.backward_hooks import BackwardHooks
 from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
 from reference_impl.optimizers.placement import placed
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.step import StepPlan, as_one, in_turn, snapshot
-from reference_impl.optimizers.stepped import SteppedOptimizer
 
 
-class HybridDeviceOptimizer(SteppedOptimizer):
+class HybridDeviceOptimizer(HostedOptimizer):
     """AdamW over fp32 masters, `offload_fraction` of whose state lives on the CPU.
 
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), offload_fraction=0.5, lr=3e-4, max_grad_norm=1.0)
@@ -90,7 +90,7 @@ class HybridDeviceOptimizer(SteppedOptimizer):
             budgets=budgets or Budgets(), streaming=streaming or Streaming(), cpu=cpu or CpuUpdate()
         )
         options = take_moved_keywords(given, hyper_parameters)
-        params, algorithms, self._default_matrices = formulas_in(params, algorithm)
+        params, algorithms, matrices = formulas_in(params, algorithm)
         checks.check_options(algorithms, hyper_parameters, offload_fraction, backward_overlap)
         checks.check_split(
             split, offload_fraction, algorithms, filtered=bool(offload_filter), budgets=options.budgets
@@ -98,28 +98,29 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         checks.check_cpu(options.cpu)
         self._hyper_parameters = hyper_parameters
         self._backward_overlap = backward_overlap or "gradients"
-        self._overlaps_forward = options.cpu.overlap_forward
         self._accumulating = False
         self._asks_whether_accumulating: Callable[[], bool] = lambda: False
         super().__init__(
             params,
             {**group_defaults(algorithms[0]), **hyper_parameters},
             algorithms[0],
+            matrices=matrices,
             max_grad_norm=max_grad_norm,
             reduce_norm_squared=reduce_norm_squared,
             updates_in_backward=backward_overlap == "update",
+            overlaps_forward=options.cpu.overlap_forward,
             shows_steps=True,
             masters_of_all=self._masters_of_all,
             passes_over_unknown=self._passes_over_unknown,
         )
         placement, streamed = placed(
             self._device,
-            self._algorithm,
+            algorithms[0],
             [param for group in self.param_groups for param in group["params"]],
             split=split or (1 - offload_fraction, 0.0, offload_fraction),
             options=options,
             offload=offload_filter,
-            matrices=self._matrices_by_param,
+            matrices=self._formulas.by_param(self.param_groups),
             follows_writes=self._follows_writes,
         )
         self.split = placement.split
@@ -132,35 +133,29 @@ class HybridDeviceOptimizer(SteppedOptimizer):
         )
         shares = Shares(
             self._device,
-            self._algorithm,
+            algorithms[0],
             streamed=streamed,
             cpu=options.cpu,
             whole_members=self._whole_members,
             gradients=mover,
             follows_writes=self._follows_writes,
+            publishes_at_once=True,
         )
         self._backward = BackwardHooks(self._device, self._members, self._leaving, self._on_gradient)
         self._hooks.append(self._backward.close)
         self._start(shares, placement, self._leaving)
 
-    @in_turn
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; the fraction applies to it by itself."""
-        self._add_with_formula(param_group, self._hyper_parameters)
-        try:
-            self._check_group(self.param_groups[-1])
-            if self._shares is not None:
-                self.synchronize()
-                self._admit_new()
-        except BaseException:
-            self._take_back_group()
-            raise
+        if not self._engine.is_closed:
+            self.synchronize()
+        self._add_group(param_group, self._hyper_parameters)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        checks.check_group(self._algorithms[-1], group)
+        checks.check_group(self._formulas.last, group)
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        self._backward.hear(members, where_they_leave=not self._open.prefetches)
+        self._backward.hear(members, where_they_leave=not self._engine.open.prefetches)
 
     def attach(self, model: torch.nn.Module) -> None:
         """Let `step()` return early, see `HostedOptimizer.attach`; under DistributedDataParallel a collective."""
@@ -172,37 +167,38 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
         """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` update buckets."""
         member = self._members[param]
-        if self._leaving.rest is not None and not self._model_waits:
+        engine = self._engine
+        if self._leaving.rest is not None and not engine.attached.waits:
             raise checks.forward_before_begun_step()
-        if reduced is None and self._waits is not None and self._open.prefetches:
+        if reduced is None and engine.attached and engine.open.prefetches:
             self.streamed.on_gradient(member)
         leaves = member.pieces and self._leaving.leave_in_backward(member, reduced)
         if self._is_accumulating or not leaves:
             self._leaving.keep(member)
             return
-        self._ready()
-        self._used.forget()
+        engine.ready()
+        engine.used.forget()
         self._send(member, reduced)
 
     def _send(self, member: Member, reduced: torch.Tensor | None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
-        begun = self._leaving.begun
+        engine, begun = self._engine, self._leaving.begun
         if begun is not None and member in begun.arrivals:
             raise checks.second_gradient(member)
         if self._leaving.send(member, reduced) and self._backward_overlap == "update":
-            for bucket in self._open.completed_by(member, begun):
+            for bucket in engine.open.completed_by(member, begun):
                 # A split member's other part is updated in step(), and both are published together.
                 if begun is None:
-                    self._follow_writes()
+                    engine.follow_writes()
                     begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
-                written = self._open.compare(bucket)
-                if self._returns_early and self._follows_writes:
-                    self._held.note(piece.member for piece in bucket.pieces)
+                written = engine.open.compare(bucket)
+                if engine.returns_early and self._follows_writes:
+                    engine.held.note(piece.member for piece in bucket.pieces)
                 with as_one():
                     self._leaving.begun = begun
-                    self._open.submit(bucket, begun, written)
+                    engine.open.submit(bucket, begun, written)
                 # Whoever uses such a weight before step() would find it old or new.
-                self._let_users_wait(piece.member for piece in bucket.pieces)
+                engine.let_users_wait(piece.member for piece in bucket.pieces)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -221,10 +217,6 @@ class HybridDeviceOptimizer(SteppedOptimizer):
     def _is_accumulating(self) -> bool:
         return self._accumulating or self._asks_whether_accumulating()
 
-    def _is_on_its_way(self, member: Member) -> bool:
-        # All parts of a parameter are published together.
-        return True
-
     def _refresh(self, members: Sequence[Member]) -> None:
         checks.check_refresh(members)
-        self._write(lambda: self._open.refresh_masters(members))
+        self._engine.writes.make(lambda: self._engine.open.refresh_masters(members))

@@ -58,6 +58,8 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     # It writes offsets of its buffers among the states.
     _trains_frozen = _whole_members = _passes_over_unknown = True
+    # Megatron makes a second one of these while the first, which it drops, is still there.
+    _trains_others = True
     # It says so itself where it writes parameters: `update_fp32_param_by_new_param`.
     _follows_writes = False
 
@@ -121,12 +123,9 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
                     "masters are fp32; try param_update_in_fp32=True"
                 )
 
-    def _check_unshared(self, params: Iterable[torch.Tensor]) -> None:
-        """Allow it: Megatron makes a second one of these while the first, which it drops, is still there."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; what it holds beside hyper-parameters stays in it."""
-        known = group_defaults(self._algorithm)
+        known = group_defaults(self._formulas.elements)
         foreign = set(self.defaults) - set(known) - set(param_group)
         super().add_param_group({**known, **self.defaults, **param_group})
         for name in foreign:
@@ -179,14 +178,15 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         return parts
 
     def _torch_class(self) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-        if isinstance(self._algorithm, Adam):
-            return torch.optim.AdamW if self._algorithm.decoupled else torch.optim.Adam
-        assert isinstance(self._algorithm, SGD)
+        algorithm = self._formulas.elements
+        if isinstance(algorithm, Adam):
+            return torch.optim.AdamW if algorithm.decoupled else torch.optim.Adam
+        assert isinstance(algorithm, SGD)
         return torch.optim.SGD
 
-    def __setstate__(self, loaded: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over loaded groups without the classes that Megatron's own checkpoints hold in them."""
-        super().__setstate__(loaded)
+        super().__setstate__(state)
         for group in self.param_groups:
             for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
                 group.pop(name, None)

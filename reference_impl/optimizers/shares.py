@@ -67,6 +67,7 @@ class Shares:
         whole_members: never split a member between buckets of the CPU share.
         gradients: brings the gradients of all members to the host, if those of a streamed share leave, too.
         follows_writes: see `CpuShare`.
+        publishes_at_once: whoever waits for a weight publishes all parts of it, whichever share has written them.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Shares:
         whole_members: bool = False,
         gradients: GradientMover | None = None,
         follows_writes: bool = True,
+        publishes_at_once: bool = False,
     ) -> None:
         self._device = device
+        self._publishes_at_once = publishes_at_once
         self._members: list[Member] = []
         self._resident = ResidentShare(device, algorithm, follows_writes=follows_writes)
         self._streamed = streamed
@@ -274,8 +277,10 @@ class Shares:
         return self._streamed is not None and self._streamed.is_begun
 
     def is_on_its_way(self, member: Member) -> bool:
-        """Return whether the begun step has still to write the weight of `member`."""
-        return member in self.cpu or (self._streamed is not None and self._streamed.is_unqueued(member))
+        """Return whether the begun step has still to write the weight of `member`, for which nobody has waited."""
+        if self._publishes_at_once or member in self.cpu:
+            return True
+        return self._streamed is not None and self._streamed.is_unqueued(member)
 
     def drain(self) -> None:
         """Wait until all CPU updates are done and their copies have read their sources."""

@@ -22,18 +22,20 @@ from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.update_time import Split
 from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers import checks
+from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.standing import StandingGradients
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.options import States, form_of
 from reference_impl.optimizers.placement import SplitPlacement
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import wrapped_in
 from reference_impl.optimizers.step import in_turn
-from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 
 
-class OptimizerStateOffloader(SteppedOptimizer):
+class OptimizerStateOffloader(HostedOptimizer):
     """The wrapped optimizer with `fraction` of its states on the host; use it in its place.
 
     >>> optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
@@ -124,9 +126,9 @@ class OptimizerStateOffloader(SteppedOptimizer):
         super().attach(model)
         if self.streamed.prefetches_in_backward:
             undo_all(self._hooks)
-            self._hook_gradients(self._members, self._on_gradient)
+            hook_gradients(self._members, forgetful(self._on_gradient), self._hooks)
 
     @in_turn
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if not self._closed and self._failures.first is None:
+        if not self._engine.is_closed and self._failures.first is None:
             self.streamed.on_gradient(self._members[param])

@@ -21,6 +21,7 @@ from reference_impl.optimizers.algorithms import (
     MatrixAlgorithm,
     Muon,
 )
+from reference_impl.optimizers.formulas import GroupFormulas
 from reference_impl.optimizers.saved_checks import check_document
 
 
@@ -44,12 +45,14 @@ class Wrapped(NamedTuple):
     @property
     def matrices_by_param(self) -> dict[torch.Tensor, MatrixAlgorithm]:
         """The formulas of parameters that are updated in matrices."""
-        return {
-            param: formula
-            for formula, group in zip(self.matrices, self.groups, strict=True)
-            for param in group["params"]
-            if formula is not None
-        }
+        return self.formulas.by_param(self.groups)
+
+    @property
+    def formulas(self) -> GroupFormulas:
+        """The formula of each group, and of groups that come later."""
+        formulas = GroupFormulas(self.algorithm, self.matrices[0] if all(self.matrices) else None)
+        formulas.matrices = self.matrices
+        return formulas
 
 
 def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:

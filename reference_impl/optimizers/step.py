@@ -198,13 +198,14 @@ os.register_at_fork(after_in_child=_renew_turns)
 
 class _Fails(Protocol):
     _failures: Failures
-    # The thread that trains: not a reader that happens to carry out a step of it.
-    _step_thread: int
 
-    def _step_has_raised(self, *args: Any, **named: Any) -> None: ...
+
+class _Steps(_Fails, Protocol):
+    _engine: Any
 
 
 _Optimizer = TypeVar("_Optimizer", bound=_Fails)
+_Stepped = TypeVar("_Stepped", bound=_Steps)
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
 _Method = Callable[Concatenate[_Optimizer, _P], _Result]
@@ -256,16 +257,16 @@ def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P,
     return call
 
 
-def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
+def hooked(step: _Method[_Stepped, _P, _Result]) -> _Method[_Stepped, _P, _Result]:
     """Run torch's hooks around `step` of an optimizer; their errors tell the fate of the step, too.
 
     It is nobody's turn between its parts: a closure has a backward, whose hooks run on other threads.
     """
     run = torch.optim.Optimizer.profile_hook_step(step)
 
-    def carry_out(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+    def carry_out(optimizer: _Stepped, /, *args: _P.args, **named: _P.kwargs) -> _Result:
         computes = torch.is_grad_enabled()
-        optimizer._step_thread = threading.get_ident()
+        optimizer._engine.site.note_thread()
         try:
             try:
                 return run(optimizer, *args, **named)
@@ -275,13 +276,13 @@ def hooked(step: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _R
             torch._C._set_grad_enabled(computes)
 
     @functools.wraps(step)
-    def call(optimizer: _Optimizer, /, *args: _P.args, **named: _P.kwargs) -> _Result:
+    def call(optimizer: _Stepped, /, *args: _P.args, **named: _P.kwargs) -> _Result:
         try:
             # A compiler would trace kernels and copies of a begun step, and give up in their midst.
             return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
         except BaseException as error:
             # A hook of the user's may have raised in front of it.
-            optimizer._step_has_raised(*args, **named)
+            optimizer._engine.has_raised(*args, **named)
             optimizer._failures.tell(error)
             raise
 

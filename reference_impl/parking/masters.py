@@ -14,16 +14,16 @@ from functools import partial
 import torch
 
 from reference_impl.memory.absent import is_absent
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.module_load import written
-from reference_impl.optimizers.state_dict import SavedOptimizer
 
 
 class MastersOfParked:
     """The masters in `optimizers`, as far as these are ours."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        self._ours = [each for each in optimizers if isinstance(each, SavedOptimizer)]
+        self._ours = [each for each in optimizers if isinstance(each, HostedOptimizer)]
         # Weights that are away, or are about to leave, and that nobody had written.
         self._unwritten: list[Member] = []
 
@@ -48,7 +48,7 @@ class MastersOfParked:
         """Return what has the masters follow that are not what their weights are, which are away."""
         unwritten = set(self._unwritten)
         return [
-            partial(optimizer._follow, member)
+            partial(optimizer.state.follow, member)
             for optimizer, member in self._members()
             if is_absent(member.param_local) and member not in unwritten
         ]
@@ -60,5 +60,5 @@ class MastersOfParked:
     def _away(self) -> list[Member]:
         return [member for member in self._unwritten if is_absent(member.param_local)]
 
-    def _members(self) -> list[tuple[SavedOptimizer, Member]]:
+    def _members(self) -> list[tuple[HostedOptimizer, Member]]:
         return [(each, member) for each in self._ours for member in each.members.values()]

@@ -9,8 +9,8 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.optimizers.checks import check_no_embeddings
-from reference_impl.optimizers.hosted import check_untrained
 from reference_impl.optimizers.options import Streaming
+from reference_impl.optimizers.owners import check_untrained
 from reference_impl.optimizers.state_offload_wrapped import Wrapped
 from reference_impl.optimizers.streamed.storage import StateFormat
 

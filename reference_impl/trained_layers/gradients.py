@@ -28,6 +28,10 @@ from reference_impl.optimizers.layout import Member, Piece, gradient_of
 READ_IN_A_HOOK = "try param.register_hook(), which is given each gradient with its values in backward"
 
 
+# The number of no backward, as autograd numbers them.
+_NO_BACKWARD = -1
+
+
 class BlockGradients(LeavingGradients):
     """The gradients of one optimizer, on the host from backward on; see `optimizers.gradients.of_step.StepGradients`.
 
@@ -116,12 +120,41 @@ class PassedGradients(LeavingGradients):
         mover: never has a gradient: none leaves.
     """
 
+    begins_whole = True
+
     def __init__(self, mover: GradientMover) -> None:
         super().__init__(
             mover, leave_in_backward=True, sharded_too=False, measures=False, remedy=READ_IN_A_HOOK
         )
         # Gradients that are final and wait for their update.
         self._final: dict[Member, torch.Tensor] = {}
+        # The backward that has begun to update, until it has ended well.
+        self._backward = _NO_BACKWARD
+        self._has_failed = False
+
+    def note_backward(self) -> None:
+        """Note that this backward has begun to update, if it has."""
+        if self.begun is not None:
+            self._backward = torch._C._current_graph_task_id()
+
+    def end_backward(self) -> None:
+        """Note that this backward has ended well."""
+        self._backward = _NO_BACKWARD
+
+    def fail_backward(self) -> None:
+        """Note an error, which ends this backward if it has begun to update."""
+        if self.begun is not None and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
+            self._has_failed = True
+
+    def cut_short(self) -> Exception | None:
+        """Return the error of a backward that has failed with updates begun: nothing runs in it any more."""
+        is_outside = torch._C._current_graph_task_id() == _NO_BACKWARD
+        if not self._has_failed and not (is_outside and self._backward != _NO_BACKWARD):
+            return None
+        return RuntimeError(
+            "backward has failed after it had begun to update, so some weights are of its batch and others are not; "
+            "expected a backward that ends; try backward_overlap='gradients', where such a batch can be left out"
+        )
 
     @property
     def are_final(self) -> bool:

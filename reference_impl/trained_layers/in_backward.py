@@ -17,23 +17,22 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import Streaming
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import wrapped_in
-from reference_impl.optimizers.step import Status, StepPlan, as_one, in_turn, snapshot
-from reference_impl.optimizers.stepped import SteppedOptimizer
+from reference_impl.optimizers.step import StepPlan, as_one, in_turn, snapshot
 from reference_impl.trained_layers.gradients import PassedGradients
 from reference_impl.trained_layers.optimizer import pending, streamed_share
 from reference_impl.trained_layers.placement import VisitingPlacement, VisitingWeights
 from reference_impl.trained_layers.shares import StateShares
 
-# The number of no backward, as autograd numbers them.
-_NO_BACKWARD = -1
 
-
-class InBackwardOptimizer(SteppedOptimizer):
+class InBackwardOptimizer(HostedOptimizer):
     """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
@@ -61,9 +60,6 @@ class InBackwardOptimizer(SteppedOptimizer):
         shares: StateShares,
         undo: list[Callable[[], None]],
     ) -> None:
-        # The backward that has begun to update, until it has ended well.
-        self._backward = _NO_BACKWARD
-        self._has_failed = False
         wrapped, mover = wrapped_in(optimizer), GradientMover(device)
         share = streamed_share(wrapped, device, streaming, host_gradients=False)
         self._passed = PassedGradients(mover)
@@ -85,18 +81,18 @@ class InBackwardOptimizer(SteppedOptimizer):
 
     def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
-        self._check_backward()
+        self._engine.check_broken()
         members = pending(self._members, params)
         if members or self._passed.rest is not None:
             self._settle(members)
 
     @in_turn
     def _settle(self, members: Sequence[Member]) -> None:
-        self._ready()
-        self._wait_for(members)
+        self._engine.ready()
+        self._engine.wait_for(members)
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        self._hook_gradients([member.param for member in members], self._on_final)
+        hook_gradients([member.param for member in members], forgetful(self._on_final), self._hooks)
 
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""
@@ -105,8 +101,8 @@ class InBackwardOptimizer(SteppedOptimizer):
 
     @in_turn
     def _keep_final(self, member: Member) -> None:
-        self._ready()
-        self._used.forget()
+        self._engine.ready()
+        self._engine.used.forget()
         self._passed.keep(member)
 
     def passed(self) -> None:
@@ -117,20 +113,18 @@ class InBackwardOptimizer(SteppedOptimizer):
 
     @in_turn
     def _update_passed(self) -> None:
-        self._ready()
+        self._engine.ready()
         if self._passed.begun is not None:
             self._update()
             return
         # In step() it would be too late.
-        unfrozen = (param for param in self._idle if param.requires_grad)
-        self._placement.check_unfrozen(unfrozen, None if self._waits is None else self._waits.model)
+        self._placement.check_unfrozen(self._trained.trainable(), self._engine.attached.model)
         # Autograd calls back at the end of a backward that has not failed.
-        torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+        torch.autograd.Variable._execution_engine.queue_callback(self._passed.end_backward)
         try:
             self._update()
         finally:
-            if self._passed.begun is not None:
-                self._backward = torch._C._current_graph_task_id()
+            self._passed.note_backward()
 
     def _update(self) -> None:
         """Queue the update of the gradients that backward has done with, behind the live current stream."""
@@ -138,43 +132,20 @@ class InBackwardOptimizer(SteppedOptimizer):
         if not gradients:
             return
         # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
-        self._wait_in_step([member for member in self._members.values() if member.pending])
+        self._engine.wait_in_step([member for member in self._members.values() if member.pending])
         begun = self._passed.begun
         if begun is None:
-            self._follow_writes()
+            self._engine.follow_writes()
             begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
-        self._open.prepare(begun.plan, gradients, arrived={}, factors={}, begun=begun)
+        self._engine.open.prepare(begun.plan, gradients, arrived={}, factors={}, begun=begun)
         with as_one():
             self._passed.begin_passed(begun, gradients)
-            self._open.begin()
+            self._engine.open.begin()
         self.streamed.queue(gradients)
 
     def _step(self) -> None:
         super()._step()
         self.streamed.queue(self._members.values())
-
-    def _on_backward_end(self) -> None:
-        self._backward = _NO_BACKWARD
-
-    @property
-    def _is_cut_short(self) -> bool:
-        """Whether the backward that has begun to update has failed: nothing runs in it any more."""
-        is_outside = torch._C._current_graph_task_id() == _NO_BACKWARD
-        return self._has_failed or (is_outside and self._backward != _NO_BACKWARD)
-
-    def _check_backward(self) -> None:
-        """Raise RuntimeError after a backward that has failed with updates begun, and be broken from then on."""
-        if self._is_cut_short and self._failures.first is None:
-            self._failures.first = RuntimeError(
-                "backward has failed after it had begun to update, so some weights are of its batch and others are "
-                "not; expected a backward that ends; try backward_overlap='gradients', where such a batch can be left "
-                "out"
-            )
-        self._failures.check()
-
-    def _check_usable(self) -> None:
-        self._check_backward()
-        super()._check_usable()
 
     @contextmanager
     def noting_status_on_error(self) -> Iterator[None]:
@@ -183,19 +154,5 @@ class InBackwardOptimizer(SteppedOptimizer):
             try:
                 yield
             except BaseException:
-                has_begun = self._passed.begun is not None
-                if has_begun and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
-                    self._has_failed = True
+                self._passed.fail_backward()
                 raise
-
-    def _status(self) -> Status:
-        found = super()._status()
-        return "broken" if found in ("untouched", "begun") and self._is_cut_short else found
-
-    @property
-    def _is_between(self) -> bool:
-        return super()._is_between and not self._is_cut_short
-
-    def _finish_queued(self) -> None:
-        # Every update that backward has begun is queued.
-        self.synchronize()

@@ -17,13 +17,15 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from reference_impl.device import Device
+from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.mover import GradientMover
+from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import Wrapped, wrapped_in
 from reference_impl.optimizers.step import in_turn
-from reference_impl.optimizers.stepped import SteppedOptimizer
 from reference_impl.optimizers.streamed.share import StreamedShare
 from reference_impl.optimizers.streamed.storage import StateFormat
 from reference_impl.trained_layers.gradients import BlockGradients
@@ -51,7 +53,7 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
     return [member for member in found if member is not None and member.pending]
 
 
-class TrainedLayersOptimizer(SteppedOptimizer):
+class TrainedLayersOptimizer(HostedOptimizer):
     """What `TrainableLayerStreamer` or `ShardStreamer` has made of a torch optimizer: use it in its place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
@@ -116,15 +118,15 @@ class TrainedLayersOptimizer(SteppedOptimizer):
 
     @in_turn
     def _settle(self, members: Sequence[Member], ahead: Iterable[torch.Tensor]) -> None:
-        self._ready()
+        self._engine.ready()
         self._leaving.drain()
         self.streamed.queue(members)
         self.streamed.queue(self._members[param] for param in ahead)
-        self._wait_for(members)
+        self._engine.wait_for(members)
 
     def _admitted(self, members: Sequence[Member]) -> None:
         self._leaving.add(members, self.streamed.gradient_places(members))
-        self._hook_gradients([member.param for member in members], self._on_final)
+        hook_gradients([member.param for member in members], forgetful(self._on_final), self._hooks)
 
     @in_turn
     def _on_final(self, param: torch.Tensor) -> None:
@@ -133,16 +135,16 @@ class TrainedLayersOptimizer(SteppedOptimizer):
         if self._leaving.leaves_with_block(member):
             self._leaving.note_final(member, self._send_final)
             return
-        self._ready()
-        self._used.forget()
+        self._engine.ready()
+        self._engine.used.forget()
         self._leaving.send(member)
 
     @in_turn
     def _send_final(self) -> None:
-        if not self._leaving.are_final or self._closed:
+        if not self._leaving.are_final or self._engine.is_closed:
             return
-        self._ready()
-        self._used.forget()
+        self._engine.ready()
+        self._engine.used.forget()
         self._leaving.send_final()
 
     @contextmanager
@@ -158,7 +160,7 @@ class TrainedLayersOptimizer(SteppedOptimizer):
     @in_turn
     def end_forward(self) -> None:
         """Free the slots of an update that the forward has carried out."""
-        self._check_usable()
+        self._engine.check()
         self.streamed.free_slots()
 
     def _step(self) -> None:

@@ -173,7 +173,7 @@ class ShardStreamer(Shown, ClosedAtExit):
     def _close_shards(self) -> None:
         """Bring the shards home, but not before an optimizer that was interrupted: it has updates to finish."""
         optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and not optimizer._closed:
+        if optimizer is not None and not optimizer._engine.is_closed:
             raise RuntimeError(
                 "closing the optimizer was interrupted; expected it closed before its shards; try close() again"
             )

@@ -257,7 +257,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     def _close_weights(self) -> None:
         """Bring the weights home, but not before an optimizer that was interrupted: it has updates to finish."""
         optimizer = getattr(self, "optimizer", None)
-        if optimizer is not None and not optimizer._closed:
+        if optimizer is not None and not optimizer._engine.is_closed:
             raise RuntimeError(
                 "closing the optimizer was interrupted; expected it closed before its weights; try close() again"
             )

@@ -24,6 +24,14 @@ from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.layout import Member
 
 
+def hook_gradients(
+    params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
+) -> None:
+    """Call `hook` with each of `params` whose gradient autograd has accumulated; `undo` gets calls that end that."""
+    for param in params:
+        register_undoably(param.register_post_accumulate_grad_hook, hook, undo)
+
+
 class BackwardHooks:
     """The hooks of one optimizer on its parameters, and on DDP where a model of it is attached.
 
@@ -64,7 +72,7 @@ class BackwardHooks:
             # Megatron's shards require no gradient: theirs are put on them.
             if param.requires_grad and param not in self._heard:
                 self._heard.add(param)
-                register_undoably(param.register_post_accumulate_grad_hook, self._on_gradient, self._undo)
+                hook_gradients([param], self._on_gradient, self._undo)
 
     def check(self, model: nn.Module, split: Sequence[float]) -> None:
         """Raise ValueError for a DDP in `model` that cannot be served; every rank of it has to call this."""

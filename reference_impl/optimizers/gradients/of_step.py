@@ -34,11 +34,12 @@ class StepGradients(ABC):
 
     `measures` says that norms are taken, `may_leave` that gradients lose their values in backward. Where backward has
     begun to update, `begun` is that part of the step, and `rest` has the gradients of the others, once `step()` was
-    called for them.
+    called for them. `begins_whole` says that backward queues the whole update of each parameter that it begins.
     """
 
     measures = True
     may_leave = False
+    begins_whole = False
     begun: CpuStep | None = None
     rest: RestOfStep | None = None
 
@@ -70,6 +71,10 @@ class StepGradients(ABC):
 
     def end(self, members: Iterable[Member]) -> torch.Tensor | None:
         """Note that the updates of `members` are waited for; return a gradient that was written before, if any."""
+        return None
+
+    def cut_short(self) -> Exception | None:
+        """Return the error of a backward that has failed after it had begun to update, if one has."""
         return None
 
     def note_rest(self, members: Iterable[Member], *, checks_used: bool = True) -> None:  # noqa: B027

@@ -31,6 +31,15 @@ def _writes_of(gradient: torch.Tensor) -> int:
     return 0 if isinstance(gradient, GradientStandIn) else version_of(gradient)
 
 
+def written_while_read(gradient: torch.Tensor) -> RuntimeError:
+    """Return the error for a gradient that was written before its update was waited for."""
+    return RuntimeError(
+        f"a gradient of shape {tuple(gradient.shape)} was written after step(), while the update still read it; "
+        "expected it to stay until the next forward; try optimizer.synchronize() before writing, or "
+        "optimizer.zero_grad()"
+    )
+
+
 class UsedGradients:
     """The gradients that the last step was taken from, as far as they still stand on parameters."""
 

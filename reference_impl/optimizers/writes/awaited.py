@@ -56,15 +56,17 @@ _HARMLESS: frozenset[Any] = frozenset(
 
 
 class Waiter(Protocol):
-    """An optimizer whose weights are on their way."""
+    """The engine of an optimizer whose weights are on their way."""
 
     _failures: Any
-    _members: dict[torch.Tensor, Any]
+    members: Mapping[torch.Tensor, Any]
 
     @property
-    def _closed(self) -> bool: ...
+    def is_closed(self) -> bool:
+        """Whether nobody updates the weights any more."""
 
-    def _wait_for_use(self, member: Any) -> None: ...
+    def wait_for_use(self, member: Any) -> None:
+        """Wait for a weight, or raise where it cannot be waited for."""
 
 
 # Who has the new weights, by the id of each parameter that is of the class below.
@@ -137,9 +139,9 @@ def _wait_for(param: torch.Tensor) -> bool:
         # The optimizer itself looks at it.
         return False
     # Of one that has lost its work weights are as they are: it has said so, and a checkpoint can be loaded into them.
-    if waiter is not None and not waiter._closed and waiter._failures.first is None:
-        member = waiter._members[param]
-        waiter._wait_for_use(member)
+    if waiter is not None and not waiter.is_closed and waiter._failures.first is None:
+        member = waiter.members[param]
+        waiter.wait_for_use(member)
         if member.pending:
             return False
     # Of a copy nobody knows, and an optimizer may be gone.

@@ -240,7 +240,7 @@ def test_states_of_shards_stay_on_the_device_instead_of_coming_in_early(device, 
         train(model, optimizer, data)
         assert_same(weights(model), expected)
         assert_same(*(_states(each) for each in (optimizer.state_dict(), document)))
-        share = optimizer._open.streamed
+        share = optimizer._engine.open.streamed
         moving = [chunk for chunk in share.chunks if not chunk.resident]
         # Of compact states vectors always stay, exactly. What is cut begins at a multiple of 512 elements.
         held = [chunk for chunk in share.chunks if chunk.resident and chunk.compact == moving[0].compact]

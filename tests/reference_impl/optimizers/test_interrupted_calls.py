@@ -144,7 +144,7 @@ CLOSING = (
     *(
         "optimizers/hosted.py",
         "optimizers/hybrid.py",
-        "optimizers/stepped.py",
+        "optimizers/engine.py",
         "optimizers/step.py",
     ),
     *("trained_layers/optimizer.py", "trained_layers/in_backward.py", "trained_layers/streamer.py"),

@@ -188,10 +188,12 @@ def test_a_reader_on_a_stream_of_its_own_waits_behind_that_of_the_steps(device, 
     monkeypatch.setattr(kind, "current_stream", lambda _: on[-1] if on else threading.get_ident())
     monkeypatch.setattr(kind, "on", lambda _, stream: On(stream))
     train(model, optimizer, data[:1])
-    optimizer._open.drain()
-    real = optimizer._open.wait_for
+    optimizer._engine.open.drain()
+    real = optimizer._engine.open.wait_for
     monkeypatch.setattr(
-        optimizer._open, "wait_for", lambda members: (told.append(device.current_stream()), real(members))
+        optimizer._engine.open,
+        "wait_for",
+        lambda members: (told.append(device.current_stream()), real(members)),
     )
 
     def wait(self, event):

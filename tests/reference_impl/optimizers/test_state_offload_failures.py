@@ -7,7 +7,7 @@ from optimizer_training import OPTIONS, assert_same_weights, streaming, train, t
 
 from reference_impl import OptimizerStateOffloader
 from reference_impl.memory.host import host_book
-from reference_impl.optimizers import stepped
+from reference_impl.optimizers import engine
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.streamed.share import StreamedShare
 
@@ -39,7 +39,7 @@ def test_status_tells_what_to_do(monkeypatch, device, offload, attached):
     assert optimizer.status == "untouched"
     model(first).backward()
     with monkeypatch.context() as patched:
-        fail(patched, stepped, "decide", OUT_OF_MEMORY)
+        fail(patched, engine, "decide", OUT_OF_MEMORY)
         with pytest.raises(torch.OutOfMemoryError) as raised:
             optimizer.step()
     assert optimizer.status == "untouched"

@@ -13,7 +13,7 @@ from optimizer_reference import batches
 from optimizer_training import assert_same_weights, hybrid, streaming, train, twins
 
 from reference_impl import CpuUpdate
-from reference_impl.optimizers import stepped
+from reference_impl.optimizers import engine
 from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -308,7 +308,7 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
     """The next forward waits where a model is attached, and nobody does where none is."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Loop(device, build, attached=attached) as loop:
-        begins = loop.optimizer._step_begins
+        begins = loop.optimizer._engine.note_begun
 
         def begin(*args, **named):
             begins(*args, **named)
@@ -316,7 +316,7 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
 
         loop.backward(0)
         with monkeypatch.context() as patch:
-            patch.setattr(loop.optimizer, "_step_begins", begin)
+            patch.setattr(loop.optimizer._engine, "note_begun", begin)
             with pytest.raises(KeyboardInterrupt):
                 loop.optimizer.step()
         signal.signal(signal.SIGINT, before)
@@ -330,7 +330,7 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
 
 
 def fails_once(patch, optimizer, error):
-    real, failed = optimizer._shares.prepare, []
+    real, failed = optimizer._engine.shares.prepare, []
 
     def prepare(*args, **named):
         if not failed:
@@ -338,14 +338,14 @@ def fails_once(patch, optimizer, error):
             raise error
         return real(*args, **named)
 
-    patch.setattr(optimizer._shares, "prepare", prepare)
+    patch.setattr(optimizer._engine.shares, "prepare", prepare)
 
 
 def fails_always(patch, optimizer):
     def prepare(*_, **__):
         raise torch.OutOfMemoryError("no memory")
 
-    patch.setattr(optimizer._shares, "prepare", prepare)
+    patch.setattr(optimizer._engine.shares, "prepare", prepare)
 
 
 def test_a_forward_takes_what_is_left_of_an_update_wherever_memory_was_missing_twice(device, monkeypatch):
@@ -417,7 +417,7 @@ def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkey
     model, data = twins(device)[0], batches(device.torch_device, 2)
     plain = reference(device, data)
     if not waits:
-        monkeypatch.setattr(stepped, "let_wait", lambda *_: None)
+        monkeypatch.setattr(engine, "let_wait", lambda *_: None)
     with hybrid(model, **UPDATING) as optimizer:
         model(data[0]).backward()
         with monkeypatch.context() as patch:

@@ -354,7 +354,7 @@ def test_a_forward_waits_for_the_rest_of_a_step_that_no_call_could_finish(device
             def fails():
                 raise MemoryError("injected")
 
-            patch.setattr(streamer.optimizer, "_check_usable", fails)
+            patch.setattr(streamer.optimizer._engine, "check", fails)
             with pytest.raises(MemoryError, match="injected"):
                 streamer.optimizer.step()
         assert streamer.optimizer.status == "begun"

@@ -109,7 +109,7 @@ def test_batches_take_no_more_scratch_than_the_longest_matrix(device, monkeypatc
         one_by_one(monkeypatch.setattr)
     model = Net(torch.bfloat16).to(device.torch_device)
     with hybrid(model) as optimizer:
-        update = optimizer._open.streamed._pipeline._update._matrices
+        update = optimizer._engine.open.streamed._pipeline._update._matrices
         longest = matrices.matrix_work_bytes(optimizer.members.values(), widens=False)
         assert update._buffer.numel() == longest
         assert update._batches._exact

@@ -145,7 +145,7 @@ def test_kernels_that_round_elsewhere_are_not_used(device, kernels, monkeypatch)
     monkeypatch.setattr(type(device), "compiles", True)
     monkeypatch.setattr(matrix_parts, "_SHAPES", ((16, 128),))
     with hybrid(Net()) as optimizer:
-        found = optimizer._open.streamed._pipeline._update._matrices._kernels
+        found = optimizer._engine.open.streamed._pipeline._update._matrices._kernels
         assert found._exact
         assert not any(found._exact.values())
         assert not found._served

@@ -5,7 +5,7 @@ import torch
 from optimizer_training import OPTIONS, hybrid, streaming
 from torch import nn
 
-from reference_impl.optimizers.stepped import SteppedOptimizer
+from reference_impl.optimizers.engine import Engine
 
 STEPS = 4
 
@@ -97,10 +97,10 @@ def test_what_was_held_before_a_step_is_new_behind_it(device, kind, hold):
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_step_waits_for_no_weight_that_nobody_holds(device, kind, monkeypatch):
     waited = []
-    real = SteppedOptimizer._wait_in_step
+    real = Engine.wait_in_step
     monkeypatch.setattr(
-        SteppedOptimizer,
-        "_wait_in_step",
+        Engine,
+        "wait_in_step",
         lambda optimizer, members: real(optimizer, [m for m in members if waited.append(m) is None]),
     )
 
