@@ -72,6 +72,16 @@ KNOWN = (
         inside="nemo_automodel.",
     ),
     Known(
+        "XTuner", ("xtuner",), r"(?m)^[^#\n]*\bxtuner(?:/v1/train/cli/\w+\.py|\.v1\.train\.cli\.\w+| train )"
+    ),
+    Known(
+        "VeOmni",
+        ("tasks/train_",),
+        r"(?m)^[^#\n]*\btrain\.sh\s+tasks/train_\w+\.py",
+        names=frozenset({"model", "data", "train"}),
+        inside="ops_implementation",
+    ),
+    Known(
         "MaxText",
         ("maxtext", "MaxText"),
         r"(?m)^[^#\n]*\b[Mm]ax[Tt]ext\.(?:trainers\.)?[\w.]*train\w*",

@@ -358,6 +358,12 @@ NOT_READ = {
         "model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained}\n",
         "AutoModel's",
     ),
+    "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
+    "veomni.sh": ("bash train.sh tasks/train_text.py configs/text/a.yaml\n", "VeOmni's"),
+    "veomni.yaml": (
+        "model: {ops_implementation: {}}\ndata: {}\ntrain: {offload: {enable_activation: true}}\n",
+        "VeOmni's",
+    ),
     "maxtext.sh": ("python3 -m maxtext.trainers.pre_train.train base.yml run_name=a\n", "MaxText's"),
     "simpletuner.json": (
         '{"--model_family": "wan", "--model_type": "lora", "--data_backend_config": "d.json", "--train_batch_size": 1}',
