@@ -4,6 +4,7 @@ Apart because the reports of plans and of diagnoses both print it.
 """
 
 from skill_tools.dialects.assumptions import About
+from skill_tools.planning.search.options import HOST_MEMORY
 from skill_tools.planning.search.planner import Plan
 
 _RATES = "the {}'s rates, not measured here; `offload probe`, run once on the machine, or --step-time SECONDS"
@@ -14,8 +15,12 @@ def assumption(plan: Plan) -> str:
     takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
     ignored = {About.DETAIL} if takes_host else {About.DETAIL, About.HOST_MEMORY}
     weighty = [each for each in plan.assumptions if each.about not in ignored]
+    # Where the host's memory is what nothing fits, it comes before the sizes of the run.
+    stops = About.HOST_MEMORY if plan.recommendation is None and plan.floor.limit == HOST_MEMORY else None
     if weighty:
-        most = min(weighty, key=lambda each: each.about)  # the first of several
+        most = min(
+            weighty, key=lambda each: About.UNREAD_FILE if each.about is stops else each.about
+        )  # the first
         return f"{most.text}; {most.remedy}" if most.remedy else most.text
     if not plan.machine.measured:
         return _RATES.format(plan.machine.name)

@@ -262,6 +262,15 @@ def test_it_rests_on_what_changes_it_most_whatever_the_sentences_say() -> None:
     assert "host" not in decisive.assumption(plan._replace(assumptions=host, recommendation=best))
 
 
+def test_where_the_hosts_memory_stops_it_the_answer_rests_on_whose_that_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "rtx3060"]) == 2
+    assert "rests most on: host memory: 62.0 GiB a node" in capsys.readouterr().out
+    assert main(["plan", "--model", "llama-3-8b", "--gpu", "rtx3060", "--host-memory", "62GiB"]) == 2
+    assert "rests most on: sequence length" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("gpu", "has_bf16"), [("t4", False), ("V100", False), ("2080ti", False), ("a10g", True)]
 )
