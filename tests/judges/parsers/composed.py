@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from parser_answers import name_of
+
 from skill_tools.configs.config import Config
 from skill_tools.configs.keys import load_key_table
 
@@ -35,7 +37,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if isinstance(value, dict) and "map" in value:
-        return {str(name): _plain(each) for name, each in value["map"]}
+        return {name_of(name): _plain(each) for name, each in value["map"]}
     is_float = isinstance(value, dict) and "float" in value
     number = float(value["float"]) if is_float else value
     return "nan" if number != number else number

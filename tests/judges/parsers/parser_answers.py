@@ -46,12 +46,12 @@ def _same(real: Any, ours: Any) -> bool:
     if isinstance(real, dict) and "map" in real:
         if not isinstance(ours, dict) or "map" not in ours or len(ours["map"]) != len(real["map"]):
             return False
-        held = {_name(name): value for name, value in ours["map"]}
-        return all(_name(name) in held and _same(value, held[_name(name)]) for name, value in real["map"])
+        held = {name_of(name): value for name, value in ours["map"]}
+        return all(name_of(name) in held and _same(value, held[name_of(name)]) for name, value in real["map"])
     return type(real) is type(ours) and bool(real == ours)
 
 
-def _name(name: Any) -> str:
+def name_of(name: Any) -> str:
     """Return a key as text; ours are the texts in the file, whatever the parser makes of them."""
     import yaml
 
