@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from reference_impl.device import Device
-from reference_impl.device.base import Event, device_is_full
+from reference_impl.device.base import device_is_full
 from reference_impl.memory.absent import (
     detached_meanwhile,
     is_absent,
@@ -141,10 +141,10 @@ class ParkedStorage:
         assert self.found is not None
         resize_storage(self.found.storage, self.size_bytes)
 
-    def start_copy_in(self, *, after: Event) -> None:
-        """Start the H2D copy once the memory that was taken is there, which `after` says."""
+    def start_copy_in(self) -> None:
+        """Start the H2D copy to the memory that was taken."""
         assert self.found is not None
-        self._device.copy_in(_flat(self.found.storage), self.host, after=[after])
+        self._device.copy(_flat(self.found.storage), self.host)
 
     def free_again(self) -> None:
         """Undo `take_memory`, once no copy runs, unless the tensors are present already."""
