@@ -7,8 +7,9 @@ from stacked_products import one_by_one
 from torch import nn
 
 from reference_impl import HybridDeviceOptimizer, Streaming
+from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Muon
-from reference_impl.optimizers.streamed import matrices
+from reference_impl.optimizers.streamed import batches, matrices
 from reference_impl.optimizers.streamed.batches import Batches, MatrixKind
 
 BOTH = pytest.mark.parametrize("states", ["exact", "bf16-moments"])
@@ -102,6 +103,25 @@ def test_a_batch_whose_bits_differ_is_not_used(device, monkeypatch):
     found = Batches(device)
     found.learn([[kind] * 6], buffer, 0)
     assert list(found.of([kind] * 6)) == [(kind, [place]) for place in range(6)]
+
+
+def test_matrices_too_small_for_a_trial_to_say_anything_have_no_batches(device, monkeypatch):
+    """A rounding that differs once in a thousand elements is not found among fewer."""
+    one_by_one(monkeypatch.setattr)
+    monkeypatch.setattr(batches, "_TRIED_ELEMENTS", 24 * 40 * 6 * 8)
+    buffer = torch.empty(2**20, dtype=torch.uint8, device=device.torch_device)
+    found, kind = Batches(device), MatrixKind(Muon(), (24, 40), (40, 1))
+    found.learn([[kind] * 6, [kind] * 5], buffer, 0)
+    assert found._exact == {(kind, 6): True, (kind, 5): False}
+
+
+@pytest.mark.cuda
+def test_matrices_of_some_size_have_batches_on_a_gpu():
+    device = Device.of("cuda")
+    buffer = torch.empty(2**26, dtype=torch.uint8, device=device.torch_device)
+    found, kind = Batches(device), MatrixKind(Muon(), (256, 512), (512, 1))
+    found.learn([[kind] * 8], buffer, 0)
+    assert found._exact == {(kind, 8): True}
 
 
 def test_batches_take_no_more_scratch_than_the_longest_matrix(device, monkeypatch):
