@@ -303,11 +303,20 @@ class Engine:
             self.ready()
         self._wait(members)
 
-    def wait_for_use(self, member: Member) -> None:
-        """Wait as `wait_for`, for a use outside a forward. Raises RuntimeError between backward and `step()`."""
-        if not self.site.is_elsewhere:
-            self.check_between_steps(lambda: checks.used_in_between(member))
-        self.wait_for([member])
+    def wait_for_use(self, members: Iterable[Member]) -> None:
+        """Wait as `wait_for`. Raises RuntimeError before `step()` for weights that backward has begun to update."""
+        listed, begun = list(members), self.gradients.begun if self.shares is not None else None
+        if begun is not None and not self.site.is_elsewhere:
+            found = [member for member in listed if member.pending and member in begun.arrivals]
+            if found:
+                self.check_between_steps(lambda: checks.used_in_between(found[0]))
+        self.wait_for(listed)
+
+    def wait_for_forward(self, members: Iterable[Member]) -> None:
+        """Wait as `wait_for_use`, for the model, which backward may run again."""
+        # There it may gather ahead weights that backward has done with.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        (self.wait_for if is_in_backward else self.wait_for_use)(members)
 
     def _wait(self, members: Iterable[Member]) -> None:
         listed = list(members)

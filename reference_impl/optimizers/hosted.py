@@ -324,7 +324,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             model,
             self._members,
             device=self._device,
-            wait_for=self._engine.wait_for,
+            wait_for=self._engine.wait_for_forward,
             refresh_masters=self._refresh,
             noting_status=self._failures.noting_status_on_error,
         )

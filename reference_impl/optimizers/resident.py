@@ -141,6 +141,8 @@ class ResidentShare:
         """Yield (first element, flat fp32 view) of the part of a moment or `master_param` that is here."""
         state = self._states.get(member)
         if state is not None:
+            # Whoever writes to it must not write to memory that another model may have by now.
+            state.follow()
             yield 0, state.master if name == MASTER else state.moments[self._algorithm.moments.index(name)]
 
     def steps(self, member: Member) -> Iterator[torch.Tensor]:

@@ -27,9 +27,17 @@ from reference_impl.optimizers.layout import Member
 def hook_gradients(
     params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
 ) -> None:
-    """Call `hook` with each of `params` whose gradient autograd has accumulated; `undo` gets calls that end that."""
+    """Call `hook` with each of `params` whose gradient autograd has accumulated; `undo` gets calls that end that.
+
+    Where a hook of the user's, which stood there before, has dropped the gradient, there is none.
+    """
+
+    def unless_dropped(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            hook(param)
+
     for param in params:
-        register_undoably(param.register_post_accumulate_grad_hook, hook, undo)
+        register_undoably(param.register_post_accumulate_grad_hook, unless_dropped, undo)
 
 
 class BackwardHooks:

@@ -100,6 +100,10 @@ class GradientStandIn(torch.Tensor):
         """Raise RuntimeError: there is no memory to point to."""
         raise _refused("data_ptr()", [self])
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise RuntimeError: `share_memory_()`, for one, would read a storage that has no memory."""
+        raise _refused("untyped_storage()", [self])
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise RuntimeError: there is nothing to save."""
         raise _refused("pickling", [self])

@@ -12,6 +12,7 @@ Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,8 +66,8 @@ class Waiter(Protocol):
     def is_closed(self) -> bool:
         """Whether nobody updates the weights any more."""
 
-    def wait_for_use(self, member: Any) -> None:
-        """Wait for a weight, or raise where it cannot be waited for."""
+    def wait_for_use(self, members: Iterable[Any]) -> None:
+        """Wait for weights, or raise where one cannot be waited for."""
 
 
 # Who has the new weights, by the id of each parameter that is of the class below.
@@ -91,9 +92,19 @@ class AwaitedParameter(nn.Parameter):
             found = list(_awaited_in([*args, *kwargs.values()]))
             waited = [_wait_for(param) for param in found]
             if all(waited):
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                return nn.Parameter(result) if func is torch.Tensor.detach and _makes_parameter() else result
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait as any use does: torch calls no `__torch_function__` of this one."""
+        return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the new weight, as a parameter of torch's own class."""
+        _wait_for(self)
+        return nn.Parameter.__deepcopy__(self, memo)
 
 
 def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
@@ -123,6 +134,11 @@ def new_weights_are_made() -> Iterator[None]:
         _makers.is_one = made_some
 
 
+def _makes_parameter() -> bool:
+    """Return whether `nn.Parameter(param)` has called: it asks for the class that the weight has had until now."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
+
+
 def _awaited_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if type(value) is AwaitedParameter:
@@ -141,7 +157,7 @@ def _wait_for(param: torch.Tensor) -> bool:
     # Of one that has lost its work weights are as they are: it has said so, and a checkpoint can be loaded into them.
     if waiter is not None and not waiter.is_closed and waiter._failures.first is None:
         member = waiter.members[param]
-        waiter.wait_for_use(member)
+        waiter.wait_for_use([member])
         if member.pending:
             return False
     # Of a copy nobody knows, and an optimizer may be gone.

@@ -361,23 +361,26 @@ LOOPS = [
 # What is refused by name, which the page says.
 NOT_OFFERED = r"none with backward_overlap='update'"
 READS_A_GRADIENT = r"aten\.add_\.Tensor reads .*or backward_overlap='nothing'"
+READS_A_NEW_WEIGHT = (
+    r"was used between backward and step\(\).*optimizer\.accumulate\(\).*backward_overlap='gradients'"
+)
 REFUSED = {
     (layer_drop_and_clipping, in_backward): rf"a norm .*{NOT_OFFERED}",
     (gradient_noise, in_backward): rf"aten\.add_\.Tensor .*{NOT_OFFERED}",
     (
         two_optimizers,
         in_backward,
-    ): r"a second gradient .*backward_overlap='gradients' where a batch may be left out",
+    ): READS_A_NEW_WEIGHT,
     (two_optimizers, layers): r"layers\.1\.weight requires a gradient and is in no group .*try adding it",
     (gradient_penalty, layers): r"create_graph=True .*expected create_graph=False",
-    (several_tasks, in_backward): r"a second gradient .*try `with optimizer\.accumulate\(\):`",
+    (several_tasks, in_backward): READS_A_NEW_WEIGHT,
     (unfreezing, layers): r"layers\.1\.weight was frozen when .*try requires_grad_\(\)",
     (ensemble, layers): r"0\.layers\.0\.weight is used by another block .*try layers=",
     (sam, detached): READS_A_GRADIENT,
     (sam, attached): READS_A_GRADIENT,
     (sam, half): READS_A_GRADIENT,
     (sam, in_three_shares): READS_A_GRADIENT,
-    (sam, in_backward): r"a weight .*was used between backward and step\(\).*backward_overlap='gradients'",
+    (sam, in_backward): READS_A_NEW_WEIGHT,
     (sam, layers): r"aten\.add_\.Tensor reads .*or param\.register_hook\(\)",
     (meta_learning, layers): r"create_graph=True .*expected create_graph=False",
 }
