@@ -102,8 +102,8 @@ class Search:
         self._say = say
         self._task, self._before, self._planner = task, before, planner
         self._budget_bytes = budget_bytes
-        self._aim = round((1 - HEADROOM) * budget_bytes)
-        self._asked = max(round((1 - error_share) * self._aim) - other_bytes, 1)
+        self._aim_bytes = round((1 - HEADROOM) * budget_bytes)
+        self._planned_for_bytes = max(round((1 - error_share) * self._aim_bytes) - other_bytes, 1)
         self._without = frozenset({_BUDGET_ENGINE})
         # On the twin its engine needs an open ledger, which a user's training does not have.
         self._may_learn = task.device.allocator is not None
@@ -169,7 +169,7 @@ class Search:
             without = self._without - {_BUDGET_ENGINE} if self._may_learn else self._without
             self._may_learn = False
             # Its refusal gives the bytes that the way with the smaller need takes.
-            return self._planner.plan(self._asked, without=without)
+            return self._planner.plan(self._planned_for_bytes, without=without)
         if self._tried or not self._compares_ways:
             return plan
         with suppress(RefusedPlanError):
@@ -181,7 +181,7 @@ class Search:
 
     def _plan(self, way: str) -> Plan:
         """Return the fastest plan that divides states so."""
-        return self._planner.plan(self._asked, without=self._without | {_OTHER_WAY[way]})
+        return self._planner.plan(self._planned_for_bytes, without=self._without | {_OTHER_WAY[way]})
 
     @property
     def _compares_ways(self) -> bool:
@@ -214,8 +214,8 @@ class Search:
             case _:
                 # Beside frozen layers that leave, all else may yet find room.
                 self._is_full |= trial.streams_weights(plan) and not (found.was_applied or self._task.on_host)
-                lacked = min(self._asked, _predicted(plan))
-                self._asked = lacked - round(_LESS * self._budget_bytes)
+                lacked = min(self._planned_for_bytes, _predicted(plan))
+                self._planned_for_bytes = lacked - round(_LESS * self._budget_bytes)
 
     def _no_room(self) -> RefusedPlanError:
         return RefusedPlanError(
@@ -226,10 +226,12 @@ class Search:
     def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
         """Ask for a plan of more memory where the budget has room, of less where it has not, for a rival, or none."""
         residual = found.peak_device_bytes - _predicted(plan)
-        unused = self._aim - found.peak_device_bytes
+        unused = self._aim_bytes - found.peak_device_bytes
         if found.retried or unused < 0:
-            self._asked = (
-                self._aim - max(residual, 0) - (round(_LESS * self._budget_bytes) if found.retried else 0)
+            self._planned_for_bytes = (
+                self._aim_bytes
+                - max(residual, 0)
+                - (round(_LESS * self._budget_bytes) if found.retried else 0)
             )
             return True
         if (
@@ -237,7 +239,7 @@ class Search:
             and _moves_anything(plan)
             and not self._is_far_slower(plan, found)
         ):
-            self._asked = self._aim - residual
+            self._planned_for_bytes = self._aim_bytes - residual
             return True
         rival = self._rival(plan, found)
         if rival is None:
@@ -275,7 +277,7 @@ class Search:
 
     def preference(self, plan: Plan, found: Trial) -> tuple[bool, float]:
         """Order by whether the headroom is kept, then by time: measured, or on the twin as predicted."""
-        is_tight = found.retried or found.peak_device_bytes > self._aim
+        is_tight = found.retried or found.peak_device_bytes > self._aim_bytes
         on_device = self._task.device.is_accelerator
         return is_tight, found.step_s if on_device else _time(plan)["step_s"]
 

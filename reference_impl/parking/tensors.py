@@ -151,9 +151,9 @@ def _named(
             yield from (("states", inner, plain) for inner, plain in tensors_in(param, name))
     known = {id(param) for param in params}
     for optimizer in optimizers:
-        for param, held in () if _is_of(type(optimizer.state), _PACKAGE) else optimizer.state.items():
+        for param, states in () if _is_of(type(optimizer.state), _PACKAGE) else optimizer.state.items():
             of = names.get(id(param), "a parameter")
-            for name, plain in tensors_in(held, "state", but=known, into_objects=True):
+            for name, plain in tensors_in(states, "state", but=known, into_objects=True):
                 yield "states", f"{name} of {of}", plain
         for name, plain in tensors_in(optimizer, type(optimizer).__name__, but=known):
             yield "states", name, plain
@@ -187,23 +187,23 @@ def tensors_in(
     seen: dict[int, object] = {}
     waiting = deque([(name, root, into_objects)])
     while waiting:
-        path, held, into = waiting.popleft()
-        if id(held) in seen or id(held) in but:
+        path, holder, into = waiting.popleft()
+        if id(holder) in seen or id(holder) in but:
             continue
-        seen[id(held)] = held
-        if not isinstance(held, torch.Tensor):
-            for inner, each in _followed(path, held, into_objects=into):
+        seen[id(holder)] = holder
+        if not isinstance(holder, torch.Tensor):
+            for inner, each in _followed(path, holder, into_objects=into):
                 if type(each) not in _ATOMS and id(each) not in seen:
                     waiting.append((inner, each, into))
             continue
-        if is_traceable_wrapper_subclass(held):
-            yield path, held
-            parts, _ = held.__tensor_flatten__()
-            waiting.extend((f"{path}.{part}", getattr(held, part), into) for part in parts)
-        elif not _is_of(type(held), _PACKAGE):
-            yield path, held
+        if is_traceable_wrapper_subclass(holder):
+            yield path, holder
+            parts, _ = holder.__tensor_flatten__()
+            waiting.extend((f"{path}.{part}", getattr(holder, part), into) for part in parts)
+        elif not _is_of(type(holder), _PACKAGE):
+            yield path, holder
         # A quantized weight keeps its scales in an attribute, and so does our stand-in what is left of a gradient.
-        waiting.extend((f"{path}.{key}", value, True) for key, value in vars(held).items())
+        waiting.extend((f"{path}.{key}", value, True) for key, value in vars(holder).items())
 
 
 def is_followed(root: object) -> bool:
@@ -215,11 +215,11 @@ def is_followed(root: object) -> bool:
     return follow is not _nothing and not needs_leave
 
 
-def _followed(path: str, held: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
-    """Return what `held` refers to, as far as it is followed."""
-    cls: Any = type(held)
+def _followed(path: str, holder: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
+    """Return what `holder` refers to, as far as it is followed."""
+    cls: Any = type(holder)
     follow, needs_leave = _way_of(cls)
-    return follow(path, held) if into_objects or not needs_leave else ()
+    return follow(path, holder) if into_objects or not needs_leave else ()
 
 
 @cache
@@ -249,39 +249,39 @@ def _slots(cls: type) -> list[str]:
     return [slot for slot in slots if slot not in ("__dict__", "__weakref__")]
 
 
-def _nothing(path: str, held: object) -> Iterable[tuple[str, object]]:
+def _nothing(path: str, holder: object) -> Iterable[tuple[str, object]]:
     return ()
 
 
-def _attributes(slots: Sequence[str], path: str, held: object) -> Iterator[tuple[str, object]]:
-    for key, value in getattr(held, "__dict__", {}).items():
+def _attributes(slots: Sequence[str], path: str, holder: object) -> Iterator[tuple[str, object]]:
+    for key, value in getattr(holder, "__dict__", {}).items():
         yield f"{path}.{key}", value
     for slot in slots:
-        if hasattr(held, slot):
-            yield f"{path}.{slot}", getattr(held, slot)
+        if hasattr(holder, slot):
+            yield f"{path}.{slot}", getattr(holder, slot)
 
 
-def _values(path: str, held: Mapping[object, object]) -> Iterator[tuple[str, object]]:
-    for key, value in held.items():
+def _values(path: str, holder: Mapping[object, object]) -> Iterator[tuple[str, object]]:
+    for key, value in holder.items():
         yield (f"{path}.{key}" if isinstance(key, str) else path), value
 
 
-def _elements(path: str, held: Iterable[object]) -> Iterator[tuple[str, object]]:
-    for value in held:
+def _elements(path: str, holder: Iterable[object]) -> Iterator[tuple[str, object]]:
+    for value in holder:
         yield path, value
 
 
-def _bound(path: str, held: partial[object]) -> Iterator[tuple[str, object]]:
-    yield from _elements(path, (held.func, *held.args, *held.keywords.values()))
+def _bound(path: str, holder: partial[object]) -> Iterator[tuple[str, object]]:
+    yield from _elements(path, (holder.func, *holder.args, *holder.keywords.values()))
 
 
-def _owner(path: str, held: types.MethodType) -> Iterator[tuple[str, object]]:
-    yield path, held.__self__
+def _owner(path: str, holder: types.MethodType) -> Iterator[tuple[str, object]]:
+    yield path, holder.__self__
 
 
-def _closure(path: str, held: types.FunctionType) -> Iterator[tuple[str, object]]:
-    if held.__module__.partition(".")[0] == _PACKAGE:
-        for cell in held.__closure__ or ():
+def _closure(path: str, holder: types.FunctionType) -> Iterator[tuple[str, object]]:
+    if holder.__module__.partition(".")[0] == _PACKAGE:
+        for cell in holder.__closure__ or ():
             if cell != _EMPTY_CELL:
                 yield path, cell.cell_contents
 

@@ -86,7 +86,7 @@ class BucketUpdate:
         written: the weights that others have written, once that is known.
     """
 
-    __slots__ = ("_left", "_lock", "_written", "last_use", "new_weights", "present", "step")
+    __slots__ = ("_lock", "_unfinished", "_written", "last_use", "new_weights", "present", "step")
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class BucketUpdate:
         self.new_weights = new_weights
         self.last_use = last_use
         self._written = written
-        self._lock, self._left = threading.Lock(), tasks
+        self._lock, self._unfinished = threading.Lock(), tasks
 
     def written(self) -> frozenset[Member]:
         """Return the weights that others have written; waits until the device has compared them."""
@@ -111,7 +111,7 @@ class BucketUpdate:
     def finish(self) -> list[Member]:
         """Note that a job is done; after the last one return the members of which every piece is updated."""
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._unfinished -= 1
+            if self._unfinished:
                 return []
         return self.step.finish(self.present)

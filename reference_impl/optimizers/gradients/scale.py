@@ -34,11 +34,11 @@ class OfOneStep:
 
 def take_scale(optimizer: object) -> dict[str, Any]:
     """Return the scale and the overflow flag of this step, None where none is set; forget those of GradScaler."""
-    held = vars(optimizer)
-    scale, found_inf = held.get("grad_scale"), held.get("found_inf")
+    attributes = vars(optimizer)
+    scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
     if found_inf is not None:
-        del held["found_inf"]
-        held.pop("grad_scale", None)
+        del attributes["found_inf"]
+        attributes.pop("grad_scale", None)
     return {"loss_scale": scale, "found_inf": found_inf}
 
 
