@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what differs."""
+    if not (Path(__file__).parent.parent / "upkeep").is_dir():  # which stays out of what an agent installs
+        raise UnusableInput(
+            "this copy of the skill compares no releases",
+            expected="the installed package or a checkout",
+            attempt="pip install cpu-offloading",
+        )
     from skill_tools.rules.versions import parse_target
     from skill_tools.upkeep.difference import between, other_defaults, unknown
     from skill_tools.upkeep.quotes import lost
