@@ -7,6 +7,7 @@ which seeds find it. Whoever mends a fault adds what puts it back; most need onl
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from signal import SIGINT
@@ -17,7 +18,7 @@ from injector import Injector, undisturbed
 
 from reference_impl.memory import interrupts
 from reference_impl.memory.slots import Slots
-from reference_impl.optimizers import hybrid, stepped
+from reference_impl.optimizers import engine, hybrid
 from reference_impl.optimizers.algorithms import Adam
 from reference_impl.optimizers.cpu.publish import Publisher
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
@@ -25,6 +26,7 @@ from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.step import Failures
 from reference_impl.optimizers.streamed import share
 from reference_impl.optimizers.streamed.update import ChunkUpdate
+from reference_impl.optimizers.writes.awaited import AwaitedParameter
 from reference_impl.optimizers.writes.sums import WeightSums
 from reference_impl.trained_layers import shards
 
@@ -127,7 +129,7 @@ def decision_kept() -> None:
     """The clip decision of a step that has failed is used in the next."""
     failed, last = faults(), []
 
-    @around(stepped, "decide")
+    @around(engine, "decide")
     def decide(real: Wrapper, *args: Any, **options: Any) -> Any:
         last.append(real(*args, **options))
         return last[-2] if once(failed) and len(last) > 1 else last[-1]
@@ -170,7 +172,7 @@ def lost_device_hides_the_rest() -> None:
 
 def rates_of_the_next_batch() -> None:
     """A begun step is carried out with the hyper-parameters of the moment."""
-    share.snapshot = stepped.snapshot = hybrid.snapshot = list
+    share.snapshot = engine.snapshot = hybrid.snapshot = list
 
 
 def allocated_after_the_begin() -> None:
@@ -195,6 +197,25 @@ def writes_are_not_compared() -> None:
     @around(WeightSums, "compare")
     def compare(real: Wrapper, *args: Any) -> Any:
         return real(*args) if undisturbed.active else None
+
+
+def nobody_waits_to_read_a_weight() -> None:
+    """Behind an attached step whoever reads a weight that is on its way finds it as it is."""
+    real = AwaitedParameter.__torch_function__
+
+    def read(cls: type, func: Wrapper, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if undisturbed.active or func is not torch.Tensor.detach:
+            return real(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+
+    @around(DeadlineWorkers, "run_job")
+    def run_job(real: Wrapper, *args: Any) -> None:
+        # It would be done by then.
+        time.sleep(0.01)
+        real(*args)
+
+    AwaitedParameter.__torch_function__ = classmethod(read)  # type: ignore[assignment]
 
 
 class _EverybodysTurn:
@@ -231,5 +252,6 @@ MUTATIONS: dict[str, Mutation] = {
     "allocated-after-the-begin": Mutation(allocated_after_the_begin, "begun:0:12"),
     "few-signals-are-deferred": Mutation(few_signals_are_deferred, "calls-signals:0:70"),
     "writes-are-not-compared": Mutation(writes_are_not_compared, "writers:0:20"),
+    "nobody-waits-to-read-a-weight": Mutation(nobody_waits_to_read_a_weight, "writers:55:90"),
     "nobody-waits-for-a-turn": Mutation(nobody_waits_for_a_turn, "readers:0:24"),
 }
