@@ -19,6 +19,7 @@ import torch
 
 from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event
+from reference_impl.device.base import device_is_full
 from reference_impl.distributed.mesh import any_is_sharded
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
@@ -127,7 +128,7 @@ class StreamedShare:
         self.finish(for_writing=True)
         chunks = self._storage.make(parts)
         try:
-            self._pipeline.allocate([*self._chunks, *chunks], slots=most_slots)
+            self._allocate([*self._chunks, *chunks], slots=most_slots)
             steps = {member: torch.zeros((), device=self._device.torch_device) for member in parts}
             for chunk in chunks:
                 self._states.add(chunk)
@@ -150,6 +151,22 @@ class StreamedShare:
             self._staying_bytes += self._bytes_staying(parts)
             self._chunks.extend(chunks)
             self.steps.update(steps)
+
+    def _allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
+        """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, which says what they are as large as."""
+        try:
+            self._pipeline.allocate(chunks, slots=slots)
+        except Exception as error:
+            if not chunks or not device_is_full(error):
+                raise
+            largest = max(chunks, key=lambda chunk: chunk.slot_bytes)
+            shapes = ", ".join(str(tuple(piece.member.param.shape)) for piece in largest.pieces[:3])
+            raise torch.OutOfMemoryError(
+                f"the device has no memory for the chunks of states that it updates: {LEAST_SLOTS} slots of "
+                f"{largest.slot_bytes / 2**30:.2f} GiB, as large as the states of {shapes}, and scratch; expected it "
+                "free before the optimizer is made; try smaller chunk_bytes, or where one matrix is as large, AdamW "
+                f"for it, which cuts it ({error})"
+            ) from error
 
     def gradient_places(self, members: Iterable[Member]) -> dict[Piece, torch.Tensor]:
         """Return where on the host the gradients of `members` are left, for each piece of theirs."""

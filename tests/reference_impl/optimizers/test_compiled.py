@@ -8,7 +8,7 @@ from in_turns import in_turns
 from optimizer_training import hybrid
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
@@ -117,6 +117,28 @@ def test_blocks_compiled_after_the_first_forward_wait_too(compiler):
     got = weights_after(STEPS, model, model, SPLITS[1], each=compile_once)
     assert len(set(compiled[-8:])) == 1, f"compiled anew: {compiled}"
     assert all(map(torch.equal, got, wanted))
+
+
+def test_muon_steps_behind_compiled_graphs_as_behind_plain_ones(compiler):
+    def trained(model, called):
+        matrices = [param for param in model.parameters() if param.dim() == 2]
+        rest = [param for param in model.parameters() if param.dim() != 2]
+        inner = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, fused=True)]
+        with OptimizerStateOffloader(inner, max_grad_norm=1.0) as optimizer:
+            optimizer.attach(model)
+            for step in range(4):
+                called(
+                    torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                ).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            return [param.detach().clone() for param in model.parameters()]
+
+    plain, model = new_model(), new_model()
+    called = compiler.around(model)
+    assert all(map(torch.equal, trained(model, called), trained(plain, plain)))
+    assert compiler.run == 4
 
 
 def test_compiled_modules_do_not_count_as_read_outside_of_their_forward(compiler):

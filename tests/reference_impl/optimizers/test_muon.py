@@ -1,6 +1,7 @@
 """Muon for matrices and AdamW for the rest, in one optimizer: bitwise torch's over fp32 masters."""
 
 import copy
+import gc
 import re
 from itertools import pairwise
 
@@ -495,6 +496,21 @@ def test_bad_input_is_named_before_anything_changes(device, groups, options, wor
     assert host_book.reserved_bytes == before
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name])
+
+
+def test_a_matrix_that_the_device_has_no_memory_for_is_named_and_nothing_stays(monkeypatch):
+    model = torch.nn.Linear(64, 32, bias=False)
+    before = host_book.live_bytes, model.weight.clone()
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("reference_impl.memory.slots.Slots.allocate", fails)
+    with pytest.raises(torch.OutOfMemoryError, match=r"states of \(32, 64\).*CUDA out of memory"):
+        OptimizerStateOffloader(torch.optim.Muon(model.parameters()), max_grad_norm=1.0)
+    gc.collect()
+    assert host_book.live_bytes == before[0]
+    assert torch.equal(model.weight, before[1])
 
 
 def test_an_embedding_is_refused_where_its_module_is_known(device):
