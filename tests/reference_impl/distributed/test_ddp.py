@@ -332,9 +332,10 @@ def test_errors_of_a_bucket_are_said_by_backward():
     model, (batch,) = net(), data_of(1)
     with hybrid(model, split=CPU, backward_overlap="update") as optimizer:
         optimizer.attach(model)
-        model(batch).backward()
+        first, second = model(batch), model(batch)
+        first.backward()
         with pytest.raises(RuntimeError, match="a second gradient"):
-            model(batch).backward()
+            second.backward()
         optimizer.step()
 
 
