@@ -31,7 +31,7 @@ SLOW = {
     "begun": 40 * TIMES,
     "layers-begun": 20 * TIMES,
     "users": 40 * TIMES,
-    "writers": 40 * TIMES,
+    "writers": 70 * TIMES,
     "muon": 40 * TIMES,
     "muon-signals": 10 * TIMES,
     "muon-python": 10 * TIMES,
