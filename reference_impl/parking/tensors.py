@@ -119,7 +119,7 @@ def find(
 def add_wrapper(by_storage: Mapping[int, FoundStorage], name: str, wrapper: torch.Tensor) -> bool:
     """Add `wrapper` to the storages on which its parts lie, and return whether there are any."""
     parts = [part for part in parts_of_wrapper(wrapper) if part.layout is torch.strided]
-    on = [found for part in parts if (found := by_storage.get(storage_of(part)._cdata)) is not None]
+    on = [found for part in parts if (found := _under(by_storage, part)) is not None]
     for found in on:
         if not any(each is wrapper for _, each in found.wrappers):
             found.wrappers.append((name, wrapper))
@@ -315,6 +315,14 @@ def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if not is_traceable_wrapper_subclass(tensor) and tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     return (tensor,)
+
+
+def _under(by_storage: Mapping[int, FoundStorage], part: torch.Tensor) -> FoundStorage | None:
+    """Return the storage on which `part` lies, if it is there; a gradient that has left has none."""
+    try:
+        return by_storage.get(storage_of(part)._cdata)
+    except RuntimeError:
+        return None
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | str:

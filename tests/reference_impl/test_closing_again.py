@@ -205,7 +205,7 @@ def test_closing_hides_no_error_of_the_users(tmp_path, monkeypatch):
 def test_what_an_unfinished_step_has_raised_is_not_hidden_by_what_closing_raises(monkeypatch):
     made = model()
     optimizer = HybridDeviceOptimizer(made.parameters(), offload_fraction=1.0)
-    monkeypatch.setattr(optimizer, "_finish_for_close", lambda: 1 / 0)
+    monkeypatch.setattr(optimizer._engine, "finish_for_close", lambda: 1 / 0)
     with monkeypatch.context() as patched:
         Failing(patched, [(HostArena, "close")], 0)
         with pytest.raises(ZeroDivisionError) as raised:
