@@ -402,8 +402,9 @@ def used_in_between(member: Member) -> RuntimeError:
     """Return the error for using a weight whose update backward has begun, before `step()`."""
     return RuntimeError(
         f"a weight of shape {tuple(member.param.shape)} was used between backward and step(), and backward had started "
-        "its update; expected weights to be read or written before backward or behind step(); try that, `with "
-        "optimizer.accumulate():` around all backwards but the last, or backward_overlap='gradients'"
+        "its update; expected weights to be read or written before backward or behind step(); try that, with "
+        "HybridDeviceOptimizer `with optimizer.accumulate():` around all backwards but the last, or "
+        "backward_overlap='gradients'"
     )
 
 

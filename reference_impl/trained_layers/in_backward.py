@@ -120,11 +120,23 @@ class InBackwardOptimizer(HostedOptimizer):
         # In step() it would be too late.
         self._placement.check_unfrozen(self._trained.trainable(), self._engine.attached.model)
         # Autograd calls back at the end of a backward that has not failed.
-        torch.autograd.Variable._execution_engine.queue_callback(self._passed.end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         try:
             self._update()
         finally:
             self._passed.note_backward()
+
+    def _end_backward(self) -> None:
+        """Note that this backward has ended well.
+
+        Whoever uses a weight before `step()` that it has updated in place gets an error: it is new too early.
+        """
+        self._passed.end_backward()
+        begun = self._passed.begun
+        in_place = [] if begun is None else [member for member in begun.arrivals if member.home is None]
+        for member in in_place:
+            member.pending = True
+        self._engine.let_users_wait(in_place)
 
     def _update(self) -> None:
         """Queue the update of the gradients that backward has done with, behind the live current stream."""

@@ -114,13 +114,16 @@ def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
     model = decoder(device)
     with updating(model) as streamer:
         optimizer = streamer.optimizer
-        decoder_loss(model(ids[0]), ids[0]).backward()
+        first, second = [decoder_loss(model(batch), batch) for batch in ids]
+        first.backward()
         assert optimizer.status == "begun"
         for call in (optimizer.zero_grad, optimizer.state_dict):
             with pytest.raises(RuntimeError, match=r"expected step\(\)"):
                 call()
+        with pytest.raises(RuntimeError, match="between backward and step"):
+            model(ids[1])
         with pytest.raises(RuntimeError, match="second gradient"):
-            decoder_loss(model(ids[1]), ids[1]).backward()
+            second.backward()
         optimizer.step()
         assert optimizer.status == "begun"
         optimizer.zero_grad()
@@ -363,6 +366,27 @@ def test_a_forward_waits_for_the_rest_of_a_step_that_no_call_could_finish(device
         loss.backward()
         streamer.optimizer.step()
         assert loss.item() == expected[1]
+        assert_same(model, streamer.optimizer, other, reference)
+
+
+def test_a_weight_that_stays_is_not_read_between_backward_and_step(device):
+    """Its update has begun, so it is new already where AdamW's is old."""
+    other, model = (decoder(device, layers=2) for _ in range(2))
+    ids = batches(device, 2)
+    reference = resident(other, max_grad_norm=None)
+    expected = train(other, reference, ids)
+    losses = []
+    with updating(model) as streamer:
+        for batch in ids:
+            loss = decoder_loss(model(batch), batch)
+            loss.backward()
+            losses.append(loss.item())
+            with pytest.raises(RuntimeError, match="between backward and step"):
+                model.head.weight.clone()
+            streamer.optimizer.step()
+            model.head.weight.clone()
+            streamer.optimizer.zero_grad()
+        assert losses == expected
         assert_same(model, streamer.optimizer, other, reference)
 
 
