@@ -105,11 +105,15 @@ class ResidentShare:
         states = [self._states[member] for member in members if member in self._states]
         for state in states:
             state.follow()
-        self._take_over(states)
+        # Parked: kernels would read address 0, and what is on the host is compared there. No step comes here.
+        away = {state for state in states if is_away(state.weight) or is_away(state.master)}
+        self._take_over(state for state in states if state not in away)
+        for state in _with_masters(away) if self._written is not None else ():
+            _take_over_on_host(state)
 
     def _take_over(self, states: Iterable[ResidentState]) -> None:
         """Let masters take over writes of others to their weights, which nothing may have counted."""
-        apart = [s for s in states if s.master is not s.weight and not s.member.is_apart]
+        apart = _with_masters(states)
         if self._written is None or not apart:
             return
         whole = [state for state in apart if state.weight.dtype == torch.float32]
@@ -117,12 +121,7 @@ class ResidentShare:
             # Equal where nobody has written.
             torch._foreach_copy_([state.master for state in whole], [state.weight for state in whole])
         rounded = [state for state in apart if state.weight.dtype != torch.float32]
-        # Parked: kernels would read address 0, and what is on the host is compared there.
-        away = [state for state in rounded if is_away(state.weight) or is_away(state.master)]
-        for state in away:
-            _take_over_on_host(state)
-        there = [state for state in rounded if state not in away] if away else rounded
-        self._written.take_over_all([s.weight for s in there], [s.master for s in there])
+        self._written.take_over_all([s.weight for s in rounded], [s.master for s in rounded])
 
     def _share_scratch(self, updates: Sequence[ResidentUpdate]) -> None:
         # Of empty shards, too: their views are of a tensor on the device.
@@ -253,6 +252,11 @@ class _Part(NamedTuple):
     copied: list[int]
     sizes: list[int]
     copies: list[torch.Tensor]
+
+
+def _with_masters(states: Iterable[ResidentState]) -> list[ResidentState]:
+    """Return those of `states` whose masters are not their weights, and follow them."""
+    return [s for s in states if s.master is not s.weight and not s.member.is_apart]
 
 
 def _take_over_on_host(state: ResidentState) -> None:

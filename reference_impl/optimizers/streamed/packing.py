@@ -17,7 +17,7 @@ GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
 On CUDA `torch.compile` builds the kernels of bf16 moments, and `halves_kernel` has those that pack and unpack beside
 fp32 ones; the CPU twin runs the source here block by block. There each operator may fail by itself, so all new values
-of a block are computed before the first is written, and after an error `Resumable` goes on where it stopped.
+of a block are computed before the first is written.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 

@@ -124,15 +124,17 @@ class WeightSums(Generic[_Name]):
         Allocates, and raises where memory is short.
         """
         of_tables: dict[_Table, list[_Name]] = {}
-        for name, weight in weights.items():
+        for name in weights:
             summed = self._summed.get(name)
-            if summed is not None and not is_away(summed.table.rows):
-                self._follow_address(summed, weight)
+            if summed is not None:
                 of_tables.setdefault(summed.table, []).append(name)
-        if not of_tables:
+        present = {table: names for table, names in of_tables.items() if not is_away(table.rows)}
+        if not present:
             return None
         found = []
-        for table, names in of_tables.items():
+        for table, names in present.items():
+            for name in names:
+                self._follow_address(self._summed[name], weights[name])
             broken = self._unbroken(table)
             if len(names) == table.weights:
                 self._run(table, range(len(table.rows)), weights, broken=broken)
