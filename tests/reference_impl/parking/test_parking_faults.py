@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from interrupts import counted
 from small_net import loss_of, net
 
 from reference_impl import HybridDeviceOptimizer, Streaming, park
-from reference_impl.device import CpuTwin, Device
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.slab import Slab
 from reference_impl.parking import parked as room
@@ -23,10 +23,9 @@ pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 # `make test-faults` runs more.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
-DEVICE = Device.of("cpu")
 ERRORS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt, RuntimeError, RecursionError)
+OF_DEVICE = ("copy", "synchronize", "pin")
 SEAMS = [
-    *((CpuTwin, name) for name in ("copy", "synchronize", "pin")),
     *((HostArena, name) for name in ("allocate", "reserve_blocks", "free")),
     *((parked_storage, name) for name in ("resize_storage", "mark_absent", "mark_present")),
     (Slab, "__init__"),
@@ -40,9 +39,9 @@ SEAMS = [
 class Failing:
     """Counts the calls of all seams; the one that is chosen raises, before or after it has happened."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, monkeypatch, device):
         self.calls, self.fail_at, self.error, self.after = 0, None, None, False
-        for owner, name in SEAMS:
+        for owner, name in (*((type(device), name) for name in OF_DEVICE), *SEAMS):
             monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name)))
 
     def _wrapped(self, real):
@@ -59,8 +58,8 @@ class Failing:
         return call
 
 
-def training(kind):
-    model = net(DEVICE)
+def training(kind, device):
+    model = net(device)
     if kind == "AdamW":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     else:
@@ -86,9 +85,12 @@ def finished(model, optimizer):
     return [param.detach().clone() for param in model.parameters()]
 
 
-@pytest.fixture(scope="module")
-def want():
-    return {kind: finished(*training(kind)) for kind in ("AdamW", "ours")}
+KINDS = ("AdamW", "ours")
+
+
+@cache
+def weights_without_faults(kind, device):
+    return finished(*training(kind, device))
 
 
 def all_or_nothing(model, parked):
@@ -107,12 +109,12 @@ WAYS = {
 }
 
 
-def with_one_fault(kind, way, fail, choose, reached=()):
+def with_one_fault(device, kind, way, fail, choose, reached=()):
     """Train, park and restore with one fault; return the calls that could have failed, kinds away, and weights.
 
     `reached` are the kinds that are away after each of the acts.
     """
-    model, optimizer = training(kind)
+    model, optimizer = training(kind, device)
     parked = park(model, optimizer, timeout_s=0.0)
     fail.calls = 0
     choose(fail)
@@ -133,11 +135,12 @@ def with_one_fault(kind, way, fail, choose, reached=()):
     return calls, tuple(away), finished(model, optimizer)
 
 
-def run(seeds, want):
+def run(seeds, device):
+    want = {kind: weights_without_faults(kind, device) for kind in KINDS}
     with pytest.MonkeyPatch.context() as patch:
-        fail = Failing(patch)
+        fail = Failing(patch, device)
         plain = {
-            (kind, way): with_one_fault(kind, way, fail, lambda fail: None)[:2]
+            (kind, way): with_one_fault(device, kind, way, fail, lambda fail: None)[:2]
             for kind, way in itertools.product(want, WAYS)
         }
         for seed in seeds:
@@ -153,24 +156,24 @@ def run(seeds, want):
             def choose(fail, place=place, error=error, after=after):
                 fail.fail_at, fail.error, fail.after = place, error, after
 
-            weights = with_one_fault(kind, way, fail, choose, reached)[2]
+            weights = with_one_fault(device, kind, way, fail, choose, reached)[2]
             assert all(map(torch.equal, weights, want[kind])), (seed, kind, way, place, error, after)
 
 
-def test_a_fault_leaves_all_or_nothing_and_training_goes_on(want):
-    run(range(20), want)
+def test_a_fault_leaves_all_or_nothing_and_training_goes_on(device):
+    run(range(20), device)
 
 
 @pytest.mark.slow
-def test_many_faults(want):
-    run(range(20, 20 + 100 * TIMES), want)
+def test_many_faults(device):
+    run(range(20, 20 + 100 * TIMES), device)
 
 
-def interrupted(places, want):
+def interrupted(places, device):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for place in places:
-            model, optimizer = training("AdamW")
+            model, optimizer = training("AdamW", device)
             parked = park(model, optimizer)
             for act in (parked.park, parked.restore):
                 try:
@@ -182,13 +185,14 @@ def interrupted(places, want):
                     act()
                 all_or_nothing(model, parked)
             parked.close()
-            assert all(map(torch.equal, finished(model, optimizer), want["AdamW"])), place
+            weights = finished(model, optimizer)
+            assert all(map(torch.equal, weights, weights_without_faults("AdamW", device))), place
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def bytecodes():
-    model, optimizer = training("AdamW")
+def bytecodes(device):
+    model, optimizer = training("AdamW", device)
     parked = park(model, optimizer)
     with counted(None, lambda: None) as count:
         parked.park()
@@ -196,10 +200,12 @@ def bytecodes():
     return count[0]
 
 
-def test_ctrl_c_leaves_all_or_nothing(want):
-    interrupted(range(1, bytecodes(), max(bytecodes() // 25, 1)), want)
+def test_ctrl_c_leaves_all_or_nothing(device):
+    places = bytecodes(device)
+    interrupted(range(1, places, max(places // 25, 1)), device)
 
 
 @pytest.mark.slow
-def test_ctrl_c_before_many_bytecodes(want):
-    interrupted(range(3, bytecodes(), max(bytecodes() // 150, 1)), want)
+def test_ctrl_c_before_many_bytecodes(device):
+    places = bytecodes(device)
+    interrupted(range(3, places, max(places // 150, 1)), device)
