@@ -264,6 +264,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", default="", help="only rows whose name contains one of these, and those that ratios are to"
     )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="slower kernels, for rows whose weights are compared"
+    )
     parser.add_argument("--out", type=Path, help="write all numbers of all ranks as JSON")
     parser.add_argument(
         "--trace", type=Path, help="write a Perfetto trace of rank 0 in a row, at the first of --tokens"
@@ -282,6 +285,11 @@ def main() -> None:
     is_cuda = torch.cuda.is_available() and not args.tiny
     if is_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if args.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(mode=True)
+        # It would fill what `torch.empty` returns, which is a kernel for each.
+        torch.utils.deterministic.fill_uninitialized_memory = False
     device = Device.of("cuda" if is_cuda else "cpu")
     # Torch's offloading reduces on the host what it keeps there.
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(minutes=3))

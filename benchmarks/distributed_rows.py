@@ -39,45 +39,26 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(whole, **MUON), torch.optim.AdamW(rest, fused=True, **OPTIONS)]
 
 
-class PlainMuon:
-    """Torch's Muon and fused AdamW over the shards, clipped by torch."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._params = list(model.parameters())
-        self._inner = muon_and_adamw(model)
-
-    def step(self) -> None:
-        """Clip, then update."""
-        nn.utils.clip_grad_norm_(self._params, MAX_NORM)
-        for each in self._inner:
-            each.step()
-
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for each in self._inner:
-            each.zero_grad()
-
-    def synchronize(self) -> None:
-        """Do nothing: it returns finished."""
-
-    def close(self) -> None:
-        """Do nothing: nothing is held."""
-
-
 class Plain:
-    """Torch's fused AdamW, clipped by torch."""
+    """Torch's optimizers over the shards: Muon and fused AdamW `with_muon`, else fused AdamW; clipped by torch."""
 
-    def __init__(self, model: nn.Module, *, clips: bool) -> None:
+    def __init__(self, model: nn.Module, *, clips: bool, with_muon: bool = False) -> None:
         self._params = list(model.parameters())
         self._clips = clips
-        self._inner = torch.optim.AdamW(self._params, fused=True, **OPTIONS)
-        self.zero_grad = self._inner.zero_grad
+        adamw = None if with_muon else [torch.optim.AdamW(self._params, fused=True, **OPTIONS)]
+        self.inner = adamw or muon_and_adamw(model)
 
     def step(self) -> None:
         """Clip, then update."""
         if self._clips:
             nn.utils.clip_grad_norm_(self._params, MAX_NORM)
-        self._inner.step()
+        for each in self.inner:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for each in self.inner:
+            each.zero_grad()
 
     def synchronize(self) -> None:
         """Do nothing: it returns finished."""
@@ -220,13 +201,16 @@ def rows(engine: str, slots_bytes: int) -> dict[str, Row]:
             Traffic(in_backward=(4, 4), after_it=(12, 8)),
             Streaming(chunk_bytes=SMALL_CHUNK_BYTES, states="bf16-moments"),
         ),
-        TORCHS_MUON: Row(PlainMuon),
+        TORCHS_MUON: Row(lambda model: Plain(model, clips=True, with_muon=True)),
         "muon, on the GPU": ours_with_muon(fraction=0.0),
         "muon, exact": ours_with_muon(),
         "muon, exact, slots": ours_with_muon(device_budget_bytes=slots_bytes),
         "muon, bf16 momentum": ours_with_muon(states="bf16-moments"),
         "muon, everything off": Row(
             lambda model: EverythingOff(model, Streaming(chunk_bytes=SMALL_CHUNK_BYTES), with_muon=True)
+        ),
+        "muon, CPUOffloadPolicy, unclipped": Row(
+            lambda model: Plain(model, clips=False, with_muon=True), torch_offloads=True
         ),
         "CPUOffloadPolicy, unclipped": Row(lambda model: Plain(model, clips=False), torch_offloads=True),
         "CPUOffloadPolicy, unclipped, OMP_NUM_THREADS unset": Row(

@@ -61,7 +61,7 @@ def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) ->
         optimizer.step()
 
     step()
-    parked = park(model, optimizer._inner)
+    parked = park(model, optimizer.inner)
     away, back, left = [], [], 0.0
     for _ in range(ROUNDS):
         away.append(seconds(parked.park, device))
