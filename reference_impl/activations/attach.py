@@ -162,7 +162,7 @@ def is_wrapped(module: nn.Module) -> bool:
 def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
     """Call `change(state)` with the attributes of each deep or pickled copy of `module`; return an undo function."""
     # Released by `undo`: whoever holds `undo` is often the object that `change` is bound to, and that is a cycle.
-    held = [change]
+    own_change = [change]
     changes = getattr(module.__dict__.get("__getstate__"), "changes", None)
     if changes is not None:
         changes.append(change)
@@ -184,8 +184,8 @@ def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
         module.__dict__["__getstate__"] = get_state
 
     def undo() -> None:
-        if held:
-            changes.remove(held.pop())
+        if own_change:
+            changes.remove(own_change.pop())
         if not changes and getattr(module.__dict__.get("__getstate__"), "changes", None) is changes:
             del module.__dict__["__getstate__"]
 

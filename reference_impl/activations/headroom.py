@@ -215,10 +215,10 @@ class Headroom:
         free = self._free["backward"]
         if not self._is_ahead or last >= len(free):
             return None
-        return min(free[first : last + 1]) - self.in_flight.held_bytes
+        return min(free[first : last + 1]) - self.in_flight.size_bytes
 
     def _movable_bytes(self, run: ForwardPass) -> int:
-        return self.in_flight.held_bytes + run.ahead_bytes
+        return self.in_flight.size_bytes + run.ahead_bytes
 
     def _trim(self, free_bytes: int) -> None:
         self.in_flight.trim(max(free_bytes, self._in_flight_bytes))
@@ -240,7 +240,7 @@ class Headroom:
         measuring.begin_span(self._movable_bytes(run))
 
     def _learn(self, step: MeasuredStep, live_bytes: int) -> None:
-        step.end(self.in_flight.held_bytes, live_bytes)
+        step.end(self.in_flight.size_bytes, live_bytes)
         top_bytes = step.peak_bytes
         if self._ceiling_bytes is not None:
             top_bytes = self._ceiling_bytes - step.start_bytes

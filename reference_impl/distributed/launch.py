@@ -87,8 +87,8 @@ def _ended(connections: Set[Connection]) -> Connection | None:
     connections one after the other.
     """
     until = time.monotonic() + 1
-    while (left := until - time.monotonic()) > 0:
-        for connection in wait(connections, left):
+    while (remaining_s := until - time.monotonic()) > 0:
+        for connection in wait(connections, remaining_s):
             assert isinstance(connection, Connection)
             try:
                 connection.recv()

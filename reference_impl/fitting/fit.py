@@ -321,5 +321,5 @@ def _budgets(task: Task, gpu_budget: Budget, host_budget: Budget) -> tuple[int, 
     if host_budget != "auto":
         return budget, host_budget
     # Weights that are on the host are so wherever a plan puts them there.
-    held = sum(param.nbytes for param in task.model.parameters()) if task.on_host else 0
-    return budget, round(_HOST_SHARE * there) + held
+    weights_bytes = sum(param.nbytes for param in task.model.parameters()) if task.on_host else 0
+    return budget, round(_HOST_SHARE * there) + weights_bytes

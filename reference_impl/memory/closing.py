@@ -24,13 +24,13 @@ def undo_all(steps: list[Callable[[], None]]) -> None:
     A step that has raised stays in the list, so that another call tries it again. Each may be done twice.
     """
     raised: BaseException | None = None
-    left = len(steps)
-    while left:
-        left -= 1
+    untried = len(steps)
+    while untried:
+        untried -= 1
         try:
-            steps[left]()
+            steps[untried]()
             # Only here: an interrupt leaves a step in the list that may have been done, and loses none.
-            del steps[left]
+            del steps[untried]
         except BaseException as error:
             raised = raised or error
     if raised is not None:

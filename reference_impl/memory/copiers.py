@@ -47,14 +47,14 @@ class Copy:
     All but `run` and `ends` is called by one thread at a time.
     """
 
-    __slots__ = ("_end", "_source", "_taken_bytes", "_target", "_threads", "error", "is_over", "size_bytes")
+    __slots__ = ("_claimed_bytes", "_end", "_source", "_target", "_threads", "error", "is_over", "size_bytes")
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._target: torch.Tensor | None = target
         self._source: torch.Tensor | None = source
         self.size_bytes = target.nbytes
         # The bytes of it that threads have taken, and the threads that copy now.
-        self._taken_bytes = 0
+        self._claimed_bytes = 0
         self._threads: set[int] = set()
         # Whether nothing of it is still to be written, and why it is not there.
         self.is_over = False
@@ -63,16 +63,16 @@ class Copy:
         self._end.acquire()
 
     @property
-    def is_taken(self) -> bool:
+    def is_claimed(self) -> bool:
         """Whether nothing of it is left to be taken."""
-        return self._taken_bytes >= self.size_bytes or self.error is not None
+        return self._claimed_bytes >= self.size_bytes or self.error is not None
 
     def take(self, me: int) -> tuple[int, int]:
         """Return the first byte and the end of the next part, which the thread `me` copies."""
         self._threads.add(me)
-        start = self._taken_bytes
-        self._taken_bytes = min(start + _PART_BYTES, self.size_bytes)
-        return start, self._taken_bytes
+        start = self._claimed_bytes
+        self._claimed_bytes = min(start + _PART_BYTES, self.size_bytes)
+        return start, self._claimed_bytes
 
     def run(self, start: int, end: int) -> None:
         """Copy a part."""
@@ -84,7 +84,7 @@ class Copy:
     def leave(self, me: int) -> None:
         """Note that the thread `me` has copied its part, or has failed to."""
         self._threads.discard(me)
-        if self.is_taken and not self._threads and not self.is_over:
+        if self.is_claimed and not self._threads and not self.is_over:
             self._target = self._source = None
             self.is_over = True
             self._end.release()
@@ -218,7 +218,7 @@ class Copiers:
                         # Known before it is taken: one that nobody knows would be waited for in vain.
                         copy = queue[0]
                         start, end = copy.take(me)
-                        if copy.is_taken:
+                        if copy.is_claimed:
                             queue.popleft()
                         self._serving.add(me)
                     else:

@@ -22,27 +22,27 @@ class InFlight:
     def __init__(self, device: Device, *, limit_bytes: int) -> None:
         self._device = device
         self._limit_bytes = limit_bytes
-        self._held: deque[tuple[Event, object, int]] = deque()
+        self._counted: deque[tuple[Event, object, int]] = deque()
         self._uncounted: deque[tuple[Event, object]] = deque()
         self._lock = UninterruptedLock()
-        self.held_bytes = 0
+        self.size_bytes = 0
 
     def hold(self, event: Event, references: object, size_bytes: int) -> None:
         """Keep `references` (of `size_bytes` on the device) until `event`, then let older ones go."""
         with self._lock:
-            self._held.append((event, references, size_bytes))
-            self.held_bytes += size_bytes
+            self._counted.append((event, references, size_bytes))
+            self.size_bytes += size_bytes
             self._drop_reached()
             self._trim(self._limit_bytes)
 
     def hand_over(self, references: object) -> None:
         """Count `references` no more, since somebody else counts them now; they are kept until their event."""
         with self._lock:
-            for place, (event, kept, size_bytes) in enumerate(self._held):
+            for place, (event, kept, size_bytes) in enumerate(self._counted):
                 if kept is references:
                     # By its place: comparing entries would compare tensors.
-                    del self._held[place]
-                    self.held_bytes -= size_bytes
+                    del self._counted[place]
+                    self.size_bytes -= size_bytes
                     self._uncounted.append((event, references))
                     return
 
@@ -52,14 +52,14 @@ class InFlight:
 
     def drain(self) -> None:
         """Let go of tensors whose copies have ended; waits for nothing."""
-        if not (self._held or self._uncounted):
+        if not (self._counted or self._uncounted):
             return
         with self._lock:
             self._drop_reached()
 
     def trim(self, limit_bytes: int) -> None:
         """Make the live current stream wait for the oldest until at most `limit_bytes` are held."""
-        if not (self._held or self._uncounted):
+        if not (self._counted or self._uncounted):
             return
         with self._lock:
             self._drop_reached()
@@ -70,18 +70,18 @@ class InFlight:
         self.trim(-1)
 
     def _trim(self, limit_bytes: int) -> None:
-        while self.held_bytes > limit_bytes and self._held:
+        while self.size_bytes > limit_bytes and self._counted:
             # The live current stream runs behind the copy from here on, so its next allocation may reuse
             # the memory: a wait on the device, not on the host.
-            self._device.wait(self._held[0][0])
+            self._device.wait(self._counted[0][0])
             self._drop_oldest()
 
     def _drop_reached(self) -> None:
-        while self._held and self._held[0][0].query():
+        while self._counted and self._counted[0][0].query():
             self._drop_oldest()
         while self._uncounted and self._uncounted[0][0].query():
             self._uncounted.popleft()
 
     def _drop_oldest(self) -> None:
-        _, _, size_bytes = self._held.popleft()
-        self.held_bytes -= size_bytes
+        _, _, size_bytes = self._counted.popleft()
+        self.size_bytes -= size_bytes

@@ -32,8 +32,8 @@ from reference_impl.optimizers.readers import AttachedModel, StepSite
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_dict import StateWrites
 from reference_impl.optimizers.step import Failures, Status, StepPlan, as_one, in_turn, snapshot
+from reference_impl.optimizers.writes.aliased import AliasedWeights
 from reference_impl.optimizers.writes.awaited import let_wait
-from reference_impl.optimizers.writes.held import HeldWeights
 
 
 class Owner(Protocol):
@@ -82,7 +82,7 @@ class Engine:
         self.made_by = os.getpid()
         self.attached = AttachedModel()
         self.used = UsedGradients()
-        self.held = HeldWeights()
+        self.aliased = AliasedWeights()
         self.writes = StateWrites()
         self.stepped_by: threading.Thread | None = None
         self.grad_norm: torch.Tensor | None = None
@@ -129,7 +129,7 @@ class Engine:
         """Return the status to somebody who may call `step()` to go on with a step that has begun."""
         with self._failures.turn:
             status = self.status()
-            self._failures.told_begun |= status == "begun"
+            self._failures.reported_begun |= status == "begun"
             return status
 
     def check_broken(self) -> None:
@@ -167,7 +167,7 @@ class Engine:
         rest = self.gradients.rest
         if rest is not None:
             rest.use(self.take, has_begun=lambda: self.gradients.rest is None)
-            self._failures.told_begun = True
+            self._failures.reported_begun = True
 
     @in_turn
     def finish_earlier(self, *, has_closure: bool) -> None:
@@ -181,9 +181,9 @@ class Engine:
             self.ready()
 
     @property
-    def has_told(self) -> bool:
+    def has_reported_begun(self) -> bool:
         """Whether an error has told of a step that has used these gradients."""
-        return self._failures.told_begun and self.used.are_all(self.members.values())
+        return self._failures.reported_begun and self.used.are_all(self.members.values())
 
     def take_noted(self) -> None:
         """Take a step; from here on each call finishes the rest of one that backward has begun."""
@@ -203,7 +203,7 @@ class Engine:
         self.open.prepare(plan, gradients, arrived=prepared.arrived, factors=prepared.factors, begun=begun)
         standing = {**standing_on(self.members.values()), **prepared.stand_ins}
         if self.returns_early and self._follows_writes:
-            self.held.note(gradients)
+            self.aliased.note(gradients)
         self.attached.on_step(members)
         with self._beginning(standing):
             self.gradients.begin(forgetful(self.wait_for) if self.attached.waits else None)
@@ -212,7 +212,7 @@ class Engine:
             norm = None if plan.decision is None else plan.decision.norm
             self.grad_norm = norm if self.gradients.measures else None
             count_own(members)
-        self.wait_in_step(self.held.take_noted()) if self.returns_early else self.wait_for_all()
+        self.wait_in_step(self.aliased.take_noted()) if self.returns_early else self.wait_for_all()
 
     def _plan(self, gradients: Mapping[Member, torch.Tensor]) -> StepPlan:
         """Decide over all gradients, on the device; where backward has begun to use them, it was decided before."""
@@ -242,8 +242,8 @@ class Engine:
     def note_begun(self, standing: Mapping[Member, torch.Tensor]) -> None:
         """Note which gradients a step begins to use, and on which stream; all or nothing."""
         stream = self.device.current_stream()
-        self.used.note(standing, left_unseen=not standing)
-        self._failures.told_begun = False
+        self.used.note(standing, all_offloaded=not standing)
+        self._failures.reported_begun = False
         self.site.stream = stream
 
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:

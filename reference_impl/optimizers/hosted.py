@@ -245,7 +245,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         members = self._placement.lay_out(params, before=self._members.values(), matrices=matrices)
         parts = self._placement.parts(members)
         self._placement.check_room(shares, members, parts)
-        with self._engine.held.learning(members):
+        with self._engine.aliased.learning(members):
             shares.add(members, parts)
         with deferred_interrupts():
             self._trained.add(members)
@@ -284,7 +284,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     def _take_step(self) -> None:
         """Take a step, unless an error has told of one that has used these gradients."""
         self._engine.check()
-        if not self._engine.has_told:
+        if not self._engine.has_reported_begun:
             self._step()
 
     def _step(self) -> None:

@@ -193,7 +193,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
                     begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
                 written = engine.open.compare(bucket)
                 if engine.returns_early and self._follows_writes:
-                    engine.held.note(piece.member for piece in bucket.pieces)
+                    engine.aliased.note(piece.member for piece in bucket.pieces)
                 with as_one():
                     self._leaving.begun = begun
                     engine.open.submit(bucket, begun, written)

@@ -138,7 +138,7 @@ class Failures:
         # Workers never take it: whoever has it may wait for them.
         self.turn = threading.RLock()
         # Whether somebody has heard that a step has begun, and may call step() to go on with it.
-        self.told_begun = False
+        self.reported_begun = False
         self.first: BaseException | None = None
         _all.add(self)
 
@@ -181,7 +181,7 @@ class Failures:
             if found != "closed":
                 error.add_note(f"{_NOTE}{found!r}: {_NOTES[found]}")
             if found == "begun":
-                self.told_begun = True
+                self.reported_begun = True
 
 
 # A forked child has none of the threads that may have had their turn.

@@ -176,7 +176,7 @@ def _traced(
         moved_bytes=sum(ledger.moved_bytes.values()),
         kernels=sum(ledger.kernels.values()),
         saved_by=saved,
-        alive_at_peak=_held(ledger.alive_at_peak()),
+        alive_at_peak=_by_module_and_operation(ledger.alive_at_peak()),
         assumptions=tuple(assumptions),
     )
 
@@ -367,7 +367,7 @@ def _saved_by(births: list[Birth]) -> dict[str, int]:
     return dict(counted.most_common())
 
 
-def _held(births: list[Birth]) -> tuple[Held, ...]:
+def _by_module_and_operation(births: list[Birth]) -> tuple[Held, ...]:
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()
     for birth in births:

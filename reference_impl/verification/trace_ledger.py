@@ -203,9 +203,9 @@ class TraceLedger(TorchDispatchMode):
         return forget
 
 
-def _unknown(asked: str) -> UnknownValueError:
+def _unknown(request: str) -> UnknownValueError:
     return UnknownValueError(
-        f"the forward asks for {asked}, which a trace does not have; expected a forward whose operations follow from "
+        f"the forward asks for {request}, which a trace does not have; expected a forward whose operations follow from "
         "shapes; try the formula (`offload plan config.json`, or `--model NAME`), or a trace of the parts that do not "
         "ask"
     )

@@ -142,13 +142,13 @@ def _step(
     }
 
 
-def _largest(held: tuple[Held, ...]) -> tuple[Held, ...]:
+def _largest(groups: tuple[Held, ...]) -> tuple[Held, ...]:
     """Return the largest, and the rest in one."""
-    rest = held[_MOST_HELD:]
+    rest = groups[_MOST_HELD:]
     if not rest:
-        return held
+        return groups
     storages, size_bytes = sum(each.storages for each in rest), sum(each.size_bytes for each in rest)
-    return *held[:_MOST_HELD], Held("all else", "several", storages, size_bytes)
+    return *groups[:_MOST_HELD], Held("all else", "several", storages, size_bytes)
 
 
 def _document(

@@ -17,13 +17,13 @@ from reference_impl.weights.host_memory import Started
 class VisitingBlock(ABC):
     """One such block, number `index` of all; a visit copies `size_bytes`.
 
-    `is_held` says that an update has begun to write it and has not sent all of it home: it must not be evicted.
+    `is_being_written`: an update has begun to write it, and has not sent all of it home. It must not be evicted.
     """
 
     def __init__(self, device: Device, index: int) -> None:
         self.index = index
         self.size_bytes = 0
-        self.is_held = False
+        self.is_being_written = False
         self._device = device
         # Its bytes on the device, while it is there or on its way.
         self._memory: torch.Tensor | None = None
@@ -69,12 +69,12 @@ class VisitingBlock(ABC):
 
     def hold(self) -> Event:
         """Keep it, which is loaded, on the device until `stored`; return the event of its arrival."""
-        self.is_held = True
+        self.is_being_written = True
         return self._started()
 
     def stored(self, event: Event) -> None:
         """Take note that all that was written goes home until `event`."""
-        self._stored, self.is_held = event, False
+        self._stored, self.is_being_written = event, False
 
     def brought(self, event: Event) -> None:
         """Take note that a part of it is copied to the device once more until `event`."""

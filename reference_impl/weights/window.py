@@ -121,7 +121,7 @@ class Window:
         if self._order.turns:
             self._in_forward = None
             for block in self.loaded:
-                if not block.is_held:
+                if not block.is_being_written:
                     block.evict()
 
     @_alone
@@ -176,7 +176,7 @@ class Window:
         self, loaded: list[VisitingBlock], count: int, *, beside: list[VisitingBlock]
     ) -> list[VisitingBlock]:
         """Return up to `count` blocks that may go: those that are not needed at all, then those needed last."""
-        stale = [block for block in loaded if block not in beside and not block.is_held]
+        stale = [block for block in loaded if block not in beside and not block.is_being_written]
         if len(stale) <= count:
             return stale
         stale.sort(key=lambda block: self._order.visits_until(block.index), reverse=True)

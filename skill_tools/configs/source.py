@@ -146,7 +146,7 @@ class _Parsed:
     """The documents of the texts that were parsed last: bases and DeepSpeed files are named by many configurations."""
 
     def __init__(self, most_characters: int) -> None:
-        self._left = most_characters
+        self._free_characters = most_characters
         self._kept: dict[tuple[Kind, str | None, str], Documents] = {}
 
     def documents(self, kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
@@ -154,12 +154,12 @@ class _Parsed:
         found = self._kept.pop((kind, pyyaml, text), None)
         if found is None:
             found = _parse(kind, text, name, pyyaml)
-            self._left -= len(text)
+            self._free_characters -= len(text)
         self._kept[kind, pyyaml, text] = found
-        while self._left < 0:
+        while self._free_characters < 0:
             _, _, oldest = oldest_key = next(iter(self._kept))
             del self._kept[oldest_key]
-            self._left += len(oldest)
+            self._free_characters += len(oldest)
         return found
 
 

@@ -125,13 +125,13 @@ def stages(shape: ModelShape, layout: Layout) -> tuple[Stage, ...]:
             expected=f"{shape.num_layers} layers in a multiple of {layout.pipeline} chunks",
             attempt="correct pipeline_model_parallel_size or the layer counts of its first and last stage",
         )
-    held: list[list[int]] = [[] for _ in range(layout.pipeline)]
+    of_rank: list[list[int]] = [[] for _ in range(layout.pipeline)]
     start = 0
     for chunk, count in enumerate(counts):
-        held[chunk % layout.pipeline].extend(range(start, start + count))
+        of_rank[chunk % layout.pipeline].extend(range(start, start + count))
         start += count
     last = layout.pipeline - 1
-    return tuple(Stage(rank, tuple(layers), rank == 0, rank == last) for rank, layers in enumerate(held))
+    return tuple(Stage(rank, tuple(layers), rank == 0, rank == last) for rank, layers in enumerate(of_rank))
 
 
 def _even(layers: int, chunks: int) -> tuple[int, ...]:

@@ -181,10 +181,10 @@ def _decided(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[
     if not found:
         return None
     embedded = {name for each in found for name in _embedded_by(each)}
-    left = {name: evidence for name, evidence in found.items() if name not in embedded} or found
-    if len(left) > 1:
-        raise _contradictory(sources, left)
-    ((name, evidence),) = left.items()
+    not_embedded = {name: evidence for name, evidence in found.items() if name not in embedded} or found
+    if len(not_embedded) > 1:
+        raise _contradictory(sources, not_embedded)
+    ((name, evidence),) = not_embedded.items()
     return registry.named(name), evidence
 
 
@@ -238,7 +238,7 @@ def _named(source: Source) -> Iterator[Named]:
     for word, file in found:
         proven: dict[str, Evidence] = {}
         with suppress(UnusableInput):
-            proven = _proven(_asked(file))
+            proven = _proven(_evidence_in(file))
         if len(proven) == 1:
             ((name, evidence),) = proven.items()
             place = Place(source.name, word.line, word.column)
@@ -285,7 +285,7 @@ def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
     """Return what each proven dialect has in any of `sources`, the votes of all added up."""
     found: dict[str, Evidence] = {}
     for source in sources:
-        for name, evidence in _proven(_asked(source)).items():
+        for name, evidence in _proven(_evidence_in(source)).items():
             before = found.get(name, NONE)
             found[name] = Evidence(
                 before.votes + evidence.votes,
@@ -296,7 +296,7 @@ def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
     return found
 
 
-def _asked(source: Source) -> dict[str, Evidence]:
+def _evidence_in(source: Source) -> dict[str, Evidence]:
     """Ask each dialect that `source` may be of; a text without any of their marks is not even parsed."""
     if source.kind in (Kind.PYTHON, Kind.SHELL):
         dialects: Sequence[Dialect] = registry.with_files()

@@ -46,26 +46,28 @@ class UsedGradients:
     def __init__(self) -> None:
         # Weak, so that a gradient's memory is free once it is dropped.
         self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._left_unseen = False
+        self._all_offloaded = False
 
-    def note(self, standing: Mapping[Member, torch.Tensor], *, left_unseen: bool) -> None:
+    def note(self, standing: Mapping[Member, torch.Tensor], *, all_offloaded: bool) -> None:
         """Note that a step uses all that is `standing`, and gradients that left unseen; all or nothing."""
         used = {
             member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
             for member, gradient in standing.items()
         }
-        self._used, self._left_unseen = used, left_unseen
+        self._used, self._all_offloaded = used, all_offloaded
 
     def forget(self) -> None:
         """Note that gradients were dropped, or that new ones come."""
-        self._used, self._left_unseen = {}, False
+        self._used, self._all_offloaded = {}, False
 
     def are_all(self, members: Iterable[Member]) -> bool:
         """Return whether no other gradients stand on parameters, and these do unless they could not."""
-        if not self._used and not self._left_unseen:
+        if not self._used and not self._all_offloaded:
             return False
         standing = standing_on(members)
-        return (bool(standing) or self._left_unseen) and all(map(self._is_used, standing, standing.values()))
+        return (bool(standing) or self._all_offloaded) and all(
+            map(self._is_used, standing, standing.values())
+        )
 
     def _is_used(self, member: Member, gradient: torch.Tensor) -> bool:
         gradient = itself(gradient)

@@ -37,26 +37,30 @@ _SKIPPED = {"then", "do", "{", "}", "function", "time"}
 
 
 class _Block:
-    """An open `if`, `case` or loop. `runs` is about the part being read, `taken` about the parts before it."""
+    """An open `if`, `case` or loop. `runs` is about the part being read, `earlier_ran` about the parts before it."""
 
     def __init__(
         self,
         *,
         runs: bool | None,
         reading: str = "",
-        taken: bool | None = False,
+        earlier_ran: bool | None = False,
         subject: Argument | None = None,
     ) -> None:
-        self.reading, self.runs, self.taken, self.subject = reading, runs, taken, subject
+        self.reading, self.runs, self.earlier_ran, self.subject = reading, runs, earlier_ran, subject
         self.patterns: list[str] = []
 
     def decide(self, holds: bool | None) -> None:
         """Enter the next part, whose condition `holds`."""
         self.runs = (
-            False if self.taken is True else None if self.taken is None and holds is not False else holds
+            False
+            if self.earlier_ran is True
+            else None
+            if self.earlier_ran is None and holds is not False
+            else holds
         )
-        if self.taken is not True and holds is not False:
-            self.taken = holds
+        if self.earlier_ran is not True and holds is not False:
+            self.earlier_ran = holds
         self.reading = ""
 
 
@@ -168,7 +172,7 @@ class _Script:
                 return []
             elif keyword in ("if", "while", "until"):
                 self._blocks.append(_Block(reading="condition", runs=True))
-                self._blocks[-1].taken = False if keyword == "if" else None
+                self._blocks[-1].earlier_ran = False if keyword == "if" else None
             elif keyword in ("elif", "else") and block:
                 block.reading, block.runs = "condition", True
                 if keyword == "else":
@@ -212,7 +216,7 @@ class _Script:
         """Open a loop: its body may run any number of times, with a variable that takes many values."""
         if len(words) > 1 and words[1].literal:
             self._variables.forget(words[1].literal)
-        self._blocks.append(_Block(reading="condition", runs=None, taken=None))
+        self._blocks.append(_Block(reading="condition", runs=None, earlier_ran=None))
 
     def _guarded(self, words: list[Word], before: str) -> None:
         """Run a command if the `&&` or `||` before it lets it."""

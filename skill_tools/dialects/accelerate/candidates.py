@@ -33,12 +33,12 @@ def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
     if kind == "DEEPSPEED" and not config.value("accelerate.deepspeed_config.deepspeed_config_file"):
         return combined(config, [Part({})], _deepspeed_weights(config))
     mode = current(config, run)
-    held = {
+    weights_as_now = {
         "offload_parameters": mode.offload_parameters,
         "optimizer_fraction": mode.optimizer_fraction,
         "optimizer_engine": mode.optimizer_engine,
     }
-    return combined(config, [Part({})], [Part(held)])
+    return combined(config, [Part({})], [Part(weights_as_now)])
 
 
 def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:

@@ -142,16 +142,16 @@ def _given(words: Sequence[Argument]) -> Iterator[_Given]:
         word = words[position]
         text, equals, value = word.text.partition("=")
         name = _SHORT.get(text, text.removeprefix("--").replace("-", "_"))
-        taken = 1
+        words_used = 1
         known = word.resolved and word.certain
         if name in _SWITCHES:
             value = "true"
         elif not equals and position + 1 < len(words):
             following = words[position + 1]
-            value, taken = following.text, 2
+            value, words_used = following.text, 2
             known = known and following.resolved and following.certain
-        position += taken
-        yield name, word, value if known else UNREADABLE, taken
+        position += words_used
+        yield name, word, value if known else UNREADABLE, words_used
 
 
 def _refuse_number(draft: Draft, key: str, value: object) -> None:
@@ -185,8 +185,9 @@ def _write_backends(draft: Draft, flags: Sequence[tuple[str, Setting]]) -> None:
     if not flags:
         return
     first = min(flags, key=lambda flag: list(_BACKENDS).index(flag[0]))[1]
-    held = draft.get(TYPE)
-    if held is None or held.value in draft.table.by_name[TYPE].choices:  # else the file itself is refused
+    of_file = draft.get(TYPE)
+    # Else the file itself is refused.
+    if of_file is None or of_file.value in draft.table.by_name[TYPE].choices:
         draft.set_key(TYPE, first.value, first.written, first.place)
     named = [setting.written for name, setting in flags if name in _EXCLUSIVE]
     draft.set_key("accelerate.backends", named, *flags[-1][1][2:])

@@ -53,16 +53,18 @@ def _weights(config: Config, run: TrainingRun) -> Iterator[Part]:
     a plan tries everything else first (`levers`). Each says whether layers are streamed, so that "nothing to change"
     is said of the run as it is.
     """
-    held: dict[str, object] = {"layer_offloading": False}
+    resident: dict[str, object] = {"layer_offloading": False}
     if config.value("deepspeed"):
         for part in deepspeed.weights(config, current(config, run)):
-            yield part._replace(settings={**held, **part.settings})
+            yield part._replace(settings={**resident, **part.settings})
     elif config.value("fsdp") or config.value("fsdp_config"):
         key = "fsdp_config.offload_params"
-        yield Part({}, settings={**held, key: False})
-        yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), {**held, key: True})
+        yield Part({}, settings={**resident, key: False})
+        yield Part(
+            {"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), {**resident, key: True}
+        )
     else:
-        yield Part({}, settings=held)
+        yield Part({}, settings=resident)
         if run.adapter is not None and config.value("layer_offloading"):
             layers: dict[str, object] = {
                 "weight_layers": run.shape.num_layers,

@@ -20,7 +20,7 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import plain
 from skill_tools.dialects.axolotl import AXOLOTL
-from skill_tools.dialects.axolotl.options import Read, held, read
+from skill_tools.dialects.axolotl.options import Read, read, value_at
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.errors import UnusableInput
 
@@ -222,7 +222,7 @@ def _is_flag(draft: Draft, name: str) -> bool:
 
 
 def _value_of(run: _Run, name: str, text: str) -> Read:
-    return read(text, held(run.file, name), run.release, through_fire=run.through_fire)
+    return read(text, value_at(run.file, name), run.release, through_fire=run.through_fire)
 
 
 def _write_value(run: _Run, name: str, given: Read, option: str, place: Place) -> None:

@@ -68,7 +68,7 @@ def literal(text: str) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def held(root: Mapping[str, object], name: str) -> object:
+def value_at(root: Mapping[str, object], name: str) -> object:
     """Return the value that a file has for `name`, a key or `section.field`."""
     section, dot, field = name.partition(".")
     value = root.get(section)

@@ -36,8 +36,8 @@ def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
     switch = "activation_checkpointing" if renamed else "gradient_checkpointing"
     offload = f"{switch}_kwargs.offload"
     shards = bool(config.value("fsdp"))
-    held: dict[str, object] = {"activation_offloading": False, offload: False}
-    off = {switch: False, **held, **({_OWN: False} if shards else {})}
+    no_offload: dict[str, object] = {"activation_offloading": False, offload: False}
+    off = {switch: False, **no_offload, **({_OWN: False} if shards else {})}
     yield Part({"recompute": _NONE}, without_recomputation(run), (), off)
     on = {**off, (_OWN if shards else switch): True}
     whose = "FSDP's activation" if shards else "gradient"

@@ -145,14 +145,14 @@ def options(words: Sequence[Argument], file: str) -> Iterator[Option]:
         is_option = name.startswith("--") and len(name) > 2
         if not is_option and not (equals and name.isidentifier()):
             continue
-        taken = [word._replace(text=value)] if equals else []
+        value_words = [word._replace(text=value)] if equals else []
         while (
             is_option and not equals and position < len(words) and not words[position].text.startswith("--")
         ):
-            taken.append(words[position])
+            value_words.append(words[position])
             position += 1
-        known = word.certain and all(each.resolved for each in (word, *taken))
-        texts = [each.text for each in taken]
+        known = word.certain and all(each.resolved for each in (word, *value_words))
+        texts = [each.text for each in value_words]
         stated: object = " ".join(texts) if texts else True
         place = Place(file, word.line, word.column)
         yield Option(

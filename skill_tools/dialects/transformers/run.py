@@ -81,10 +81,10 @@ def current(config: Config, run: TrainingRun) -> Mode:
     elif offloads:
         engine, recompute = ActivationEngine.ON_DEMAND, Recompute()
     if config.value("fsdp"):
-        held = Mode(offload_parameters=_fsdp_offloads(config))
+        mode = Mode(offload_parameters=_fsdp_offloads(config))
     else:
-        held = zero.mode(config, run) if _by_deepspeed(config) else Mode()
-    return held._replace(activation_engine=engine, recompute=recompute)
+        mode = zero.mode(config, run) if _by_deepspeed(config) else Mode()
+    return mode._replace(activation_engine=engine, recompute=recompute)
 
 
 def checkpoints(config: Config) -> bool:

@@ -191,9 +191,9 @@ def _why_no_override(draft: Draft, word: Argument, base: Base) -> str | None:
     if given.sign == "~" and setting is not None and setting.value is None:
         return f"{word.text}: null is nothing to take out"
     if given.sign == "~" and given.value not in (None, UNREADABLE):
-        held = setting.value if setting is not None else key.default.get(VERL) if key is not None else None
-        if held is not None and held != given.value:
-            return f"{word.text}: its value is {held}"
+        value = setting.value if setting is not None else key.default.get(VERL) if key is not None else None
+        if value is not None and value != given.value:
+            return f"{word.text}: its value is {value}"
     return None
 
 

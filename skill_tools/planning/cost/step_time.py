@@ -37,14 +37,14 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
         return StepTime(speed.step_s, tuple(found), machine.measured)
     again = list(recompute_costs(run, mode, memory, machine, speed))
     between = collectives.of_micro_batch(run, memory.parameters, machine)
-    left = collectives.left_for_copies(speed, between, machine)
-    moved = copies.activations(run, mode, memory, machine, left)
+    link_free = collectives.left_for_copies(speed, between, machine)
+    moved = copies.activations(run, mode, memory, machine, link_free)
     again_s = sum(cost.exposed_s for cost in again)
     each = [
         *again,
         *collectives.costs(run, between, speed, again_s),
         *moved,
-        *copies.weights(run, mode, memory, machine, left, moved),
+        *copies.weights(run, mode, memory, machine, link_free, moved),
         *copies.sharded_parameters(mode, memory, machine, speed),
     ]
     times = run.micro_batches
@@ -58,13 +58,13 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
     if on_gpu:
         costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, _gpu_update_formula(run)))
     if mode.trained_layers:
-        costs += streamed_shards.costs(run, mode, memory, machine, left, again_s)
+        costs += streamed_shards.costs(run, mode, memory, machine, link_free, again_s)
         return StepTime(speed.step_s, tuple(costs), machine.measured)
     if not mode.optimizer_fraction:
         return StepTime(speed.step_s, tuple(costs), machine.measured or not (each or mode.state_offload))
     beside = Compute(
-        forward_s=copies.without_one_layer_s(run, left.forward_s) - copies.hidden_s(moved, copies.DOWN),
-        backward_s=left.backward_s,
+        forward_s=copies.without_one_layer_s(run, link_free.forward_s) - copies.hidden_s(moved, copies.DOWN),
+        backward_s=link_free.backward_s,
         gpu_update_s=speed.gpu_update_s,
     )
     update = offloaded_update(

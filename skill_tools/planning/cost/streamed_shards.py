@@ -18,23 +18,23 @@ from skill_tools.planning.model.streamed_states import element_bytes
 
 
 def costs(
-    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, left: Pace, again_s: float
+    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, link_free: Pace, again_s: float
 ) -> list[Cost]:
-    """Return the cost of moving the shards in a step of `run`, beside passes that `left` leaves the link to.
+    """Return the cost of moving the shards in a step of `run`, beside passes that leave the link to it for `link_free`.
 
     `again_s` are the seconds for which backward computes again.
     """
     shard, times = memory.parameters.shard, run.micro_batches
     weight, gradient = run.precision.weight_bytes, run.precision.gradient_bytes
     states = element_bytes(run, mode.streamed_states)
-    forward_s = without_one_layer_s(run, left.forward_s)
-    backward_s = without_one_layer_s(run, left.backward_s + again_s)
+    forward_s = without_one_layer_s(run, link_free.forward_s)
+    backward_s = without_one_layer_s(run, link_free.backward_s + again_s)
 
     update = _seconds(weight + gradient + states, weight + states, shard, machine)
     again = _seconds(weight, 0.0, shard, machine)
     out = _seconds(weight, gradient, shard, machine)
     adding = _seconds(weight + gradient, gradient, shard, machine)
-    in_forward = [(update, forward_s + left.gpu_update_s), *[(again, forward_s)] * (times - 1)]
+    in_forward = [(update, forward_s + link_free.gpu_update_s), *[(again, forward_s)] * (times - 1)]
     in_backward = [(out, backward_s), *[(adding, backward_s)] * (times - 1)]
     return [
         _cost("shards and their update in forward", in_forward, weight + gradient + states),

@@ -128,8 +128,8 @@ def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tup
     ends = [in_loss._replace(within=_LOSS)]
     if run.is_fully_sharded:
         # Then the head's backward, when the loss is gone.
-        left = tuple(line for line in in_loss.lines if line.when == "step")
-        ends.append(Level(left, sum(line.bytes for line in left), 0.0, _HEAD))
+        lasting = tuple(line for line in in_loss.lines if line.when == "step")
+        ends.append(Level(lasting, sum(line.bytes for line in lasting), 0.0, _HEAD))
     ends += [in_blocks[0]._replace(within=_LAST_BLOCK)]
     ends += [level._replace(within=_FIRST_BLOCK) for level in (in_blocks[-1], *levels[count:])]
     between = sorted(in_blocks[1:-1], key=lambda level: (-level.held, -level.gradients))

@@ -139,18 +139,18 @@ def test_a_supply_of_slabs(device):
 
 
 def test_what_is_in_flight(device):
-    held = InFlight(device, limit_bytes=100)
+    in_flight = InFlight(device, limit_bytes=100)
     event, kept = REACHED, torch.ones(1)
 
     def operation() -> None:
-        held.hold(event, kept, 60)
-        held.hand_over(kept)
-        held.trim(10)
-        held.drain()
+        in_flight.hold(event, kept, 60)
+        in_flight.hand_over(kept)
+        in_flight.trim(10)
+        in_flight.drain()
 
     def check() -> None:
-        held.clear()
-        assert held.held_bytes == 0
+        in_flight.clear()
+        assert in_flight.size_bytes == 0
 
     interrupted_everywhere(operation, check)
 

@@ -402,7 +402,7 @@ def test_nobody_is_early_at_any_window(clocks, prefetch, slices):
 def test_a_copy_home_that_nobody_waits_for_is_found(clocks, monkeypatch):
     """The detector detects: without the wait at eviction the block's memory would go too early."""
     monkeypatch.setattr(
-        streamed_block.StreamedBlock, "stored", lambda block, event: setattr(block, "is_held", False)
+        streamed_block.StreamedBlock, "stored", lambda block, event: setattr(block, "is_being_written", False)
     )
     with pytest.raises(AssertionError, match="in use until"):
         steady_step_ms(clocks, forward_ms=2.0)

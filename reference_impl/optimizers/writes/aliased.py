@@ -20,7 +20,7 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.writes.awaited import AwaitedParameter
 
 
-class HeldWeights:
+class AliasedWeights:
     """Knows for each member how many tensors of the optimizer's own have its memory.
 
     Of shards nothing is said: FSDP2 holds a tensor of each.
@@ -34,7 +34,7 @@ class HeldWeights:
     def learning(self, members: Iterable[Member]) -> Iterator[None]:
         """Learn how many tensors of each of `members` are made inside, where their states are made."""
         listed = list(members)
-        before, sharing = _uses(listed), Counter(_memory(member) for member in _asked(listed))
+        before, sharing = _uses(listed), Counter(_memory(member) for member in _countable(listed))
         yield
         for member, uses in _uses(listed).items():
             self._own[member] = (uses - before[member]) // sharing[_memory(member)]
@@ -47,7 +47,7 @@ class HeldWeights:
         if found:
             # Parameters may be slices of one buffer.
             expected: Counter[int] = Counter()
-            for member in _asked(self._own):
+            for member in _countable(self._own):
                 expected[_memory(member)] += 1 + self._own[member]
             self._noted.update((m, None) for m, uses in found.items() if uses > expected[_memory(m)])
 
@@ -57,7 +57,7 @@ class HeldWeights:
         return noted
 
 
-def _asked(members: Iterable[Member]) -> Iterator[Member]:
+def _countable(members: Iterable[Member]) -> Iterator[Member]:
     return (m for m in members if m.home is None and type(m.param) in (nn.Parameter, AwaitedParameter))
 
 
@@ -68,4 +68,4 @@ def _memory(member: Member) -> int:
 
 def _uses(members: Iterable[Member]) -> dict[Member, int]:
     """Return how many tensors use the memory of each of `members`; whoever asks uses it, too."""
-    return {each: torch._C._storage_Use_Count(_memory(each)) - 1 for each in _asked(members)}
+    return {each: torch._C._storage_Use_Count(_memory(each)) - 1 for each in _countable(members)}
