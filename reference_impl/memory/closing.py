@@ -7,15 +7,20 @@ Explained in docs/reliability.md.
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
+from typing import TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
 from reference_impl.device import device_is_lost
 from reference_impl.memory.interrupts import deferred_interrupts
+
+_T = TypeVar("_T")
 
 
 def undo_all(steps: list[Callable[[], None]]) -> None:
@@ -46,6 +51,26 @@ def do_undoably(do: Callable[[], Callable[[], None]], steps: list[Callable[[], N
         except BaseException:
             undo()
             raise
+
+
+def owned(
+    owner: object, acquire: Callable[[], _T], release: Callable[[_T], object]
+) -> tuple[_T, Callable[[], object]]:
+    """Return a resource and the call that releases it: once, and at the latest when `owner` is collected."""
+    with deferred_interrupts():
+        resource = acquire()
+        try:
+            finalizer = weakref.finalize(owner, release, resource)
+        except BaseException:
+            release(resource)
+            raise
+    return resource, partial(_finalize, finalizer)
+
+
+def _finalize(finalizer: Callable[[], object]) -> None:
+    # One that is cut short between its two halves is over, and has done nothing.
+    with deferred_interrupts():
+        finalizer()
 
 
 def register_undoably(

@@ -28,7 +28,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from reference_impl.memory.cores import idle_cores, own_cores
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import SLICE_S, UninterruptedLock, wait_uninterrupted
 from reference_impl.memory.worker import Worker
 
 # 12 threads copy 67 GB/s in parts of 4 MiB, and 41 in parts of 16 (one H200's host); less is more bookkeeping.
@@ -37,8 +37,6 @@ _PART_BYTES = 4 * 2**20
 _MOST_THREADS = 14
 # A copy that takes longer is lost.
 _DEADLINE_S = 600.0
-# How long a wait cannot be interrupted, and a thread waits for the next copy.
-_SLICE_S = 0.05
 
 
 class Copy:
@@ -146,7 +144,7 @@ class Copiers:
                 self._others.remove(copy)
                 self._needed.append(copy)
         deadline = time.monotonic() + _DEADLINE_S
-        while not self._ends(copy):
+        while not wait_uninterrupted(copy.ends):
             self._worker.check_alive()
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -180,10 +178,6 @@ class Copiers:
         """Forget queued copies and wait for those that have begun. Calling it again does nothing."""
         self._worker.close()
         self._lose(RuntimeError("the threads that copy within host memory are closed; expected open ones"))
-
-    def _ends(self, copy: Copy) -> bool:
-        with deferred_interrupts():
-            return copy.ends(_SLICE_S)
 
     def _call_threads(self, parts: int) -> None:
         """Have as many threads as there are `parts` look at the queue; those that copy look when they have."""
@@ -249,7 +243,7 @@ class Copiers:
     def _is_called(self, me: int) -> bool:
         """Wait for a moment; return whether the thread `me`, which waits, is called."""
         try:
-            self._calls.get(timeout=_SLICE_S)
+            self._calls.get(timeout=SLICE_S)
         except Empty:
             with self._lock:
                 # Somebody may have called at this moment.

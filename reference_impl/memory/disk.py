@@ -11,7 +11,6 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 import weakref
 from collections import deque
@@ -27,7 +26,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedCondition, UninterruptedLock, deferred_interrupts
 from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
 from reference_impl.memory.tiers import HostTier, StoredBytes
 from reference_impl.memory.worker import Worker, is_done
@@ -104,7 +103,7 @@ class DiskTier:
         self.reader = Worker("disk-read")
         self._staging_bytes = space.staging_bytes
         self._largest_bytes = 0
-        self._freed = threading.Condition()
+        self._freed = UninterruptedCondition()
         self._released: deque[DiskBytes] = deque()
         # Storages that are in staging memory, or on their way there, before they are needed.
         self._ahead: weakref.WeakSet[DiskBytes] = weakref.WeakSet()
@@ -173,7 +172,7 @@ class DiskTier:
                     continue
                 elif now > hopeless_since + _OTHERS_TURN_S:
                     raise
-            with deferred_interrupts(), self._freed:
+            with self._freed:
                 self._freed.wait(0.01)
 
     def try_staging(self, size_bytes: int) -> HostBlock | None:
@@ -187,17 +186,17 @@ class DiskTier:
 
     def free_staging(self, block: HostBlock, *, after: Event) -> None:
         """Take a block back; its next user comes behind `after`."""
-        with deferred_interrupts(), self._freed:
+        with self._freed:
             self.staging.free(block, after=after)
             self._freed.notify_all()
 
     def expect(self, stored: DiskBytes) -> None:
         """Note that `stored` is brought, or kept, ahead of its need."""
-        with deferred_interrupts(), self._freed:
+        with self._freed:
             self._ahead.add(stored)
 
     def _give_up_ahead(self) -> None:
-        with deferred_interrupts(), self._freed:
+        with self._freed:
             ahead = list(self._ahead)
             self._ahead.clear()
         for stored in ahead:
@@ -215,7 +214,7 @@ class DiskTier:
 
     def sweep(self) -> None:
         """Take back storages that were released and that no thread uses."""
-        with deferred_interrupts(), self._freed:
+        with self._freed:
             for _ in range(len(self._released)):
                 stored = self._released.popleft()
                 if not stored.give_back():
@@ -226,7 +225,7 @@ class DiskTier:
         undo_all([self.file.close, self.staging.close, self.sweep, self.reader.close, self.writer.close])
 
     def _raise_failure(self) -> None:
-        with deferred_interrupts(), self._freed:
+        with self._freed:
             failure, self._failure = self._failure, None
             self.failures_raised += failure is not None
         if failure is not None:

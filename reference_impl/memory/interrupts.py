@@ -5,6 +5,9 @@ KeyboardInterrupt anywhere. Inside `deferred_interrupts()` signals are noted, an
 ends. A region should be short and wait for nothing, because it cannot be interrupted. Python interrupts no other
 thread, so there a region does nothing.
 
+A wait that a signal cuts short may leave the lock of a thread, a future or a condition taken. So a wait is a row of
+slices (`wait_uninterrupted`), between which handlers run.
+
 A region that began near the recursion limit would raise RecursionError half-way, and could not end. So the limit is
 higher inside: a region does not begin, or it has room.
 
@@ -18,8 +21,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 # `signal` makes enums of their arguments and results, in ten times the time.
 _get_handler, _set_handler = _signal.getsignal, _signal.signal
@@ -27,6 +31,10 @@ _get_handler, _set_handler = _signal.getsignal, _signal.signal
 _SIGNALS = tuple(int(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 # Python frames that a region may need: it starts threads, and torch imports modules when it first needs them.
 _FRAMES_INSIDE = 200
+
+# How long a wait that no signal interrupts may last.
+SLICE_S = 0.05
+_T = TypeVar("_T")
 
 # Only the main thread touches these.
 _main_thread = threading.main_thread().ident
@@ -128,6 +136,39 @@ class UninterruptedLock:
         region = self._regions.pop()
         self._lock.release()
         region.__exit__(kind, error, trace)
+
+
+class UninterruptedCondition(UninterruptedLock):
+    """A condition on such a lock. The main thread waits for slices of time, because no signal ends a wait."""
+
+    __slots__ = ("_condition",)
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        super().__init__(self._condition)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait, with the lock free, until another thread notifies, or as long. Its caller has the lock."""
+        # Whoever has the lock finds its own region last.
+        region = self._regions.pop()
+        try:
+            self._condition.wait(timeout_s)
+        finally:
+            self._regions.append(region)
+
+    def notify(self, threads: int) -> None:
+        """Wake as many of the `threads` that wait. Its caller has the lock."""
+        self._condition.notify(threads)
+
+    def notify_all(self) -> None:
+        """Wake all threads that wait. Its caller has the lock."""
+        self._condition.notify_all()
+
+
+def wait_uninterrupted(wait: Callable[[float], _T], timeout_s: float = SLICE_S) -> _T:
+    """Return `wait(timeout_s)`, which no signal cuts short; their handlers run behind it."""
+    with deferred_interrupts():
+        return wait(timeout_s)
 
 
 def _begin() -> None:

@@ -18,16 +18,17 @@ import fcntl
 import os
 import shutil
 import tempfile
-import weakref
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy
 import torch
 
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.closing import owned
+from reference_impl.memory.interrupts import UninterruptedLock
 
 # O_DIRECT wants addresses, offsets and lengths in multiples of the logical block; a page suits every disk.
 PAGE_BYTES = 4096
@@ -54,17 +55,8 @@ class SpillFile:
         self.live_bytes = 0
         try:
             free_bytes = shutil.disk_usage(self._path).free
-            with deferred_interrupts():
-                descriptor, name = tempfile.mkstemp(dir=self._path, prefix="offload-")
-                try:
-                    os.unlink(name)
-                    # A file that is dropped without close() gives the disk its space back too.
-                    self._closing = weakref.finalize(self, os.close, descriptor)
-                except BaseException:
-                    os.close(descriptor)
-                    with suppress(FileNotFoundError):
-                        os.unlink(name)
-                    raise
+            # A file that is dropped without close() gives the disk its space back too.
+            descriptor, self._close = owned(self, partial(_opened_without_name, self._path), os.close)
         except OSError as error:
             raise DiskError(
                 "make a spill file",
@@ -141,9 +133,7 @@ class SpillFile:
 
     def close(self) -> None:
         """Give the disk its space back. Calling it again does nothing."""
-        # A finalizer that is cut short between its two halves is over, and has done nothing.
-        with deferred_interrupts():
-            self._closing()
+        self._close()
         self._descriptor = -1
 
     def _transfer(
@@ -179,6 +169,18 @@ class SpillFile:
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
+
+
+def _opened_without_name(path: Path) -> int:
+    descriptor, name = tempfile.mkstemp(dir=path, prefix="offload-")
+    try:
+        os.unlink(name)
+    except BaseException:
+        os.close(descriptor)
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return descriptor
 
 
 def _checksum(pages: torch.Tensor) -> int:

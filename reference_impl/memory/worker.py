@@ -17,13 +17,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import SLICE_S, UninterruptedLock, wait_uninterrupted
 
-# How long a wait cannot be interrupted.
-_SLICE_S = 0.05
 _T = TypeVar("_T")
 # None ends a thread.
 _Tasks = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -34,8 +33,7 @@ def is_done(future: Future[_T], *, within_s: float = 0.0) -> bool:
 
     An interrupt would leave the future's condition locked, and who sets or reads the result would wait for ever.
     """
-    with deferred_interrupts():
-        return bool(wait((future,), within_s).done)
+    return bool(wait_uninterrupted(partial(wait, (future,)), within_s).done)
 
 
 class Worker:
@@ -90,7 +88,7 @@ class Worker:
         Raises RuntimeError when a thread is dead, as all are in a forked child, or after `deadline_s`.
         """
         deadline = time.monotonic() + deadline_s
-        while not is_done(future, within_s=_SLICE_S):
+        while not is_done(future, within_s=SLICE_S):
             if not self.is_alive and not is_done(future):
                 raise self._death()
             if time.monotonic() > deadline:
@@ -98,8 +96,7 @@ class Worker:
                     f"thread {self._name!r} has not finished a task within {deadline_s:.0f} s; expected seconds; try "
                     "another disk"
                 )
-        with deferred_interrupts():
-            return future.result(0)
+        return wait_uninterrupted(future.result)
 
     def end(self) -> None:
         """Let the threads end behind the queued tasks, without a wait."""
@@ -192,8 +189,7 @@ def start(thread: threading.Thread) -> None:
 
 def _join(thread: threading.Thread) -> None:
     while thread.is_alive() and thread is not threading.current_thread():
-        with deferred_interrupts():
-            thread.join(_SLICE_S)
+        wait_uninterrupted(thread.join)
 
 
 def _cancel_all(tasks: _Tasks) -> None:

@@ -25,12 +25,10 @@ import torch
 
 from reference_impl.device import Event
 from reference_impl.memory.cores import leave_cores_to, own_cores
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import SLICE_S, UninterruptedCondition, wait_uninterrupted
 from reference_impl.memory.worker import start
 from reference_impl.optimizers.step import WorkLostError, is_lasting
 
-# How long the caller waits until it looks for signals and for dead threads.
-_SLICE_S = 0.05
 # Bytes of states that stream in while one thread updates one element: 0.4e9 elements a second and 50 GB/s (one NVIDIA
 # H200, 16 cores, PCIe 5), and a quarter more, so that the threads are done first.
 _BYTES_BESIDE_AN_UPDATE = 160
@@ -69,7 +67,7 @@ class _Queue:
     """The queue that the threads share. They hold it, and not its owner, who may be collected while they sleep."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed = UninterruptedCondition()
         self.waiting: list[Job] = []
         self.running = 0
         self.closed = False
@@ -82,7 +80,8 @@ class _Queue:
     def take(self) -> Job | None:
         """Wait for a job and claim the most urgent one that has arrived; None when the threads should end."""
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.closed)
+            while not (self.waiting or self.closed):
+                self.changed.wait()
             if not self.waiting:
                 return None
             self.running += 1
@@ -161,7 +160,7 @@ class DeadlineWorkers:
     def _wait_started(self, ready: SimpleQueue[None]) -> None:
         while True:
             try:
-                return ready.get(timeout=_SLICE_S)
+                return ready.get(timeout=SLICE_S)
             except Empty:
                 if not all(thread.is_alive() for thread in self._threads):
                     raise RuntimeError(
@@ -170,9 +169,8 @@ class DeadlineWorkers:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs, all or none; raises as `check`."""
-        with deferred_interrupts():
-            self.check()
-            self._queue.put(jobs)
+        self.check()
+        self._queue.put(jobs)
 
     def check(self) -> None:
         """Raise the error of a failed job: a WorkLostError, or that of a lost device.
@@ -190,29 +188,25 @@ class DeadlineWorkers:
         """Block until every job is done; raises as `check`."""
         is_over = False
         while not is_over:
-            with deferred_interrupts():
-                with self._queue.changed:
-                    is_over = self._queue.changed.wait_for(
-                        lambda: self._queue.closed or self._queue.is_idle, timeout=_SLICE_S
-                    )
-                self._check_threads()
+            with self._queue.changed:
+                is_over = self._queue.closed or self._queue.is_idle
+                if not is_over:
+                    self._queue.changed.wait(SLICE_S)
+            self._check_threads()
 
     def wait_until(self, done: threading.Event) -> None:
         """Block until `done` is set by a job; raises as `check`.
 
         Raises RuntimeError when no job is left that could set it.
         """
-        while not done.is_set():
-            with deferred_interrupts():
-                if done.wait(_SLICE_S):
-                    return
-                self._check_threads()
-                if self._queue.is_idle and not done.is_set():
-                    raise RuntimeError(
-                        "a new weight was waited for whose update has not been queued; expected step() after the "
-                        "backward that has started it (backward_overlap='update'); try `with optimizer.accumulate():` "
-                        "around all backwards but the last, or step() before the next forward"
-                    )
+        while not done.is_set() and not wait_uninterrupted(done.wait):
+            self._check_threads()
+            if self._queue.is_idle and not done.is_set():
+                raise RuntimeError(
+                    "a new weight was waited for whose update has not been queued; expected step() after the "
+                    "backward that has started it (backward_overlap='update'); try `with optimizer.accumulate():` "
+                    "around all backwards but the last, or step() before the next forward"
+                )
 
     def _check_threads(self) -> None:
         self.check()
@@ -222,8 +216,7 @@ class DeadlineWorkers:
 
     def close(self) -> None:
         """Stop the threads once all jobs are done, unless one has failed. Calling it again does nothing."""
-        with deferred_interrupts():
-            self._queue.close()
+        self._queue.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()

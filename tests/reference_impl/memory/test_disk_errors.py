@@ -209,7 +209,7 @@ def test_a_copy_that_fails_gives_its_extent_and_staging_back(tier, monkeypatch):
 
 
 def test_a_wait_ends_when_the_thread_is_dead(tier, monkeypatch):
-    monkeypatch.setattr(worker, "_SLICE_S", 0.01)
+    monkeypatch.setattr(worker, "SLICE_S", 0.01)
     stored, held = store(tier), threading.Event()
     tier.reader.submit(held.wait)
     monkeypatch.setattr(threading.Thread, "is_alive", lambda thread: thread.name[:9] != "disk-read")

@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 
 from reference_impl.memory import interrupts
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import (
+    UninterruptedCondition,
+    UninterruptedLock,
+    deferred_interrupts,
+    wait_uninterrupted,
+)
 
 REAL_TIME = signal.SIGRTMIN + 3
 
@@ -290,6 +295,51 @@ def test_another_thread_that_takes_the_lock_defers_nothing():
     with lock:
         assert interrupts._depth == 1
     thread.join()
+
+
+def test_a_wait_for_a_condition_ends_as_the_region_of_its_own_thread():
+    """Others take the lock while it waits, and wait too: each gives back its own region."""
+    changed, steps = UninterruptedCondition(), []
+
+    def other() -> None:
+        with changed:
+            steps.append("other has the lock")
+            changed.notify_all()
+            while "main is through" not in steps:
+                changed.wait()
+
+    thread = threading.Thread(target=other)
+
+    def body() -> None:
+        with changed:
+            thread.start()
+            signal.raise_signal(signal.SIGINT)
+            while not steps:
+                changed.wait()
+            steps.append("main is through")
+            changed.notify_all()
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    thread.join()
+    assert steps == ["other has the lock", "main is through"]
+    assert_no_region_is_left()
+
+
+def test_a_signal_does_not_end_a_wait_that_it_comes_in():
+    gate = threading.Lock()
+
+    def wait(timeout_s: float) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        with gate:
+            waits.append(timeout_s)
+        return True
+
+    waits: list[float] = []
+    with pytest.raises(KeyboardInterrupt):
+        wait_uninterrupted(wait)
+    assert waits == [interrupts.SLICE_S]
+    assert not gate.locked()
 
 
 def test_another_thread_defers_nothing():
