@@ -165,10 +165,10 @@ class UninterruptedCondition(UninterruptedLock):
         self._condition.notify_all()
 
 
-def wait_uninterrupted(wait: Callable[[float], _T], timeout_s: float = SLICE_S) -> _T:
-    """Return `wait(timeout_s)`, which no signal cuts short; their handlers run behind it."""
+def wait_uninterrupted(wait: Callable[[float], _T], timeout_s: float | None = None) -> _T:
+    """Return `wait(timeout_s)`, by default of a slice: no signal cuts it short, and their handlers run behind it."""
     with deferred_interrupts():
-        return wait(timeout_s)
+        return wait(SLICE_S if timeout_s is None else timeout_s)
 
 
 def _begin() -> None:

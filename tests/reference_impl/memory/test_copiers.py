@@ -10,6 +10,7 @@ import torch
 from failing_threads import fails_before
 
 from reference_impl.memory import copiers as module
+from reference_impl.memory import interrupts
 from reference_impl.memory.copiers import Copiers
 
 COPIES = 6
@@ -217,6 +218,9 @@ def raised_by(call, *arguments):
 
 def test_no_fault_in_the_bookkeeping_of_a_thread_leaves_a_wait_without_an_end(cores, monkeypatch):
     monkeypatch.setattr(module, "_DEADLINE_S", 20.0)
+    # Waits that end at once where a thread is dead.
+    monkeypatch.setattr(interrupts, "SLICE_S", 0.001)
+    monkeypatch.setattr(module, "SLICE_S", 0.001)
     # One thread, so that the count of its bytecodes is exact.
     monkeypatch.setattr(module, "own_cores", lambda: 1)
     nth, told = 0, 0
