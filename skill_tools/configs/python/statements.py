@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from skill_tools.configs.python.syntax import FUNCTIONS, Function, dotted_name, last_name
-from skill_tools.configs.python.values import MAX_PARTS, Expressions, Section
+from skill_tools.configs.python.values import MAX_PARTS, Expressions, Section, plain
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.errors import UnusableInput
 
@@ -205,18 +205,20 @@ class Interpreter:
                 self.commands.append((target, value))
             case ast.Attribute(value=base, attr=name):
                 self._set(base, name, value, target)
-            case ast.Subscript(value=base, slice=ast.Constant(value=str() as name)):
-                self._set(base, name, value, target)
+            case ast.Subscript(value=base, slice=index):
+                self._set(base, plain(self._expressions.evaluate(index)), value, target)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 matches = isinstance(value, list) and len(value) == len(targets)
                 for position, part in enumerate(targets):
                     known = value[position] if matches and isinstance(value, list) else Section(made_by="?")
                     self._assign(part, known)
 
-    def _set(self, base: ast.expr, name: str, value: object, target: ast.expr) -> None:
+    def _set(self, base: ast.expr, name: object, value: object, target: ast.expr) -> None:
         owner = self._expressions.evaluate(base)
-        if isinstance(owner, Section):
+        if isinstance(owner, Section) and isinstance(name, str):
             owner.set(name, value, self._expressions.place(target))
+        elif isinstance(owner, Section):
+            owner.is_open = True  # whichever field it is
 
     def _call(self, node: ast.Call) -> object:
         self._calls += 1

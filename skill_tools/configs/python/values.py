@@ -14,6 +14,7 @@ from skill_tools.configs.values import UNREADABLE, dtype_name
 
 MAX_NUMBER = 2**63
 MAX_PARTS = 2000
+MAX_EXPONENT = 64
 
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -22,6 +23,7 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
 }
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[object, object], bool]] = {
     ast.Eq: operator.eq,
@@ -97,6 +99,16 @@ def _is_too_large(value: object) -> bool:
     return parts > MAX_PARTS
 
 
+def _number(kind: str, value: object) -> object:
+    """Return `int(value)` or `float(value)`."""
+    if not isinstance(value, int | float | str) or (isinstance(value, str) and len(value) > MAX_EXPONENT):
+        return UNREADABLE
+    try:
+        return int(value) if kind == "int" else float(value)
+    except (ValueError, OverflowError):
+        return UNREADABLE
+
+
 class Expressions:
     """Evaluates expressions; names and calls are looked up by the two functions that it is given."""
 
@@ -118,10 +130,14 @@ class Expressions:
                 return self._name(name)
             case ast.Attribute():
                 return self._attribute(node)
+            case ast.Subscript(value=base, slice=index):
+                return self._part(self.evaluate(base), plain(self.evaluate(index)), node)
             case ast.List() | ast.Tuple() | ast.Set():
                 return [self.evaluate(element) for element in node.elts]
             case ast.Dict():
                 return self._dict(node)
+            case ast.Call(func=ast.Name(id="int" | "float" as kind), args=[argument], keywords=[]):
+                return _number(kind, self.evaluate(argument))
             case ast.Call():
                 return self._call(node)
             case ast.UnaryOp() | ast.BinOp():
@@ -161,6 +177,13 @@ class Expressions:
         is_named_as_its_value = owner[:1].isupper() and not owner.isupper() and not node.attr.isupper()
         return node.attr if is_named_as_its_value else UNREADABLE
 
+    def _part(self, owner: object, index: object, node: ast.expr) -> object:
+        if isinstance(owner, Section) and isinstance(index, str):
+            return owner.get(index, self.place(node))
+        if isinstance(owner, list) and isinstance(index, int) and -len(owner) <= index < len(owner):
+            return owner[index]
+        return UNREADABLE
+
     def _dict(self, node: ast.Dict) -> Section:
         section = Section(is_literal=True)
         for key, value in zip(node.keys, node.values, strict=True):
@@ -182,10 +205,15 @@ class Expressions:
             negated = isinstance(node.op, ast.USub) and isinstance(value, int | float)
             return -value if negated and isinstance(value, int | float) else UNREADABLE
         left, right = self.evaluate(node.left), self.evaluate(node.right)
-        if isinstance(left, list) and isinstance(right, list) and isinstance(node.op, ast.Add):
-            return [*left, *right] if len(left) + len(right) < MAX_PARTS else UNREADABLE
+        if isinstance(node.op, ast.Add):
+            if isinstance(left, list) and isinstance(right, list):
+                return [*left, *right] if len(left) + len(right) < MAX_PARTS else UNREADABLE
+            if isinstance(left, str) and isinstance(right, str):
+                return left + right if len(left) + len(right) < MAX_PARTS else UNREADABLE
         compute = _ARITHMETIC.get(type(node.op))
         if compute is None or not (isinstance(left, int | float) and isinstance(right, int | float)):
+            return UNREADABLE
+        if isinstance(node.op, ast.Pow) and not (abs(left) < MAX_NUMBER and 0 <= right <= MAX_EXPONENT):
             return UNREADABLE
         try:
             result = compute(left, right)

@@ -4,6 +4,7 @@
 """
 
 LIGHTNING = "lightning"
+STRATEGY = "lightning.strategy"
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 MAKERS = ("Trainer", "Fabric")
 FSDP_STRATEGY, DEEPSPEED_STRATEGY, PARALLEL_STRATEGY = (

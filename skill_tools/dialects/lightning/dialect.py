@@ -3,7 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from skill_tools.configs.config import Config
+from skill_tools.configs.config import Config, UnknownKey
+from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.lightning import (
@@ -15,6 +16,7 @@ from skill_tools.dialects.lightning import (
     OUR_MODULE,
     PACKAGES,
     PARALLEL_STRATEGY,
+    STRATEGY,
 )
 
 _IMPORTS = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(PACKAGES)})\b", re.MULTILINE)
@@ -67,6 +69,14 @@ class Lightning(Dialect):
         from skill_tools.dialects.lightning.python_script import compose
 
         return compose(sources, overrides)
+
+    def rule_for_unknown(self, unknown: UnknownKey) -> str:
+        """What is no argument of the strategy is refused by Python, before DeepSpeed is asked."""
+        return "unknown-key" if "." in unknown.written else "pl-unknown-argument"
+
+    def rule_for_type(self, key: Key | None) -> str:
+        """A name that nobody has registered is no strategy."""
+        return "pl-strategy-name" if key is not None and key.name == STRATEGY else "wrong-type"
 
 
 DIALECT = Lightning()

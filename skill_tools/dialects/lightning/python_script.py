@@ -6,7 +6,7 @@ lightning 2.5.0 to 2.6.6.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -27,34 +27,111 @@ from skill_tools.dialects.lightning import (
     MAKERS,
     OUR_MODULE,
     PARALLEL_STRATEGY,
+    STRATEGY,
 )
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
-_STRATEGY = "lightning.strategy"
 _CALLBACK = "OffloadCallback"
 _KINDS = {FSDP_STRATEGY: "fsdp", DEEPSPEED_STRATEGY: "deepspeed", PARALLEL_STRATEGY: "model_parallel"}
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-_REGISTERED = re.compile(r"deepspeed(?:_stage_([123]))?(_offload)?(_nvme)?")
+_ENVIRONMENT = "PL_DEEPSPEED_CONFIG_PATH"  # a file that counts where the strategy is given no config
+_REGISTERED = re.compile(r"deepspeed(?:_stage_([123]))?(?:(?<=[123])(_offload)(?:(?<=3_offload)(_nvme))?)?")
+_OF_FABRIC_ALONE = "deepspeed_stage_1_offload"
+_FSDP_NAMES = ("fsdp", "fsdp_cpu_offload")
+_LIKE_A_NAME = re.compile(r"(?:deepspeed|fsdp)\w*")
 _ZERO = f"{DEEPSPEED}.zero_optimization"
-_DEFAULTS: Mapping[str, object] = MappingProxyType(
+# The arguments in the order in which they may be given without a name, and what they are by default.
+_ARGUMENTS: Mapping[str, object] = MappingProxyType(
     {
+        "accelerator": None,
         "zero_optimization": True,
         "stage": 2,
-        "offload_optimizer_device": "cpu",
+        "remote_device": None,
+        "offload_optimizer": False,
+        "offload_parameters": False,
         "offload_params_device": "cpu",
         "nvme_path": "/local_nvme",
+        "params_buffer_count": 5,
+        "params_buffer_size": 100_000_000,
+        "max_in_cpu": 1_000_000_000,
+        "offload_optimizer_device": "cpu",
+        "optimizer_buffer_count": 4,
+        "block_size": 1_048_576,
+        "queue_depth": 8,
+        "single_submit": False,
+        "overlap_events": True,
+        "thread_count": 1,
         "pin_memory": False,
         "sub_group_size": 1_000_000_000_000,
-        "overlap_comm": True,
         "contiguous_gradients": True,
+        "overlap_comm": True,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 200_000_000,
+        "reduce_bucket_size": 200_000_000,
         "zero_allow_untested_optimizer": True,
+        "logging_batch_size_per_gpu": "auto",
+        "config": None,
+        "logging_level": None,
+        "parallel_devices": None,
+        "cluster_environment": None,
+        "loss_scale": 0,
+        "initial_scale_power": 16,
+        "loss_scale_window": 1000,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "partition_activations": False,
+        "cpu_checkpointing": False,
+        "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+        "load_full_weights": False,
+        "precision_plugin": None,
+        "process_group_backend": None,
+        "timeout": None,
+        "exclude_frozen_parameters": False,
+        "precision": None,  # Fabric's name of precision_plugin
     }
 )
-_DEVICES = {
-    "offload_optimizer": ("offload_optimizer", "offload_optimizer_device"),
-    "offload_parameters": ("offload_param", "offload_params_device"),
+_IN_ZERO = (
+    "stage", "sub_group_size", "overlap_comm", "contiguous_gradients", "allgather_partitions", "reduce_scatter",
+    "allgather_bucket_size", "reduce_bucket_size",
+)  # fmt: skip
+# What each offload is made of: the argument and its name in DeepSpeed; the device, then what NVMe alone reads.
+_OFFLOADS = {
+    "offload_optimizer": (
+        "offload_optimizer",
+        {"device": "offload_optimizer_device", "pin_memory": "pin_memory"},
+        {"nvme_path": "nvme_path", "buffer_count": "optimizer_buffer_count"},
+    ),
+    "offload_parameters": (
+        "offload_param",
+        {"device": "offload_params_device", "pin_memory": "pin_memory"},
+        {
+            "nvme_path": "nvme_path",
+            "buffer_count": "params_buffer_count",
+            "buffer_size": "params_buffer_size",
+            "max_in_cpu": "max_in_cpu",
+        },
+    ),
 }
-_IN_ZERO = ("stage", "sub_group_size", "overlap_comm", "contiguous_gradients")
+_BESIDE_ZERO = {
+    f"activation_checkpointing.{name}": name
+    for name in (
+        "partition_activations",
+        "cpu_checkpointing",
+        "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary",
+    )
+} | {f"aio.{name}": name for name in ("block_size", "queue_depth", "single_submit", "overlap_events")}
+_NOT_OF_THE_CONFIG = frozenset(
+    {
+        *("accelerator", "remote_device", "logging_level", "parallel_devices", "cluster_environment"),
+        *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"),
+        *("load_full_weights", "precision_plugin", "precision", "process_group_backend", "timeout"),
+        *("exclude_frozen_parameters", "logging_batch_size_per_gpu"),
+    }
+)  # what is read beside a config, too
 _LEFT_TO_THE_RUN = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "fp16.enabled", "bf16.enabled"),
@@ -103,6 +180,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _write(draft: Draft, made: Construction, every: Sequence[Construction], folders: Sequence[Path]) -> None:
+    _note_no_arguments(draft, every)
     draft.set_key("lightning.is_fabric", made.kind == "Fabric", "Fabric", made.place)
     for name, value, place in made.values():
         if name in _OF_TRAINER and value is not None:
@@ -110,14 +188,22 @@ def _write(draft: Draft, made: Construction, every: Sequence[Construction], fold
     for value, place in made.section.fields.get("strategy", ())[-1:]:
         strategy = next((each for each in every if each.kind in _KINDS and each.section is value), None)
         if strategy is not None:
-            draft.set_key(_STRATEGY, _KINDS[strategy.kind], "strategy", place)
+            draft.set_key(STRATEGY, _KINDS[strategy.kind], "strategy", place)
             if strategy.kind == DEEPSPEED_STRATEGY:
                 _write_arguments(draft, strategy, folders)
         elif isinstance(value, str):
-            _write_registered(draft, value, place)
+            _write_registered(draft, value, place, is_fabric=made.kind == "Fabric")
         elif value is not None:
-            draft.leave_open(_STRATEGY)
+            draft.leave_open(STRATEGY)
             _leave_strategies_open(draft, [each for each in every if each.kind in _KINDS], place)
+
+
+def _note_no_arguments(draft: Draft, made: Sequence[Construction]) -> None:
+    """Note what a DeepSpeedStrategy is given and does not take; it refuses that also where no Trainer gets it."""
+    for each in made:
+        given = each.section.fields if each.name == DEEPSPEED_STRATEGY else {}
+        for name in given.keys() - _ARGUMENTS.keys():
+            draft.note_unknown(name, given[name][-1][1], nearest=tuple(nearest(name, _ARGUMENTS)))
 
 
 def _leave_strategies_open(draft: Draft, made: Sequence[Construction], place: Place) -> None:
@@ -128,12 +214,13 @@ def _leave_strategies_open(draft: Draft, made: Sequence[Construction], place: Pl
         draft.faults.append(Fault("pl-strategy-open", text, place))
 
 
-def _write_registered(draft: Draft, name: str, place: Place) -> None:
+def _write_registered(draft: Draft, name: str, place: Place, *, is_fabric: bool) -> None:
     """Write what a strategy's registered name stands for."""
-    if name in ("fsdp", "fsdp_cpu_offload"):
-        draft.set_key(_STRATEGY, "fsdp", "strategy", place)
-    elif found := _REGISTERED.fullmatch(name):
-        draft.set_key(_STRATEGY, "deepspeed", "strategy", place)
+    found = _REGISTERED.fullmatch(name) if is_fabric or name != _OF_FABRIC_ALONE else None
+    if name in _FSDP_NAMES:
+        draft.set_key(STRATEGY, "fsdp", "strategy", place)
+    elif found:
+        draft.set_key(STRATEGY, "deepspeed", "strategy", place)
         stage, offload, nvme = int(found[1] or 2), bool(found[2]), bool(found[3])
         given: dict[str, object] = {
             "stage": stage,
@@ -144,21 +231,27 @@ def _write_registered(draft: Draft, name: str, place: Place) -> None:
             given |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
         _write_deepspeed(draft, {key: (value, place) for key, value in given.items()}, place, "strategy")
     else:
-        draft.set_key(_STRATEGY, name, "strategy", place)
+        draft.set_key(STRATEGY, name, "strategy", place)
+        is_registered_here = any(".register(" in text for text in draft.sources.values())
+        if _LIKE_A_NAME.fullmatch(name) and not is_registered_here:
+            draft.refuse_type(STRATEGY, "the name of a strategy, as deepspeed_stage_3_offload", is_known=True)
 
 
 def _write_arguments(draft: Draft, made: Construction, folders: Sequence[Path]) -> None:
-    given: _Given = {name: values[-1] for name, values in made.section.fields.items()}
+    given: _Given = {
+        name: (value, made.place) for name, value in zip(_ARGUMENTS, made.positional, strict=False)
+    }
+    given |= {name: values[-1] for name, values in made.section.fields.items()}
     config, place = given.pop("config", (None, made.place))
     # `strategy.config[..] = ..` changes what the strategy has made of its arguments.
     is_changed = isinstance(config, Section) and bool(config.fields) and not config.is_literal
     if config is None or is_changed:
-        if made.is_open or is_changed:
+        if made.is_open or is_changed or any(_ENVIRONMENT in text for text in draft.sources.values()):
             draft.section_may_be_set(DEEPSPEED)
         else:
             _write_deepspeed(draft, given, made.place)
         return
-    ignored = [name for name in given if name in _DEFAULTS or name in _DEVICES]
+    ignored = [name for name in given if name in _ARGUMENTS and name not in _NOT_OF_THE_CONFIG]
     if ignored:
         draft.set_key("lightning.ignored_arguments", ignored, ignored[0], given[ignored[0]][1])
     _write_config(draft, plain(config), place, folders)
@@ -189,26 +282,34 @@ def _write_deepspeed(draft: Draft, given: _Given, made: Place, written: str = ""
     """Write the JSON that the strategy makes of its arguments; what none says stands where the strategy is made."""
 
     def write(key: str, argument: str) -> None:
-        value, place = given.get(argument, (_DEFAULTS[argument], made))
-        draft.set_key(f"{DEEPSPEED}.{key}", value, written or argument, place)
+        value, place = given.get(argument, (_ARGUMENTS[argument], made))
+        draft.set_key(f"{DEEPSPEED}.{key}", plain(value), written or argument, place)
 
     uses_zero, where = given.get("zero_optimization", (True, made))
-    if isinstance(uses_zero, Section | dict):
+    uses_zero = plain(uses_zero)
+    if uses_zero and isinstance(uses_zero, dict):
         draft.faults.append(Fault("pl-zero-dict", "its fields are never looked at", where))
-        uses_zero = True
-    if uses_zero is True:
-        for name in _IN_ZERO:
-            write(f"zero_optimization.{name}", name)
-        write("zero_allow_untested_optimizer", "zero_allow_untested_optimizer")
-        for switch, (name, device) in _DEVICES.items():
-            offloads, _ = given.get(switch, (False, made))
-            if offloads is UNREADABLE:
-                draft.leave_open(f"{_ZERO}.{name}.device")
-            elif offloads:
-                write(f"zero_optimization.{name}.device", device)
-                if given.get(device, (_DEFAULTS[device], made))[0] != "cpu":
-                    # The strategy writes a path in any case, and DeepSpeed reads it for NVMe alone.
-                    write(f"zero_optimization.{name}.nvme_path", "nvme_path")
-                write(f"zero_optimization.{name}.pin_memory", "pin_memory")
+    for key, argument in _BESIDE_ZERO.items():
+        if argument in given:
+            write(key, argument)
+    if uses_zero is UNREADABLE:
+        draft.section_may_be_set(DEEPSPEED)
+    elif uses_zero:
+        _write_zero(draft, given, write)
     for name in _LEFT_TO_THE_RUN:
         draft.leave_open(f"{DEEPSPEED}.{name}")
+
+
+def _write_zero(draft: Draft, given: _Given, write: Callable[[str, str], None]) -> None:
+    for name in _IN_ZERO:
+        write(f"zero_optimization.{name}", name)
+    write("zero_allow_untested_optimizer", "zero_allow_untested_optimizer")
+    for switch, (name, always, on_nvme) in _OFFLOADS.items():
+        offloads = plain(given[switch][0]) if switch in given else False
+        if offloads is UNREADABLE:
+            draft.leave_open(f"{_ZERO}.{name}.device")
+        elif offloads:
+            device, _ = given.get(always["device"], ("cpu", None))
+            # The strategy writes what is for NVMe in any case, and DeepSpeed reads it for NVMe alone.
+            for key, argument in (always if device == "cpu" else {**always, **on_nvme}).items():
+                write(f"zero_optimization.{name}.{key}", argument)

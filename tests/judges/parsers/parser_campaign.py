@@ -26,6 +26,7 @@ import deepspeed_files  # noqa: E402
 import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
 import hydra_overrides  # noqa: E402
+import lightning_scripts  # noqa: E402
 import llama_factory_commands  # noqa: E402
 import megatron_lm_commands  # noqa: E402
 import ms_swift_commands  # noqa: E402
@@ -111,6 +112,15 @@ PARSERS = {
         hf_commands.TABLE,
         hf_commands.ours,
         hf_arguments.agree,
+        _TRAINERS,
+    ),
+    "lightning": Parser(
+        "lightning",
+        {"2.6.6": ()},
+        lightning_scripts.question,
+        lightning_scripts.TABLE,
+        lightning_scripts.ours,
+        lightning_scripts.agree,
         _TRAINERS,
     ),
     "llama-factory": Parser(

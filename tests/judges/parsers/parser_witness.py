@@ -218,6 +218,17 @@ def _module_at(path: str) -> Any:
     return module
 
 
+def lightning(question: dict[str, Any]) -> Any:
+    """Lightning's own Trainer or Fabric with a strategy, made by running a script that this campaign has written.
+
+    DeepSpeed is a module of the name: the strategy makes its JSON before it asks anything else of it.
+    """
+    from lightning_script import run
+    from lightning_scripts import NAMES
+
+    return run(question["text"], question["files"], NAMES)
+
+
 def trl(question: dict[str, Any]) -> Any:
     """The arguments that `trl sft` gives its classes, before they check them."""
     from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser

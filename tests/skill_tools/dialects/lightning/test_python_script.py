@@ -146,3 +146,37 @@ def test_a_config_that_is_changed_afterwards_takes_no_arguments_away() -> None:
 def test_what_only_speaks_of_it_is_nobodys(text: str) -> None:
     with pytest.raises(Unrecognised):
         read_text(text, "library.py")
+
+
+@pytest.mark.parametrize(
+    ("lines", "stage"),
+    [
+        ('held["zero_optimization"]["stage"] = 3', 3),
+        ('part = held["zero_optimization"]\npart["stage"] = 3', 3),
+        ('name = "st" + "age"\nheld["zero_optimization"][name] = int(3.0)', 3),
+        ('held["zero_optimization"][name_of_nobody] = 3', None),
+    ],
+)
+def test_a_config_that_is_changed_part_by_part(lines: str, stage: int | None) -> None:
+    script = TRAINER.format("strategy=DeepSpeedStrategy(config=held)")
+    head, made, call = script.rpartition("trainer =")
+    text = f'{head}held = {{"zero_optimization": {{"stage": 1}}}}\n{lines}\n{made}{call}'
+    assert read_text(text, "train.py").value(f"{ZERO}.stage") == stage
+
+
+@pytest.mark.parametrize("name", ["deepspeed_stage_1_offload", "deepspeed_stage_2_offload_nvme", "fsdp2"])
+def test_a_name_that_nobody_registers_is_refused(name: str) -> None:
+    assert [each.setting.value for each in composed(f'strategy="{name}"').wrong_types] == [name]
+    registered = read_text(f"{TRAINER.format(f'strategy={name!r}')}\nRegistry.register({name!r})", "train.py")
+    assert not registered.wrong_types
+
+
+def test_an_argument_that_the_strategy_does_not_take_is_refused_with_the_nearest_one() -> None:
+    (unknown,) = composed("strategy=DeepSpeedStrategy(stage=3, offload_params=True)").unknown
+    assert (unknown.written, unknown.nearest[0]) == ("offload_params", "offload_parameters")
+
+
+def test_arguments_without_a_name_stand_in_the_order_of_the_strategy() -> None:
+    config = composed("strategy=DeepSpeedStrategy(None, True, 3, None, True)")
+    assert config.value(f"{ZERO}.stage") == 3
+    assert config.value(f"{ZERO}.offload_optimizer.device") == "cpu"
