@@ -5,8 +5,10 @@ A subclass overrides what differs from the defaults here; it must define `compos
 each lint asks every dialect for evidence. Explained in docs/design.md.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.configs.config import Config, Setting, UnknownKey
@@ -49,6 +51,14 @@ class Question(NamedTuple):
 
 
 NONE = Evidence()
+
+
+@lru_cache(maxsize=1)
+def flags_in(text: str) -> frozenset[str]:
+    """Return the long options in the text of a script, kept for the dialects that are asked about it in turn."""
+    return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]+", text))
+
+
 _FILES_OF_KEYS = (Kind.YAML, Kind.JSON, Kind.TOML)
 
 
@@ -58,7 +68,8 @@ class Dialect(ABC):
     `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
     of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
     `looks_for` says in a few words what proves an input; one of `marks`, if it has any, stands in the text of each such
-    YAML, JSON or TOML file: a file without is not parsed to be recognised. `form` and `language` say how settings are
+    YAML, JSON or TOML file: a file without is not parsed to be recognised. One of `shell_marks` stands in each launch
+    script that is proven, one of `python_marks` in each Python file. `form` and `language` say how settings are
     shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
@@ -78,6 +89,8 @@ class Dialect(ABC):
     example_file = "config.yaml"
     looks_for = ""
     marks: tuple[str, ...] = ()
+    shell_marks: tuple[str, ...] = ()
+    python_marks: tuple[str, ...] = ()
     form = "in the YAML"
     language = "yaml"
     assigns = ": "
@@ -132,6 +145,15 @@ class Dialect(ABC):
             f"with this project's offloaders instead, carry it out: offload plan --framework pytorch --model {model} "
             f"--gpus {gpus}{more} --format json > plan.json, then {self.adapter}"
         )
+
+    def marks_in(self, kind: Kind) -> tuple[str, ...]:
+        """Return the texts of which one stands in each file of `kind` that is proven to be this framework's."""
+        match kind:
+            case Kind.SHELL:
+                return self.shell_marks
+            case Kind.PYTHON:
+                return self.python_marks
+        return self.marks if (kind is Kind.TOML) is self.reads_toml else ()
 
     def evidence(self, source: Source) -> Evidence:
         """Return what in `source` says that it is this framework's."""

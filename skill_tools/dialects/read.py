@@ -298,11 +298,8 @@ def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
 
 def _evidence_in(source: Source) -> dict[str, Evidence]:
     """Ask each dialect that `source` may be of; a text without any of their marks is not even parsed."""
-    if source.kind in (Kind.PYTHON, Kind.SHELL):
-        dialects: Sequence[Dialect] = registry.with_files()
-    else:
-        dialects = tuple(registry.marked_in(source.text))
-    return {each.name: each.evidence(source) for each in dialects}
+    text = source.script if source.kind is Kind.SHELL else source.text
+    return {each.name: each.evidence(source) for each in registry.marked_in(text, source.kind)}
 
 
 def _proven(found: Mapping[str, Evidence]) -> dict[str, Evidence]:

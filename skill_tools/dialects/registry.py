@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from skill_tools import knowledge
+from skill_tools.configs.source import Kind
 from skill_tools.dialects.base import Dialect
 
 _MODULES = {
@@ -68,14 +69,27 @@ def with_keyed_files() -> tuple[Dialect, ...]:
     return (*(named(name) for name in _MODULES if name not in _SCRIPTS_ALONE), *_added())
 
 
-def marked_in(text: str) -> Iterator[Dialect]:
-    """Yield those of which a YAML, JSON or TOML with this `text` may be: it has one of their marks.
+def marked_in(text: str, kind: Kind) -> Iterator[Dialect]:
+    """Yield those of which a file of `kind` with this `text` may be: it has one of their marks.
 
-    The index lists the marks of ours, so that the other dialects, most of them, need not be loaded.
+    The index lists the marks of ours, so that the other dialects, most of them, need not be loaded. A dialect that was
+    added without marks may have any file.
     """
-    listed = knowledge.index()["marks"].items()
-    yield from (named(name) for name, marks in listed if any(mark in text for mark in marks))
-    yield from (each for each in _added() if not each.marks or any(mark in text for mark in each.marks))
+    here = {name for mark, names in _by_mark(kind).items() if mark in text for name in names}
+    yield from (named(name) for name in _MODULES if name in here)
+    for each in _added():
+        marks = each.marks_in(kind)
+        if not marks or any(mark in text for mark in marks):
+            yield each
+
+
+@knowledge.derived
+def _by_mark(kind: Kind) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, marks in knowledge.index()["marks"][kind.value].items():
+        for mark in marks:
+            found.setdefault(mark, []).append(name)
+    return found
 
 
 def _added() -> Iterator[Dialect]:

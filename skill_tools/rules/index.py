@@ -14,6 +14,7 @@ from typing import Any
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import keys_from_data
+from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
@@ -43,7 +44,10 @@ def build() -> dict[str, Any]:
         "residency": [_without(entry, "quote") for entry in knowledge.load_yaml("residency.yaml")],
         "numbers": knowledge.load_yaml("numbers.yaml"),
         "fixes": knowledge.load_fixes(),
-        "marks": {each.name: each.marks for each in registry.with_keyed_files()},
+        "marks": {
+            kind.value: {each.name: marks for each in registry.with_files() if (marks := each.marks_in(kind))}
+            for kind in Kind
+        },
     }
 
 

@@ -44,6 +44,7 @@ class Accelerate(Dialect):
         "Accelerator with a plugin"
     )
     marks = ("distributed_type",)
+    shell_marks = python_marks = ("accelerate",)
     scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = (
         'cpu_offloading.integrations.accelerate.offload(accelerator, model, optimizer, plan="plan.json")'

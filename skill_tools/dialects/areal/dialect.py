@@ -29,6 +29,7 @@ class AReaL(Dialect):
     )
     looks_for = "experiment_name and trial_name beside actor and two of rollout, saver, recover and the like"
     marks = ("trial_name",)
+    shell_marks = ("areal.",)
     takes_new_keys = False
 
     def evidence_in_text(self, text: str) -> Evidence:

@@ -8,7 +8,7 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.axolotl import AXOLOTL
-from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.base import NONE, Dialect, Evidence, flags_in
 from skill_tools.dialects.deepspeed import EMBEDDED
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _TRAINING = (
 _COMMAND = (
     r"\baxolotl (?:train|preprocess)\b|axolotl\.cli(?:\.train\b|\.preprocess\b|\.main (?:train|preprocess)\b)"
 )
-_FLAG = r"(?<![\w-])--[a-z][\w-]+"
 _DECISIVE = 1000
 
 
@@ -52,15 +51,16 @@ class Axolotl(Dialect):
         "adapter:",
         "layer_offload",
     )
+    shell_marks = ("axolotl", "--")
     adapter = "plugins: [cpu_offloading.integrations.axolotl.OffloadPlugin] with offload_plan: plan.json"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its command; options alone, as overrides are, need be no more than its own."""
-        if command := re.search(_COMMAND, text):
+        if "axolotl" in text and (command := re.search(_COMMAND, text)):
             return Evidence(_DECISIVE, proof=command[0])
         if not text.lstrip().startswith("--"):
             return NONE
-        flags = set(re.findall(_FLAG, text)) - load_vocabulary("megatron-lm").names
+        flags = flags_in(text) - load_vocabulary("megatron-lm").names
         names = load_vocabulary(AXOLOTL).names
         own = sorted(flag for flag in flags if flag[2:].replace("-", "_") in names)
         return Evidence(len(own), proof=", ".join(own[:3])) if 2 * len(own) > len(flags) else NONE

@@ -29,6 +29,7 @@ class MusubiTuner(Dialect):
     looks_for = "a program such as wan_train_network.py with --dit, --dataset_config or --blocks_to_swap"
     reads_toml = True
     marks = ("dit",)
+    shell_marks = ("_train",)
     example_file = "run.sh"
     form = "as options"
     language = "text"

@@ -34,6 +34,7 @@ class SdScripts(Dialect):
     )
     reads_toml = True
     marks = ("pretrained_model_name_or_path",)
+    shell_marks = ("train", "fine_tune")
     example_file = "run.sh"
     form = "as options"
     language = "text"

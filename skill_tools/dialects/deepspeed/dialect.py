@@ -38,6 +38,7 @@ class DeepSpeed(Dialect):
         "zero_optimization with a stage or an offload, or two batch sizes beside fp16, bf16 or optimizer"
     )
     marks = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+    shell_marks = (DEEPSPEED,)
     embeds = EMBEDDED
     example_file = "ds_config.json"
     form = "in the JSON"

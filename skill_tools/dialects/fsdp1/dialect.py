@@ -21,6 +21,7 @@ class Fsdp1(Dialect):
     name = FSDP1
     label = "PyTorch FSDP1"
     looks_for = f"a script that calls {WRAPPER} with {OFFLOAD}"
+    python_marks = (WRAPPER,)
     example_file = "train.py"
     form = "in the script"
     language = "python"

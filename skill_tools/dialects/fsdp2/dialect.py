@@ -19,6 +19,7 @@ class Fsdp2(Dialect):
     name = FSDP2
     label = "PyTorch FSDP2"
     looks_for = "a script that calls fully_shard with CPUOffloadPolicy"
+    python_marks = (POLICY,)
     example_file = "train.py"
     form = "in the script"
     language = "python"
@@ -28,7 +29,7 @@ class Fsdp2(Dialect):
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take both calls in a script that imports one of them from torch."""
-        named = all(re.search(rf"\b{name}\(", text) for name in (SHARDS, POLICY))
+        named = all(f"{name}(" in text and re.search(rf"\b{name}\(", text) for name in (SHARDS, POLICY))
         if not (named and _IMPORTED.search(text)):
             return NONE
         from skill_tools.configs.python.syntax import calls_one_of

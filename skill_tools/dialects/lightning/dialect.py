@@ -34,6 +34,7 @@ class Lightning(Dialect):
     label = "Lightning"
     embeds = EMBEDDED
     looks_for = "a Trainer or Fabric with FSDPStrategy or DeepSpeedStrategy"
+    python_marks = PACKAGES
     example_file = "train.py"
     form = "in the script"
     language = "python"

@@ -37,6 +37,7 @@ class LlamaFactory(Dialect):
     embeds = EMBEDDED
     looks_for = "`stage` (sft, dpo, ...) with `finetuning_type`, or the command `llamafactory-cli train`"
     marks = ("finetuning_type", "dist_config")
+    shell_marks = ("llamafactory-cli train", "lmf train", "--finetuning_type")
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its command, or the option that only it has."""

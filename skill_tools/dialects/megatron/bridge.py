@@ -36,7 +36,8 @@ _PROGRAM = (
 )
 _DOTTED = r"(?<![\w.-])[+~]{0,2}([a-z_]+\.[\w.]+)="
 _OVERRIDE = r"[+~]{0,2}[a-z_]+\.[\w.]+="
-_ASSIGNED = r"\b(?:cfg|config|recipe|conf)\.((?:model|train|optimizer|ddp|comm_overlap)\.\w+)\s*=(?!=)"
+_SET_IN_PYTHON = ("model", "train", "optimizer", "ddp", "comm_overlap")
+_ASSIGNED = rf"\b(?:cfg|config|recipe|conf)\.((?:{'|'.join(_SET_IN_PYTHON)})\.\w+)\s*=(?!=)"
 _PACKAGE = "megatron.bridge."
 _DISTRIBUTED_OPTIMIZER = ("use_distributed_optimizer", "ddp.use_distributed_optimizer")
 _V1_OFFLOAD = "env.NVTE_CPU_OFFLOAD_V1"
@@ -55,6 +56,11 @@ class MegatronBridge(MegatronCore):
         "mixed_precision",
         _PACKAGE,
     )
+    shell_marks = (
+        "run_recipe.py", "setup_experiment.py", "scripts/performance/", _PACKAGE, "Megatron-Bridge/",
+        *sorted(f"{name}." for name in _SECTIONS),
+    )  # fmt: skip
+    python_marks = (*_WORDS_IN_PYTHON, *(f".{name}." for name in _SET_IN_PYTHON))
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Look for its package, its ConfigContainer, or fields of its own that are set on a configuration."""
@@ -62,9 +68,7 @@ class MegatronBridge(MegatronCore):
             found := re.search(_IN_PYTHON, text, re.MULTILINE)
         ):
             return Evidence(20, proof=found[0].strip())
-        if not any(
-            f".{section}." in text for section in ("model", "train", "optimizer", "ddp", "comm_overlap")
-        ):
+        if not any(f".{section}." in text for section in _SET_IN_PYTHON):
             return NONE
         return self._by_fields(set(re.findall(_ASSIGNED, text)), least=1)
 

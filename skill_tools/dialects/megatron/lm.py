@@ -8,7 +8,7 @@ from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Source
 from skill_tools.configs.vocabulary import load_vocabulary
-from skill_tools.dialects.base import NONE, Evidence
+from skill_tools.dialects.base import NONE, Evidence, flags_in
 from skill_tools.dialects.megatron import LM
 from skill_tools.dialects.megatron.core import MegatronCore, own_fields, shown
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from skill_tools.dialects.patch import Patch
 
 _SECTIONS = ("MODEL_ARGS", "ARGS", "model_parallel")
-_FLAG = r"(?<![\w-])--[a-z][\w-]+"  # compiled when there is a script
 _PROGRAM = r"\bpretrain_\w+\.py|\btrain_rl\.py"
 _ENOUGH = 2
 _ENOUGH_OWN = 1.5  # flags that only it has, times the share of its flags among all
@@ -41,13 +40,14 @@ class MegatronLM(MegatronCore):
         "moe_",
         "offload",
     )
+    shell_marks: tuple[str, ...] = ("--",)
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for its flags in a script: its program, or several that only it has; flags alone need be no more.
 
         A script whose flags are mostly foreign is another framework's: the more it has, the more of its own it needs.
         """
-        flags = set(re.findall(_FLAG, text))
+        flags = flags_in(text)
         known = flags & load_vocabulary(LM).names
         if not known or 2 * len(known) < len(flags):
             return NONE

@@ -37,6 +37,7 @@ class MindSpeedLLM(MegatronLM):
     package = "mindspeed_llm"
     looks_for = "posttrain_gpt.py, a spec of mindspeed_llm, or two options such as --swap-attention"
     marks = ()
+    shell_marks = ("posttrain_gpt.py", "mindspeed_llm", *_OWN)
     no_plan = "MindSpeed-LLM trains on NPUs, whose kernels, links and memory no plan knows"
 
     def evidence_in_text(self, text: str) -> Evidence:

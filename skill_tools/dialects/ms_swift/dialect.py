@@ -34,6 +34,7 @@ class MsSwift(Dialect):
     embeds = EMBEDDED
     looks_for = "swift or megatron with sft, pt or rlhf; tuner_type or rlhf_type beside model and dataset"
     marks = ("tuner_type", "train_type", "rlhf_type", "fsdp_config")
+    shell_marks = ("swift", "megatron")
     example_file = "run.sh"
     form = "as arguments"
     language = "text"

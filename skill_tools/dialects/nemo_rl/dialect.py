@@ -29,6 +29,7 @@ class NemoRL(Dialect):
     no_plan = "NeMo-RL shares its GPUs between training and a generation engine whose memory no plan counts"
     looks_for = "policy with dtensor_cfg or megatron_cfg, defaults that name a YAML file"
     marks = ("dtensor_cfg", "megatron_cfg", "defaults")
+    shell_marks = ("run_", "policy.")
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Look for one of its programs with a configuration, or an override of its policy."""

@@ -17,6 +17,7 @@ class OpenRlhf(Dialect):
     name = OPENRLHF
     label = "OpenRLHF"
     looks_for = "one of the programs openrlhf.cli.train_ppo_ray, train_sft, train_dpo and train_rm"
+    shell_marks = ("openrlhf",)
     example_file = "run.sh"
     form = "as options"
     language = "text"

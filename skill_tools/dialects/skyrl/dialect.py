@@ -19,6 +19,7 @@ class SkyRL(Dialect):
     label = "SkyRL"
     no_plan = "SkyRL shares each GPU between training and vLLM, whose memory no plan counts"
     looks_for = "a program of skyrl.train, or trainer.policy beside trainer.placement"
+    shell_marks = ("skyrl", "trainer.placement.")
     example_file = "run.sh"
     form = "as overrides"
     language = "text"

@@ -33,6 +33,7 @@ class Slime(MegatronLM):
     looks_for = "two options such as --rollout-num-gpus, --actor-num-nodes or --colocate"
     package = "slime"
     marks = ()
+    shell_marks = OWN_OPTIONS
     is_fork = False
     # `_set_default_megatron_args`, and what follows from the folder that it loads and dist_ckpt_save_pre_mcore_014.
     forced: Mapping[str, object] = {"use_distributed_optimizer": True, "bf16": True}

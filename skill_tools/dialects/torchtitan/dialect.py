@@ -33,6 +33,7 @@ class TorchTitan(Dialect):
     reads_toml = True
     looks_for = "a TOML with [training], [parallelism] and [job] or [model], or the program torchtitan.train"
     marks = ("[parallelism]",)
+    shell_marks = ("torchtitan", "run_train.sh", "--job.config")
     adapter = (
         '[experimental] custom_import = "offload_titan", the file of docs/trainers.md, with the plan\'s '
         "execute.optimizer as split=(R, S, C); the rest stays torchtitan's own"

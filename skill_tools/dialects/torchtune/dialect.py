@@ -27,6 +27,7 @@ class TorchTune(Dialect):
     scripts = (Kind.SHELL,)
     looks_for = "a section with `_component_: torchtune.…`, or the command `tune run`"
     marks = ("_component_",)
+    shell_marks = ("tune run",)
     adapter = (
         "optimizer: {_component_: cpu_offloading.HybridDeviceOptimizer, lr: LR, split: [R, S, C]} in the YAML, where "
         "R, S and C are the shares in the plan's execute.optimizer; the rest stays torchtune's own"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
-from skill_tools.dialects.base import NONE, Dialect, Evidence, Question
+from skill_tools.dialects.base import NONE, Dialect, Evidence, Question, flags_in
 from skill_tools.dialects.transformers import (
     BATCH,
     CLASSES,
@@ -63,6 +63,8 @@ class Transformers(Dialect):
     embeds = EMBEDDED
     looks_for = "output_dir with two of learning_rate, max_steps and their like, and model_name_or_path or dataset_name"
     marks = ("output_dir",)
+    shell_marks = ("trl ", "--")
+    python_marks = ("transformers", "trl")
     scripts = (Kind.PYTHON, Kind.SHELL)
     adapter = 'cpu_offloading.integrations.transformers.offload(trainer, "plan.json")'
 
@@ -75,7 +77,7 @@ class Transformers(Dialect):
         if source.kind is not Kind.SHELL:
             return found
         if not found.votes and (
-            re.search(_OTHER_COMMANDS, source.text) or not re.search(_TAKEN, source.text)
+            not re.search(_TAKEN, source.text) or re.search(_OTHER_COMMANDS, source.text)
         ):
             return NONE
         from skill_tools.dialects.transformers.launch import parses_itself, trainers_parser
@@ -99,16 +101,15 @@ class Transformers(Dialect):
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take TRL's command, or an output folder, two of what trains and what it trains on."""
-        if command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b", text):
+        if "trl " in text and (command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b", text)):
             return Evidence(_DECISIVE, proof=command[0])
-        if re.search(_OTHER_COMMANDS, text):
-            return NONE
-        flags = re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)
-        names = {flag.replace("-", "_") for flag in flags}
+        names = {flag[2:].replace("-", "_") for flag in flags_in(text)}
         engines = sorted(names & ENGINES)
         if engines and BATCH in names and not names & _OTHERS:
-            return Evidence(_DECISIVE, proof=", ".join([BATCH, *engines[:1]]))
-        return self._evidence_in_names(names)
+            found = Evidence(_DECISIVE, proof=", ".join([BATCH, *engines[:1]]))
+        else:
+            found = self._evidence_in_names(names)
+        return NONE if found.votes and re.search(_OTHER_COMMANDS, text) else found
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take the same of a recipe."""

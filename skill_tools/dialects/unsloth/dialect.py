@@ -19,6 +19,7 @@ class Unsloth(Dialect):
     label = "Unsloth"
     embeds = EMBEDDED
     looks_for = "a script that imports unsloth and calls FastLanguageModel.from_pretrained"
+    python_marks = ("unsloth",)
     example_file = "train.py"
     form = "in the script"
     language = "python"

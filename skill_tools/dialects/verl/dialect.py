@@ -26,6 +26,7 @@ class Verl(Dialect):
     no_plan = "verl shares each GPU between training and a rollout engine whose memory no plan counts"
     looks_for = "verl.trainer programs, actor_rollout_ref"
     marks = ("actor_rollout_ref",)
+    shell_marks = ("verl.", "actor_rollout_ref.")
     example_file = "run.sh"
     form = "as overrides"
     language = "text"

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from skill_tools.__main__ import main
-from skill_tools.configs.source import Source, load
+from skill_tools.configs.source import Kind, Source, load
 from skill_tools.dialects import registry
 from skill_tools.dialects.read import Contradiction, readings
 from skill_tools.errors import Unrecognised, UnusableInput
+from skill_tools.knowledge import examples
 
 # One small file of our own of each kind that looks close to a training configuration, or shares a weak key with one.
 LOOK_ALIKES = {
@@ -96,6 +97,21 @@ def test_what_has_no_mark_of_a_training_is_not_even_parsed(name: str) -> None:
 def test_each_framework_has_marks() -> None:
     """Without any, each YAML and JSON file of a folder would be parsed for it."""
     assert [each.name for each in registry.with_keyed_files() if not each.marks] == []
+
+
+@pytest.mark.parametrize(("name", "kind"), [("run.sh", Kind.SHELL), ("train.py", Kind.PYTHON)])
+def test_whoever_a_script_is_proven_to_be_of_has_a_mark_in_it(name: str, kind: Kind) -> None:
+    """Only those that have one are asked. Each text of a rule's examples stands for a script, whatever it is."""
+    of_rules = [each for by_framework in examples().values() for each in by_framework.values()]
+    texts = {text for example in of_rules for text in example.values() if isinstance(text, str)}
+    proven = 0
+    for text in texts:
+        source = Source(name, text)
+        marked = set(registry.marked_in(source.script if kind is Kind.SHELL else text, kind))
+        holders = {each for each in registry.with_files() if each.evidence(source).votes}
+        assert holders <= marked, text
+        proven += len(holders)
+    assert proven > 50
 
 
 def test_a_folder_of_look_alikes_is_passed_over_silently(
