@@ -142,3 +142,25 @@ class MasterMuon:
     def zero_grad(self):
         for param in self.params:
             param.grad = None
+
+
+def groups_of(model, **muon):
+    """Return the parameter groups of `HybridDeviceOptimizer`: matrices by Muon, the rest by AdamW."""
+    whole, rest = matrices_of(model)
+    return [{"params": whole, "use_muon": True, **MUON, **muon}, {"params": rest, "use_muon": False, **ADAMW}]
+
+
+def without_stacks(model):
+    """Freeze what torch's Muon does not take."""
+    for param in (model.experts, model.odd_experts):
+        param.requires_grad_(False)
+    return model
+
+
+def flat_optimizers(model, **muon):
+    whole, rest = matrices_of(model)
+    stacks = [param for param in whole if param.dim() == 3]
+    return [
+        torch.optim.Muon([p for p in whole if p.dim() == 2], **{**MUON, **muon}),
+        torch.optim.AdamW([*rest, *stacks], fused=True, **ADAMW),
+    ]

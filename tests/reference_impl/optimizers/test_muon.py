@@ -1,14 +1,13 @@
 """Muon for matrices and AdamW for the rest, in one optimizer: bitwise torch's over fp32 masters."""
 
 import copy
-import gc
 import re
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from muon_reference import ADAMW, MUON, Experts, MasterMuon, matrices_of, twins
+from muon_reference import ADAMW, MUON, Experts, MasterMuon, groups_of, matrices_of, twins
 from optimizer_reference import batches
 from optimizer_training import assert_same_weights, train
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,11 +22,6 @@ from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Budgets, Muon
 from reference_impl.optimizers.streamed.matrices import MatrixUpdate
-
-
-def groups_of(model, **muon):
-    whole, rest = matrices_of(model)
-    return [{"params": whole, "use_muon": True, **MUON, **muon}, {"params": rest, "use_muon": False, **ADAMW}]
 
 
 @pytest.fixture
@@ -324,93 +318,6 @@ def test_half_masters_are_stored_with_bits_for_their_flags(device):
     assert host_book.reserved_bytes == before
 
 
-def without_stacks(model):
-    """Freeze what torch's Muon does not take."""
-    for param in (model.experts, model.odd_experts):
-        param.requires_grad_(False)
-    return model
-
-
-def flat_optimizers(model, **muon):
-    whole, rest = matrices_of(model)
-    stacks = [param for param in whole if param.dim() == 3]
-    return [
-        torch.optim.Muon([p for p in whole if p.dim() == 2], **{**MUON, **muon}),
-        torch.optim.AdamW([*rest, *stacks], fused=True, **ADAMW),
-    ]
-
-
-def step_all(model, optimizers, data):
-    for batch in data:
-        model(batch).backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_torchs_two_optimizers_are_taken_over_and_given_back(device, fraction):
-    model, plain = (without_stacks(each) for each in twins(device, torch.float32))
-    two, theirs = flat_optimizers(model), flat_optimizers(plain)
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.9**step) for each in (*two, *theirs)]
-    data = batches(device.torch_device, 6)
-    step_all(model, two, data[:2])
-    step_all(plain, theirs, data[:2])
-    with OptimizerStateOffloader(two, fraction=fraction, chunk_bytes=4096) as optimizer:
-        optimizer.attach(model)
-        assert not two[0].state
-        assert not two[1].state
-        for batch in data[2:4]:
-            train(model, optimizer, [batch])
-            step_all(plain, theirs, [batch])
-            for scheduler in schedulers:
-                scheduler.step()
-        assert_same_weights(model, plain)
-        given_back = [copy.deepcopy(each) for each in optimizer.state_dicts()]
-        whole = optimizer.state_dict()
-        with pytest.raises(RuntimeError, match="Muon was stepped"):
-            two[0].step()
-    resumed = flat_optimizers(model)
-    for each, saved, their in zip(resumed, given_back, theirs, strict=True):
-        each.load_state_dict(saved)
-        expected = their.state_dict()
-        assert saved["state"].keys() == expected["state"].keys()
-        for key, state in expected["state"].items():
-            for name, value in state.items():
-                assert torch.equal(saved["state"][key][name].cpu(), value.cpu()), name
-        for ours, group in zip(saved["param_groups"], expected["param_groups"], strict=True):
-            assert ours.keys() == group.keys()
-    step_all(model, resumed, data[4:5])
-    step_all(plain, theirs, data[4:5])
-    assert_same_weights(model, plain)
-    with OptimizerStateOffloader(flat_optimizers(model), fraction=fraction, chunk_bytes=4096) as again:
-        again.load_state_dicts([each.state_dict() for each in theirs])
-        train(model, again, data[5:])
-        step_all(plain, theirs, data[5:])
-        assert_same_weights(model, plain)
-        again.load_state_dict(whole)
-
-
-def test_muon_alone_is_torchs(device):
-    model, plain = (torch.nn.Linear(48, 131, bias=False, device=device.torch_device) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    theirs = torch.optim.Muon(plain.parameters(), **MUON)
-    with OptimizerStateOffloader(torch.optim.Muon(model.parameters(), **MUON), chunk_bytes=768) as optimizer:
-        for _ in range(3):
-            data = torch.randn(5, 48, device=device.torch_device)
-            for net, each in ((model, optimizer), (plain, theirs)):
-                net(data).square().sum().backward()
-                each.step()
-                each.zero_grad()
-        assert torch.equal(model.weight, plain.weight)
-        ours, expected = optimizer.state_dict(), theirs.state_dict()
-        assert ours["param_groups"] == expected["param_groups"]
-        assert ours["state"].keys() == expected["state"].keys()
-        assert torch.equal(ours["state"][0]["momentum_buffer"], expected["state"][0]["momentum_buffer"].cpu())
-        theirs.load_state_dict(ours)
-        optimizer.load_state_dict(expected)
-
-
 def test_a_distributed_checkpoint_has_both(device, hybrid, tmp_path):
     (model, other), data = twins(device), batches(device.torch_device, 4)
     built = []
@@ -445,93 +352,3 @@ def test_groups_are_added_with_their_formula(device, hybrid):
     train(plain, MasterMuon(plain), data)
     assert_same_weights(model, plain)
     optimizer.close()
-
-
-REFUSED = [
-    (
-        lambda m: [{"params": [*m.up.parameters()], "use_muon": True}],
-        {},
-        r"1 of 2 parameters.*\(131,\).*try AdamW",
-    ),
-    (lambda m: [{"params": [m.scale], "use_muon": True}], {}, "1 of 1 parameters of its group are none"),
-    (
-        lambda m: [{"params": [torch.nn.Conv2d(3, 4, 5).weight], "use_muon": True}],
-        {},
-        r"\(4, 3, 5, 5\).*weight\.flatten\(1\)",
-    ),
-    (lambda m: [{"params": [m.up.weight], "use_muon": 1}], {}, "use_muon is 1; expected True or False"),
-    (lambda m: [{"params": [m.up.weight], "use_muon": False, "algorithm": Muon()}], {}, "beside Muon"),
-    (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_steps": 100}], {}, "ns_steps is 100"),
-    (lambda m: [{"params": [m.up.weight], "use_muon": True, "momentum": -1}], {}, "momentum is -1"),
-    (
-        lambda m: [{"params": [m.up.weight], "use_muon": True, "adjust_lr_fn": "no"}],
-        {},
-        "adjust_lr_fn is 'no'",
-    ),
-    (lambda m: [{"params": [m.up.weight], "use_muon": True, "ns_coefficients": (1,)}], {}, "three numbers"),
-    (
-        lambda m: [{"params": [m.up.weight], "use_muon": True, "betas": (0.9, 0.99)}],
-        {},
-        "a group of Muon has betas; expected its own",
-    ),
-    (
-        lambda m: [{"params": [m.up.bias], "use_muon": False, "momentum": 0.9, "ns_steps": 5}],
-        {},
-        "a group of Adam has momentum, ns_steps",
-    ),
-    (
-        lambda m: [{"params": [m.up.weight], "use_muon": True}],
-        {"split": (0, 1, 0), "streaming": Streaming(states="compact-8")},
-        "states are 'compact-8'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("groups", "options", "words"), REFUSED, ids=[words for *_, words in REFUSED])
-def test_bad_input_is_named_before_anything_changes(device, groups, options, words):
-    model = Experts().to(device.torch_device)
-    before, weights = host_book.reserved_bytes, copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=words):
-        HybridDeviceOptimizer(groups(model), lr=0.1, **options)
-    assert host_book.reserved_bytes == before
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, weights[name])
-
-
-def test_a_matrix_that_the_device_has_no_memory_for_is_named_and_nothing_stays(monkeypatch):
-    model = torch.nn.Linear(64, 32, bias=False)
-    before = host_book.live_bytes, model.weight.clone()
-
-    def fails(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr("reference_impl.memory.slots.Slots.allocate", fails)
-    with pytest.raises(torch.OutOfMemoryError, match=r"states of \(32, 64\).*CUDA out of memory"):
-        OptimizerStateOffloader(torch.optim.Muon(model.parameters()), max_grad_norm=1.0)
-    gc.collect()
-    assert host_book.live_bytes == before[0]
-    assert torch.equal(model.weight, before[1])
-
-
-def test_an_embedding_is_refused_where_its_module_is_known(device):
-    model = Experts().to(device.torch_device)
-    with HybridDeviceOptimizer([{"params": model.parameters(), "lr": 0.1}], algorithm=None) as optimizer:
-        optimizer.attach(model)
-    listed = [param for param in model.parameters() if param.dim() > 1]
-    words = r"embed\.weight is the table of an embedding"
-    with (
-        HybridDeviceOptimizer(listed, algorithm=Muon(), lr=0.1) as optimizer,
-        pytest.raises(ValueError, match=words),
-    ):
-        optimizer.attach(model)
-
-
-def test_optimizers_that_are_not_stepped_together_are_refused(device):
-    model = without_stacks(Experts().to(device.torch_device))
-    muon, adamw = flat_optimizers(model)
-    sgd = torch.optim.SGD([model.up.bias], lr=0.1, momentum=0.9, fused=True)
-    for given in ([], [muon, adamw, sgd]):
-        with pytest.raises(ValueError, match=r"expected torch\.optim\.Muon, one other"):
-            OptimizerStateOffloader(given)
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        OptimizerStateOffloader([muon, muon])
