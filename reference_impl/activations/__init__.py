@@ -1,17 +1,18 @@
 """Saved activations that are held on the host between forward and backward.
 
-- saved tensor: what autograd keeps of a forward for backward; the engine's hooks hand it a token instead.
-- token: what autograd holds in place of a saved tensor: a kept tensor with its version, or a geometry over a saved
+- saved tensor: one that autograd keeps of a forward for backward; the engine's hooks hand it a token instead.
+- token: the object that autograd holds in place of a saved tensor: a kept tensor with its version, or a geometry over a
+saved
   storage that was moved.
 - extent: the bytes of a storage that move for a saved tensor; geometry: how a tensor looks at them.
 - source: how a saved storage comes back: copied from a tier, or computed again by a recipe.
 - run: one forward of the model and the backward that answers it, with its saved storages in order.
 - round: one pass of backward over a run; a retained graph has several.
-- policy: decides what happens to a storage: keep, offload or recompute.
+- policy: decides whether a storage is kept, offloaded or recomputed.
 - headroom: device bytes that are free below a step's peak, for copies in flight and for prefetch.
 - segment: a part of a step between two saved or restored storages; a span is a part of it between two measurements.
 - tape: a record of a forward's operators, from which recipes are made. Replaying one is recomputation of one tensor.
-- profile: when storages are saved and needed in a step, and what recomputing them costs; a budget plan is made from
+- profile: when storages are saved and needed in a step, and the cost of recomputing them; a budget plan is made from
   it.
 - offloaded weights: the weights of inactive layers, held on the host beside their activations.
 

@@ -149,7 +149,7 @@ class ActivationOffloader(Offloader):
 
     @property
     def has_budget(self) -> bool:
-        """Whether a plan decides what moves."""
+        """Whether a plan decides which storages move."""
         return self._budget is not None
 
     @property

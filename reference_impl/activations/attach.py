@@ -1,7 +1,7 @@
 """Finds a model's blocks, wraps code around their forward, and removes it again.
 
-Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. The caller decides
-what the code does.
+Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. The caller supplies
+the code.
 
 Explained in docs/activation-offloading.md.
 """
@@ -130,7 +130,7 @@ class WrappedCall:
         return types.MethodType(forward, self._module)
 
     def _own_call(self, module: nn.Module) -> Forward:
-        """Return what `module`, this one or a copy of it, calls without wrappers."""
+        """Return the function that `module`, this one or a copy of it, calls without wrappers."""
         beneath: Forward | None = self._beneath
         if beneath is None:
             return types.MethodType(type(module).forward, module)

@@ -1,7 +1,7 @@
 """Chooses which saved tensors to keep, offload and recompute: the least time under a budget of device memory.
 
 A copy costs no time while the link keeps up with the computation, and its full time once it does not; recomputing
-costs what the operation costs. So the results that are cheapest to recompute are recomputed, the last ones saved stay
+takes the time of the operation. So the results that are cheapest to recompute are recomputed, the last ones saved stay
 on the device, and the rest is copied. Simulating the step finds how many of each. This file is arithmetic on a
 profile; it touches no tensor.
 

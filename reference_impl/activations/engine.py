@@ -140,7 +140,7 @@ class SavedTensorEngine:
         return self._run
 
     def start_loss(self, run: ForwardPass) -> None:
-        """Note that `run`'s forward has ended; what follows is the loss."""
+        """Note that `run`'s forward has ended; the loss follows."""
         if torch.is_grad_enabled() and run.has_saved:
             if run.observer is not None:
                 run.observer.start_loss()
@@ -197,7 +197,7 @@ class SavedTensorEngine:
             if tensor.nbytes > self.largest_small_bytes and not self.weights.own(tensor):
                 self.largest_small_bytes = tensor.nbytes
             return None
-        # A recomputation inside backward saves what it uses next.
+        # A recomputation inside backward saves tensors that it uses next.
         if torch._C._current_graph_task_id() != -1:
             return None
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""What is known of a saved tensor without its bytes: where they were, how it looks at them, and its version.
+"""A saved tensor without its bytes: where they were, how it looks at them, and its version.
 
 A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q, k and
 v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements. Weights are

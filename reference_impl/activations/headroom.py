@@ -141,7 +141,7 @@ class Headroom:
         return None if self._measured is None else self._measured.seen_peak_bytes
 
     def measure_again(self, run: ForwardPass, *, ceiling_bytes: int | None) -> None:
-        """Forget what was learnt; measure `run`, which begins, and then allow up to `ceiling_bytes` in all.
+        """Forget the learnt peaks; measure `run`, which begins, and then allow up to `ceiling_bytes` in all.
 
         Without a ceiling, allow as much as the measured step takes.
         """
@@ -202,7 +202,7 @@ class Headroom:
             self._measuring.assume(self._movable_bytes(run))
 
     def restart_segment(self, run: ForwardPass) -> None:
-        """Forget what the running segment has needed so far."""
+        """Forget the needs of the running segment so far."""
         if self._measuring is not None and self._measuring.is_about(run):
             self._measuring.restart_segment(self._movable_bytes(run))
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from reference_impl.activations.run import MovedTensor
 from reference_impl.activations.tokens import KeptTensor
 
-# Forward kernels that return the output and what backward needs beside it, whoever calls them: torch's own
+# Forward kernels that return the output and tensors for backward beside it, whoever calls them: torch's own
 # (native_functions.yaml), and those that flash-attn registers (flash_attn_interface.py, since 2.7).
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
@@ -43,8 +43,8 @@ class KeptResults(TorchDispatchMode):
     """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
 
     Results of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
-    recomputed layer saves for backward exactly what it would have saved. Random numbers that an operation has taken,
-    for dropout, are skipped where its result is handed back.
+    recomputed layer saves for backward exactly the tensors that it would have saved. Random numbers that an operation
+    has taken, for dropout, are skipped where its result is handed back.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def operation_of(func: Any) -> str:
 
 
 def attention_handed_back() -> KeptResults | None:
-    """Return what hands attention's results back to the layer that is computed again here, and no other results."""
+    """Return the mode that hands attention's results, and no others, back to the layer that is computed again here."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, KeptResults):
             return mode if mode.hands_back and mode.are_all else None

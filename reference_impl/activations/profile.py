@@ -1,4 +1,4 @@
-"""Profiles a step that offloads everything: when a storage is saved and needed, and what recomputing it costs.
+"""Profiles a step that offloads everything: when a storage is saved and needed, and the cost of recomputing it.
 
 Each recipe is verified: its result is compared, byte for byte, with the copy from the host. A recipe that fails is
 dropped, so recomputation is as exact as a copy.

@@ -36,7 +36,7 @@ def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
 
 
 def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """Return a function for `recomputed`, and its inputs: the leaves of what `forward` is called with.
+    """Return a function for `recomputed`, and its inputs: the leaves of `forward`'s arguments.
 
     Its first call gets the caller's own containers, because a layer may leave something in a dictionary for the next
     one. Later calls get new containers, with the contents from before the first call.
@@ -107,13 +107,13 @@ class _Recomputation:
         assert tensor is not None
         return tensor
 
-    # Compiled autograd would trace into the layer. This is what torch.compiler.disable sets.
+    # Compiled autograd would trace into the layer. torch.compiler.disable sets this too.
     _unpack._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _call_again(self) -> list[torch.Tensor | None]:
-        """Call the layer again, and return what it saves."""
+        """Call the layer again, and return the tensors that it saves."""
         found: list[torch.Tensor | None] = []
-        # `keep` must not hold this object: a layer may leave what it computes again in an input that it was given (keys
+        # `keep` must not hold this object: a layer may leave its results in an input that it was given (keys
         # and values for later layers), and so the second graph and its hooks, with that input's holder.
         expected, has_returned = self._numels, self._has_returned
         remedy = self._inputs.remedy
@@ -168,7 +168,7 @@ class _Inputs:
 
     @property
     def remedy(self) -> str:
-        """What to try where the second call does something else: it has the objects that the first has left."""
+        """The advice where the second call does something else: it has the objects that the first has left."""
         objects = [type(each).__name__ for each in self._others if hasattr(each, "__dict__")]
         if not objects:
             return _TRY

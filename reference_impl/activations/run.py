@@ -6,7 +6,7 @@ the last token of a storage is freed, with or without a backward, its host block
 Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of the
 same length; until then the reverse order is assumed. When backward asks for a storage, the next ones are prefetched,
 as many as the headroom allows. A wrong guess costs a copy on demand, never a wrong value. Runs are independent of
-each other, so several may be in flight. `engine` decides what moves, not this module.
+each other, so several may be in flight. `engine` decides which storages move, not this module.
 
 Explained in docs/activation-offloading.md.
 """
@@ -41,7 +41,7 @@ class Source(Protocol):
         """Return flat uint8 memory of the live current stream, and the event after which it holds the bytes."""
 
     def prepare(self) -> None:
-        """Start what must run before `bring` is quick."""
+        """Start the work that must be done before `bring` is quick."""
 
     def release(self) -> None:
         """Give up the bytes. Safe in a finalizer."""

@@ -129,7 +129,7 @@ class Tape(TorchDispatchMode):
         self._whole_runs, self._after_a_miss = 0, 1
 
     def start_run(self) -> None:
-        """Forget what the last run has recorded; recipes that were given out live on."""
+        """Forget the record of the last run; recipes that were given out live on."""
         self._nodes.clear()
         if self._has_missed:
             # A model that alternates between several forms has shown each of them after some doublings.

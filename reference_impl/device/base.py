@@ -1,8 +1,8 @@
-"""What a device is to the mechanisms: streams, events, times, memory statistics and pinned host memory.
+"""A device as the mechanisms see it: streams, events, times, memory statistics and pinned host memory.
 
 A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns
 the event that marks its end. Latency-sensitive copies have streams of their own: new weights that a forward is about
-to need, and what host threads wait for, such as gradients.
+to need, and tensors that host threads wait for, such as gradients.
 
 Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy stream's
 context. Streams are made once a device and reused, because every new stream would keep an allocator pool of its own.
@@ -60,7 +60,7 @@ class EventGroup:
         return all(event.query() for event in self.events)
 
     def synchronize(self) -> None:
-        """Wait for one after the other; raises what one of them raises."""
+        """Wait for one after the other; raises their errors."""
         for event in self.events:
             event.synchronize()
 
@@ -78,7 +78,7 @@ class StagedCopies(Protocol):
     """Copies between a device and pageable host memory, on the live current stream."""
 
     def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
-        """Start filling `host`; return what its readers on the host wait for beside the stream."""
+        """Start filling `host`; return the event that its readers on the host wait for beside the stream."""
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
@@ -87,7 +87,7 @@ class StagedCopies(Protocol):
         """Wait until all that was copied out is where it belongs."""
 
 
-# What CUDA and its libraries say where memory is short: pinned memory, an event, a library's handle.
+# The words of CUDA and its libraries where memory is short: pinned memory, an event, a library's handle.
 _SHORT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "NOT_INITIALIZED")
 
 
@@ -125,7 +125,7 @@ class Allocator(Protocol):
         """Most bytes that tensors held at once since `reset_peak`."""
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is live now."""
+        """Start a new peak from the bytes that are live now."""
 
     @property
     def retries(self) -> int:
@@ -136,7 +136,7 @@ class Allocator(Protocol):
         """Whether a segment can grow: if not, a cache in pieces has no room for a tensor that is longer than each."""
 
     def let_segments_grow(self) -> Callable[[], None]:
-        """Let segments grow, of the whole process, and return what undoes it; the user's environment comes first."""
+        """Let the process's segments grow, and return the call that undoes it; the user's environment comes first."""
 
     def limit(self, limit_bytes: int | None) -> None:
         """Refuse to take more than `limit_bytes` from the driver, cache included; None lifts it."""
@@ -243,7 +243,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the hardware calls itself."""
+        """The hardware's own name."""
 
     @property
     @abstractmethod
@@ -264,14 +264,14 @@ class Device(ABC):
 
     @abstractmethod
     def record(self, *, for_threads: bool = False) -> Event:
-        """Mark the end of what the live current stream has been given so far.
+        """Mark the end of the live current stream's work so far.
 
         `for_threads`: a thread that waits for it sleeps, instead of burning the core that others need.
         """
 
     @abstractmethod
     def mark(self) -> Mark:
-        """Mark the end of what the live current stream has been given so far, with its time; dearer than `record`."""
+        """Mark the end of the live current stream's work so far, with its time; dearer than `record`."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
@@ -283,7 +283,7 @@ class Device(ABC):
 
     @abstractmethod
     def on_d2h_for_threads(self) -> AbstractContextManager[object]:
-        """Make the D2H stream current for what threads of the host wait for. Nothing may be allocated inside."""
+        """Make the D2H stream current for copies that threads of the host wait for. Nothing may be allocated inside."""
 
     @abstractmethod
     def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:
@@ -305,7 +305,7 @@ class Device(ABC):
         """Make another `stream` current, such as one of FSDP. Only on a compute stream may anything be allocated."""
 
     def synchronize(self) -> None:
-        """Block until all work of this device is done, and what it has copied is there. Not for the hot path."""
+        """Block until all work of this device is done, and all copies are there. Not for the hot path."""
         self.finish_work()
         for staged in set(self.pageable.values()):
             staged.synchronize()
@@ -341,7 +341,7 @@ class Device(ABC):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Copy between host and device on the live current stream; the host goes on. Allocates nothing.
 
-        Returns what readers of a `target` on the host wait for beside the stream: nothing, unless it is pageable.
+        Returns the event that readers of a `target` on the host wait for beside the stream, if it is pageable.
         """
         if self.pageable:
             if (staged := self.pageable.get(target.untyped_storage().data_ptr())) is not None:

@@ -21,7 +21,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING = "expandable_segments"
 # With these a long block is not cut into such as are asked for, or blocks are longer than asked.
 _CUTTING = ("max_split_size_mb", "roundup_power2_divisions")
-# The allocator compares what is asked for with its limit, and then lets a segment grow by whole pages.
+# The allocator compares the requested bytes with its limit, and then lets a segment grow by whole pages.
 _PAGE_BYTES = 20 * 2**20
 # Sizes of allocations are multiples of it.
 _BLOCK_BYTES = 512
@@ -48,7 +48,7 @@ class AlternatingStreams:
 
     def __init__(self, torch_device: torch.device, turn_bytes: int) -> None:
         self.stream, self._other = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)
-        # The end of the other's turn. A wait keeps what it was given for, so one event serves all turns.
+        # The end of the other's turn. A wait keeps the mark that it was given for, so one event serves all turns.
         self._turn = torch.cuda.Event()
         # Held by a thread whose copy has several parts.
         self.lock = threading.RLock()
@@ -86,7 +86,7 @@ class OnStream:
         self._stream = stream
 
     def __enter__(self) -> None:
-        """Remember what is current."""
+        """Remember the current device and streams."""
         self._device_index = torch.accelerator.current_device_index()
         self._before = torch.accelerator.current_stream(self._stream.device_index)
         torch.accelerator.set_stream(self._stream)
@@ -100,7 +100,7 @@ class OnStream:
 
 
 def _recorded(stream: torch.cuda.Stream, *, for_threads: bool = False) -> Event:
-    """Return the event of the end of what `stream` has been given."""
+    """Return the event of the end of `stream`'s work so far."""
     # 1.4 us; `torch.cuda.Event`, which alone can let a thread sleep, takes 2.4 (one H100's host).
     event = torch.cuda.Event(blocking=True) if for_threads else torch.Event("cuda")
     event.record(stream)
@@ -157,13 +157,13 @@ class CachingAllocator:
         return int(torch.cuda.memory_stats_as_nested_dict(self._torch_device)["num_alloc_retries"])
 
     def let_segments_grow(self) -> Callable[[], None]:
-        """Set what the environment variable would, beside what it says already."""
+        """Add the setting to those that the environment variable has."""
         settings = _allocator_settings()
         if self.segments_grow or _GROWING in settings or torch.cuda.get_allocator_backend() != "native":
             return lambda: None
 
         def choose(grow: bool) -> None:
-            # What is not named here goes back to its default.
+            # Settings that are not named here go back to their defaults.
             torch._C._accelerator_setAllocatorSettings(f"{settings},{_GROWING}:{grow}".lstrip(","))
             self.segments_grow = grow
 
@@ -184,7 +184,7 @@ class CachingAllocator:
         ]
 
     def make_room(self, sizes: Iterable[int]) -> None:
-        """Allocate and free it; what is smaller than a mebibyte the allocator takes from elsewhere."""
+        """Allocate and free it; the allocator takes less than a mebibyte from elsewhere."""
         if any(each in _allocator_settings() for each in _CUTTING):
             return
         rounded = (
@@ -305,7 +305,7 @@ class CudaDevice(Device, torch_type="cuda"):
         return OnStream(self._d2h.take(size_bytes, in_turns=bool(self.latency_sensitive)))
 
     def on_d2h_for_threads(self) -> AbstractContextManager[object]:
-        """Switch to the stream of what threads wait for."""
+        """Switch to the stream of copies that threads wait for."""
         return OnStream(self._d2h_for_threads)
 
     def on_h2d(self, size_bytes: int = 0) -> AbstractContextManager[object]:

@@ -1,12 +1,12 @@
 """Gradients that DistributedDataParallel has reduced, told bucket by bucket.
 
-DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees what this
-rank alone has. The public place behind the reduction is the communication hook, of which a model has one, for good. So
-one that somebody else registers later is called by ours, which then tells nobody.
+DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees the
+gradient of this rank alone. The public place behind the reduction is the communication hook, of which a model has one,
+for good. So one that somebody else registers later is called by ours, which then tells nobody.
 Buckets are DDP's memory for the whole run; reduced gradients stand on the parameters at the end of backward.
 
-What torch has no public name for: a call at the end of backward (`queue_callback`, by which DDP puts gradients on
-parameters), whether somebody trains with `join()`, and the name of a hook that is there already.
+Torch has no public name for a call at the end of backward (`queue_callback`, by which DDP puts gradients on
+parameters), for whether somebody trains with `join()`, and for the name of a hook that is there already.
 
 Explained in docs/distributed.md.
 """

@@ -53,7 +53,7 @@ class _Answer:
 def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[float], str]) -> None:
     """Raise HostMemoryError unless the memory of a host, or of a container, suffices for all `ranks` that share it.
 
-    All ranks have to call it, and all raise the same error. It names the rank that has found least, what that one
+    All ranks have to call it, and all raise the same error. It names the rank that has found least, that one's
     needs, item by item, and its `remedy`, given the share of the need that fits.
     """
     # Closed and dropped memory may still wait for the collector, on any rank.

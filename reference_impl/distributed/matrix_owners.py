@@ -1,8 +1,8 @@
 """Matrices that ranks hold shards of: how one is cut, which rank has it whole for a while, and both ways there.
 
-For a formula of whole matrices each rank computes on its shard what is of elements, the owner of a matrix what needs
-the whole one, and each rank on its shard again what is of elements. What crosses is what the formula needs of a whole
-matrix, and what it gives. For Muon that is the direction before and after Newton and Schulz's iteration, in bf16: torch
+For a formula of whole matrices each rank does the elementwise part on its shard, the owner of a matrix the part that
+needs the whole one, and each rank the rest on its shard again. The whole part's input crosses, and its result. For
+Muon that is the direction before and after Newton and Schulz's iteration, in bf16: torch
 rounds both to bf16 too, so it is exact, 2 bytes an element each way. The alternatives cost more. An owner that has the
 gradient needs the fp32 momentum of the whole matrix beside it: 4 bytes more to gather, or states that are not sharded
 as torch's are. The momentum alone is 4 bytes. An all-gather, of whatever, brings every matrix to every rank, which is
@@ -56,13 +56,13 @@ class Cut(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What parameters have in common whose matrices may cross together; the same on all ranks."""
+        """The same for parameters whose matrices may cross together, and on all ranks."""
         mesh = self.param.device_mesh
         return f"{mesh.mesh_dim_names} {tuple(mesh.shape)} {self.mesh_dim}"
 
     @property
     def flop(self) -> int:
-        """What one iteration of Newton and Schulz costs for one matrix, but for a factor."""
+        """The operations of one iteration of Newton and Schulz for one matrix, but for a factor."""
         less, more = sorted(self.shape)
         return less * less * (2 * more + less)
 

@@ -50,7 +50,7 @@ def mark_present(tensor: torch.Tensor) -> None:
 
 
 def detached_meanwhile(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return once what was detached from `tensor` while it was absent: absent, too, and of the memory of that time."""
+    """Return, once, the tensors that were detached from `tensor` while it was absent: absent, and of that memory."""
     references = vars(tensor).pop(_ALIASES, ())
     return [alias for alias in (reference() for reference in references) if alias is not None]
 
@@ -81,7 +81,7 @@ def is_sealed(tensor: torch.Tensor) -> bool:
 
 
 def describes(function: Any) -> bool:
-    """Return whether `function`, as `__torch_function__` gets it, asks only what a tensor that is away can answer."""
+    """Return whether `function`, as `__torch_function__` gets it, needs no elements of a tensor that is away."""
     name = function.__name__
     is_attribute = name in ("__get__", "__set__", "__delete__")
     return name in _DESCRIBING_METHODS or (

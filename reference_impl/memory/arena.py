@@ -79,9 +79,9 @@ class _Live:
 class HostArena:
     """Host memory of one mechanism, at most `limit_bytes` in slabs of `slab_bytes` or more.
 
-    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously. What may not be
-    pinned (see `memory.pinned`) is pageable, and its copies are staged; with `copied` too, all of an arena that is not
-    pinned, under a limit on what is.
+    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously. Memory that may
+    not be pinned (see `memory.pinned`) is pageable, and its copies are staged; with `copied` too, all of an arena that
+    is not pinned, under a limit on pinned memory.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class HostArena:
                 except BaseException:
                     same_size.pop()
                     raise
-            # Only here: what fails before is tried again.
+            # Only here: a call that fails before is tried again.
             self._returned.popleft()
 
     def _recycle(self, size_bytes: int) -> HostBlock | None:

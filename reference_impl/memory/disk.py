@@ -147,7 +147,8 @@ class DiskTier:
     def wait_for_staging(self, size_bytes: int, *, unless: Callable[[], None] = lambda: None) -> HostBlock:
         """Return a staging block as soon as the threads have freed one; `unless` may raise while it waits.
 
-        What is there ahead of its need makes room: its memory may be enough in all, and in pieces that are too small.
+        Storages that are there ahead of their need make room: its memory may be enough in all, and in pieces that are
+            too small.
         Raises HostMemoryError when none will come: no write is under way, and no copy either.
         """
         deadline = time.monotonic() + _DEADLINE_S

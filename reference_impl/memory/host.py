@@ -1,6 +1,6 @@
 """Accounting of the host tier: how many bytes mechanisms hold on the host, and how many the host still has.
 
-`host_book` counts what arenas hand out (live) and what they have reserved (pinned slabs), with the peak since
+`host_book` counts bytes that arenas hand out (live) and have reserved (pinned slabs), with the peak since
 the last reset. `available_by_pool` reads the bytes that kernel and container still grant, because running out of
 host memory kills a job without a traceback.
 
@@ -90,8 +90,8 @@ def available_by_pool() -> dict[str, int]:
 def available_bytes(needed_bytes: int = 0) -> int:
     """Return the host memory that can still be taken: the least of the kernel's and the container's answer.
 
-    Where that is less than `needed_bytes`, garbage is collected first: what is closed and dropped, states of 100 GB
-    among it, may refer to itself and wait for the collector.
+    Where that is less than `needed_bytes`, garbage is collected first: objects that are closed and dropped, states of
+    100 GB among them, may refer to themselves and wait for the collector.
     """
     there_bytes = min(available_by_pool().values())
     if there_bytes < needed_bytes:

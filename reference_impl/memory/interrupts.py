@@ -103,7 +103,7 @@ class _Lock(Protocol):
 class UninterruptedLock:
     """A lock around which signals are deferred: the region begins before the lock is taken, and ends after it is free.
 
-    So no handler raises while its holder changes what the lock guards, or leaves the lock taken.
+    So no handler raises while its holder changes the guarded object, or leaves the lock taken.
 
     Args:
         lock: the lock that is taken; by default one that a thread cannot take twice.

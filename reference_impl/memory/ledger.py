@@ -2,7 +2,7 @@
 
 An accelerator's allocator counts its own bytes, and the ledger only reads the numbers. On the CPU twin both tiers are
 ordinary memory, so the ledger watches every operation and follows each new storage until it is freed; it recognises
-storages of the host tier by their address. What it does not see: memory that is not a tensor (the driver's context,
+storages of the host tier by their address. It does not see memory that is not a tensor (the driver's context,
 buffers of collectives).
 """
 

@@ -1,7 +1,7 @@
 """Who may page-lock how much: one book for the process.
 
 Pinned memory is scarcer than host memory where a container, `ulimit -l` or WSL2 limits it. `limit_pinned_memory` sets
-that limit for every mechanism of the process. What may not be pinned is pageable: arenas take ordinary memory for it,
+that limit for every mechanism of the process. Memory beyond the limit is pageable: arenas take ordinary memory,
 and its copies pass through a ring of pinned buffers (`staged`), whose share of the limit nobody else gets.
 
 Explained in docs/fitting.md, "Pinned memory".
@@ -78,7 +78,7 @@ class PinnedBook:
             self._add(-size_bytes, for_ring=for_ring)
 
     def set_limit(self, limit_bytes: int | None) -> None:
-        """Limit what is pinned. Raises RuntimeError where more is pinned already."""
+        """Limit pinned memory. Raises RuntimeError where more is pinned already."""
         if limit_bytes is not None and self.pinned_bytes > limit_bytes:
             # A slab that was closed or dropped may refer to itself and wait for the collector.
             gc.collect()
@@ -143,14 +143,14 @@ class PinnedLimit(ClosedAtExit):
 
 
 def limit_pinned_memory(limit_bytes: int) -> PinnedLimit:
-    """Let the offloaders of this process page-lock at most `limit_bytes`; what is beyond lives in pageable memory.
+    """Let the offloaders of this process page-lock at most `limit_bytes`; the rest lives in pageable memory.
 
     Call it before the first of them is made. The limit holds until the end of the process, or of the `with` block:
 
     >>> with limit_pinned_memory(2**30):
     ...     train()
 
-    Values are those of a run without it, to the bit; copies take longer. Raises TypeError for what is no
+    Values are those of a run without it, to the bit; copies take longer. Raises TypeError for other types than an
     integer, ValueError for less than 1 MiB, and RuntimeError where there is a limit already, or more is pinned.
     """
     return PinnedLimit(limit_bytes)

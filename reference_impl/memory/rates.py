@@ -200,7 +200,7 @@ def most_pinned_bytes(device: Device, most_bytes: int, *, least_bytes: int = 2**
             try:
                 pinned.append(Slab(device, step_bytes, remedy="try a smaller probe", most_bytes=step_bytes))
             except RuntimeError:
-                # The driver has refused; what of this step it takes is between here and there.
+                # The driver has refused; the limit is within this step.
                 step_bytes //= 2
                 if step_bytes < least_bytes:
                     return pinned_bytes

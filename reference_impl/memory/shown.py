@@ -33,7 +33,7 @@ class Shown(ABC):
 
     @abstractmethod
     def _facts(self) -> Mapping[str, str]:
-        """Return what it is and does, in words, by name; raises nothing."""
+        """Return its properties and its work, in words, by name; raises nothing."""
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -65,7 +65,7 @@ class Report:
 
 
 def _shown(name: str, value: Any) -> dict[str, str]:
-    """Return a figure under its name without the unit, and what a report or a mapping holds one by one."""
+    """Return a figure under its name without the unit, and the entries of a report or a mapping one by one."""
     if isinstance(value, Report):
         return {f"{name} {inner}": text for inner, text in value._facts().items()}
     words = name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")

@@ -4,7 +4,7 @@ Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores
 buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
 after the other, and starts the H2D copy of each; half of them are filled while the link reads the others. On the way
 out the D2H copy into a buffer starts at once, and threads empty it once that has ended, so a training thread waits only
-where all buffers are on their way. Events of the device are what they are for pinned memory; who reads the host's side
+where all buffers are on their way. Events of the device mean the same as for pinned memory; who reads the host's side
 waits for the threads too (`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.

@@ -1,7 +1,7 @@
 """Where the bytes of a saved storage are kept: the host tier, behind the interface that the disk tier shares.
 
 A tier takes flat uint8 device tensors and gives them back. It orders its copies by events and never waits on
-the host; it does not decide what is stored.
+the host; it does not decide which storages it gets.
 
 Explained in docs/activation-offloading.md.
 """

@@ -1,6 +1,6 @@
 """Threads that carry out tasks in order; if one dies, every wait for its tasks ends with an error.
 
-A task is queued once a thread is there for it: what `submit` has raised for never runs. The threads are not those of
+A task is queued once a thread is there for it: where `submit` raises, it never runs. The threads are not those of
 `concurrent.futures`, which ends its own with the main thread, also where another one still trains.
 
 Explained in docs/reliability.md.

@@ -1,7 +1,7 @@
 """The fastest split on this machine, from the rates of a profile or of a short probe.
 
-A profile is what `reference_impl.probe` returns and `offload probe` writes (`schema/profile.schema.json`). A profile
-of another machine is not used: the best split there may be the worst here. Explained in docs/optimizer-offloading.md.
+`reference_impl.probe` returns a profile, and `offload probe` writes one (`schema/profile.schema.json`). A profile of
+another machine is not used: the best split there may be the worst here. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _UPDATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "b
 
 
 class MatrixBytes(NamedTuple):
-    """Bytes of states of what is updated in matrices: all on the device, and as they cross the link each way."""
+    """Bytes of states of matrices: all on the device, and as they cross the link each way."""
 
     resident: int
     streamed: int

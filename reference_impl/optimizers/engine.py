@@ -1,6 +1,6 @@
 """Takes the steps of an optimizer with states on the host, and makes readers of its weights wait for them.
 
-A step is prepared, which may raise and changes nothing, and begun; what an error has done to it, `status` says. One
+A step is prepared, which may raise and changes nothing, and begun; `status` says how far an error has let it come. One
 that backward has begun, or a load that an error has cut short, is finished by the next call. `Shares` holds the states,
 and carries the step out. `StepGradients` says which gradients it uses.
 
@@ -249,13 +249,13 @@ class Engine:
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:
         """Hear that `step(closure)` raises, or a hook in front of it.
 
-        Finishes what backward has begun; waits for weights where no forward would.
+        Finishes the update that backward has begun; waits for weights where no forward would.
         """
         if closure is None:
             self.gradients.note_rest(self.members.values(), checks_used=False)
         rest = self.gradients.rest
         if rest is not None:
-            # First, because what follows may fail as the step has.
+            # First, because `synchronize` may fail as the step has.
             rest.be_awaited()
         if rest is not None or not self.returns_early:
             with suppress(Exception):

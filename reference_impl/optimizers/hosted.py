@@ -447,9 +447,9 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     def close(self) -> None:
         """Finish, take all hooks off and give the host memory back, also where finishing raises.
 
-        Again, it goes on with what could not be given back, and then does nothing. Raises, once all is given back, what
-        has kept a step from being finished; a broken optimizer closes quietly. An interrupt leaves it open or closed.
-        A RecursionError does so too: where there is more room, another call finishes the step.
+        Again, it goes on with memory that could not be given back, and then does nothing. Once all is given back, it
+        raises the error that has kept a step from being finished; a broken optimizer closes quietly. An interrupt or a
+        RecursionError leaves it open or closed; behind the latter another call, with more room, finishes the step.
         """
         if not self._engine.is_closed:
             checks.check_alive(closed=False, made_by=self._engine.made_by)

@@ -110,7 +110,7 @@ class Member:
     def unit(self) -> int:
         """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other.
 
-        Of what ranks share it is the longest shard of all of it, on each of them, so that they make the same chunks.
+        Of a matrix that ranks share it is the longest shard, on each of them, so that they make the same chunks.
         """
         if self.matrices is None:
             return 1
@@ -127,7 +127,7 @@ class Member:
         return max(self.param_local.shape[-2:].numel(), 1)
 
     def matrices_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices, or of what ranks share the shards, of `flat`, with the strides of the parameter."""
+        """Return the matrices of `flat`, or the shards of those that ranks share, with the strides of the parameter."""
         shape = self.param_local.shape
         if self.cut is not None and len(shape) == 3:
             return list(flat.as_strided(shape, self.stride).unbind())
@@ -247,8 +247,8 @@ def members_of(
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
     before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
     whose gradients are reduced with others. `matrices` has the formula of each group that updates matrices: of these
-    the last `fraction` is offloaded, too, in whole ones, and all of it streams. What ranks share is divided by itself,
-    in numbers that all of them have.
+    the last `fraction` is offloaded, too, in whole ones, and all of it streams. Matrices that ranks share are divided
+    by themselves, in numbers that all of them have.
     """
     members = [
         Member(

@@ -6,7 +6,7 @@
 >>> theirs.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
 Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.20.0 use (`core/optimizer/__init__.py`,
-`core/optimizer/distrib_optimizer.py`). What differs from theirs:
+`core/optimizer/distrib_optimizer.py`). Differences from theirs:
 
 - Gradients cross the link in the parameter's dtype: an fp32 `decoupled_grad` of a bf16 parameter is rounded.
 - `dummy_step()` makes states visible and changes no parameter; theirs steps with random gradients.
@@ -43,7 +43,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
     """Adam, AdamW or SGD with a share of whole parameters on the CPU, chosen as Megatron chooses.
 
     Args:
-        params: parameters or groups; what a group holds beside hyper-parameters (`lr_mult`, ...) is carried along.
+        params: parameters or groups; other entries of a group than hyper-parameters (`lr_mult`, ...) are carried along.
         offload_fraction: whole parameters are offloaded, from the front, until this share of all elements is met.
         cpu_optimizer_cls, gpu_optimizer_cls: SGD, Adam or AdamW of torch, FusedSGD or FusedAdam of Transformer
             Engine or Apex. They choose the formula; torch's fused kernels compute it.
@@ -124,7 +124,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; what it holds beside hyper-parameters stays in it."""
+        """Add a group; its other entries than hyper-parameters stay in it."""
         known = group_defaults(self._formulas.elements)
         foreign = set(self.defaults) - set(known) - set(param_group)
         super().add_param_group({**known, **self.defaults, **param_group})
@@ -151,7 +151,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         self.refresh_masters()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Return: what Megatron has written to `state` already stands where it is used."""
+        """Do nothing: Megatron's writes to `state` go to the place where the values are used."""
 
     @property
     def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:

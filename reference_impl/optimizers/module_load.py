@@ -2,8 +2,8 @@
 
 Around a load of a module there are hooks. Masters that were loaded before stay: torch's `set_state_dict` loads the
 optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write is found in
-the next step, by autograd's counter, which the optimizer's own writes do not move but by `count_own`. What the counter
-and the address do not show, `writes` finds by comparing weights. Explained in docs/optimizer-offloading.md.
+the next step, by autograd's counter, which the optimizer's own writes do not move but by `count_own`. Writes
+that neither counter nor address show `writes` finds by comparing weights. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ FinishedParts = Callable[[Iterable[Member]], StateParts]
 
 
 class WrittenBack(GuardedTensor):
-    """A copy of a state that stands in several places or streams: what is written into it is written to all of them.
+    """A copy of a state that stands in several places or streams: values written into it are written to all of them.
 
     Reading shows the state as it was when it was asked for; whoever writes begins with the state of now.
     """

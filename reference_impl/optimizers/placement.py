@@ -237,7 +237,7 @@ def _matrix_bytes(
     algorithm: Algorithm,
     streaming: Streaming,
 ) -> MatrixBytes | None:
-    """Return the bytes of what is updated in matrices, None where nothing is."""
+    """Return the bytes of parameters that are updated in matrices, None where none is."""
     from reference_impl.optimizers.auto_split import MatrixBytes
     from reference_impl.optimizers.streamed.storage import StateFormat
 

@@ -105,7 +105,7 @@ class ResidentShare:
         states = [self._states[member] for member in members if member in self._states]
         for state in states:
             state.follow()
-        # Parked: kernels would read address 0, and what is on the host is compared there. No step comes here.
+        # Parked: kernels would read address 0, and weights on the host are compared there. No step comes here.
         away = {state for state in states if is_away(state.weight) or is_away(state.master)}
         self._take_over(state for state in states if state not in away)
         for state in _with_masters(away) if self._written is not None else ():

@@ -149,8 +149,8 @@ class Shares:
 
         Args:
             plan: its hyper-parameters and clip decision.
-            gradients: those of its members, laid out like their parameters; of one that has `arrived` on the host, what
-                the device has of it, or what stands for it.
+            gradients: those of its members, laid out like their parameters; of one that has `arrived` on the host, its
+                part on the device, or its stand-in.
             arrived: the events of the copies of gradients to the host.
             factors: factors of gradients on the host.
             begun: the CPU's part, where backward has begun it: it takes further gradients.
@@ -340,7 +340,7 @@ class Shares:
         self.cpu.note_weight(member)
 
     def written_uncounted(self, members: Sequence[Member]) -> frozenset[Member]:
-        """Return those of `members` whose weights differ from what was noted, see `StateParts`."""
+        """Return those of `members` whose weights differ from the noted ones, see `StateParts`."""
         compared = self.cpu.compare(members)
         return frozenset() if compared is None else compared.read()
 

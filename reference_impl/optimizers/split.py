@@ -32,11 +32,12 @@ def fastest_split(
 ) -> Split:
     """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
 
-    `hidden_bytes` of states come in during backward, and as many go out during the next forward. What streams and what
-    the CPU updates are mixed where that gains `least_gain` of the time that streaming alone takes with nothing hidden.
+    `hidden_bytes` of states come in during backward, and as many go out during the next forward. Streamed states and
+    those that the CPU updates are mixed where that gains `least_gain` of the time that streaming alone takes with
+    nothing hidden.
 
     Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
-    what does not stay on the device.
+    the states that leave the device.
     """
     everything = each.resident * elements
     if device_bytes >= everything:

@@ -57,7 +57,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             gradients, unpacked states); by default three slots. With a model attached, extra slots take memory that
             backward frees, so that states come in behind it; they are freed once these have been copied out.
         offload_masters: False keeps the masters on the device, so that only moments are offloaded.
-        states: their form, see `Streaming`. Of compact ones, what stays on the device has that form, too. Where only
+        states: their form, see `Streaming`. States that stay on the device have the compact forms, too. Where only
             the low bits of a master are stored, loading states sets weights to their masters rounded.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for

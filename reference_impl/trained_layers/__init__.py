@@ -1,7 +1,7 @@
 """Streamed trained layers and shards: full training of a model larger than the GPU, or than each of several.
 
-This room combines the others: `weights` copies the blocks in, `optimizers` updates them, `activations` keeps what
-backward needs. Terms:
+This room combines the others: `weights` copies the blocks in, `optimizers` updates them, `activations` keeps tensors
+for backward. Terms:
 
 - home: the host memory of a block's weights; their streamer and their optimizer share the protocol
   `memory.weight_home`.

@@ -33,10 +33,10 @@ from reference_impl.trained_layers.shares import StateShares
 
 
 class InBackwardOptimizer(HostedOptimizer):
-    """What `TrainableLayerStreamer(backward_overlap="update")` has made of a torch optimizer: use it in its place.
+    """The optimizer of `TrainableLayerStreamer(backward_overlap="update")`: use it in the wrapped one's place.
 
-    The update runs in backward, with the hyper-parameters of that moment. `step()` updates what is left: the first
-    block and what stands before it, and parameters on which somebody has put a gradient. Between both, `zero_grad()`,
+    The update runs in backward, with the hyper-parameters of that moment. `step()` updates the rest: the first
+    block, weights before it, and parameters on which somebody has put a gradient. Between both, `zero_grad()`,
     `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so does
     `step()`, once, where a gradient was dropped or replaced whose update had begun. After a backward that has failed
     with updates begun, the optimizer is broken. A stand-in on `param.grad` has no values.

@@ -1,6 +1,6 @@
 """The one thread that runs a model whose shards stream.
 
-FSDP2 keeps what it has gathered on the modules and in one state, so two threads that run one model, or one that saves
+FSDP2 keeps gathered parameters on the modules and in one state, so two threads that run one model, or one that saves
 it while the other is between its gathers, leave torch's own code with wrong or missing weights. On several ranks their
 gathers also pair by chance. So one thread runs the model, on each rank the same, and every other is refused before
 FSDP2 has heard of it. Apart because the streamer is at its size, and knows nothing else of threads.
@@ -34,8 +34,8 @@ class OneThread:
     def check(self, doing: str, *, trains: bool = False, runs: bool = False) -> None:
         """Raise RuntimeError where another thread is the one.
 
-        `doing` says what the calling thread does. Only one that `trains`, or loads weights to do so, becomes the one,
-        and only what `runs` the model makes it stay.
+        `doing` is the work of the calling thread. Only one that `trains`, or loads weights to do so, becomes the one,
+        and only a run of the model (`runs`) makes it stay.
         """
         if torch._C._current_graph_task_id() != _NO_BACKWARD:
             # A backward has threads of its own, whose forward was checked.

@@ -3,7 +3,7 @@
 A gradient is offloaded as soon as it is final, and copied back in one chunk with its states; a block's chunks are
 updated while its weights are on the device for the next forward. With `in_backward` the update does not wait for that.
 
-Of shards it uses gradients that FSDP2 has reduced. FSDP2 adds a reduction to what stands on the parameter. That is a
+Of shards it uses gradients that FSDP2 has reduced. FSDP2 adds a reduction to the gradient on the parameter. That is a
 DTensor whose local tensor is the stand-in, so `clip_grad_norm_` finds the norm of all ranks.
 
 Explained in docs/larger-than-gpu.md and docs/distributed.md.
@@ -54,13 +54,13 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
 
 
 class TrainedLayersOptimizer(HostedOptimizer):
-    """What `TrainableLayerStreamer` or `ShardStreamer` has made of a torch optimizer: use it in its place.
+    """The optimizer of `TrainableLayerStreamer` or `ShardStreamer`: use it in the wrapped one's place.
 
     Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
     carries it out, block by block, with the global norm of all gradients. Of shards the step is a collective wherever
     gradients are clipped or checked for overflow: no rank may leave it out. Gradients are on the host from backward on:
     a stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second
-    backward adds to what it stands for. What is promised for a step that raises is in docs/reliability.md.
+    backward adds to its gradient. docs/reliability.md has the promise for a step that raises.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.

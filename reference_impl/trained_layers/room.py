@@ -48,7 +48,7 @@ def host_bytes(
     gradients_leave: bool = True,
     shares: StateShares = NOTHING_STAYS,
 ) -> HostBytes:
-    """Return what `storages` of blocks and this rank's part of trained `params` with states of this format take."""
+    """Return the bytes of `storages` of blocks and of this rank's part of `params` with states of this format."""
     listed, matrices = list(params), wrapped.matrices_by_param
     states = 0.0
     for param in listed:
@@ -76,7 +76,7 @@ def check_room(
     streaming: Streaming,
     ranks: RankGroup | None = None,
 ) -> None:
-    """Raise HostMemoryError, which names each item, unless hosts have what is `needed` by each of `ranks`.
+    """Raise HostMemoryError, which names each item, unless hosts have the bytes that each of `ranks` needs.
 
     The weights of blocks that are on the host already are let go of one by one. All ranks have to call it.
     """

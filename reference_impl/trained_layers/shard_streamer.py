@@ -63,8 +63,8 @@ class ShardStreamer(Shown, ClosedAtExit):
     Raises on every rank, before anything is moved: ValueError for a model that is not sharded, an offload policy, a
     smaller mesh after forward, a trained parameter without a group or an option out of range; TypeError for an
     optimizer that is none of the three; RuntimeError that names a private name that this torch does not have;
-    HostMemoryError, item by item, where the ranks of a host need more than it has. Of what one rank alone has met,
-    the others raise a RuntimeError that names it.
+    HostMemoryError, item by item, where the ranks of a host need more than it has. Where one rank alone raises,
+    the others raise a RuntimeError that names its error.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def _hook(
     optimizer: TrainedLayersOptimizer,
     undo: list[Callable[[], None]],
 ) -> None:
-    """Let forwards begin, and state_dicts of any module have what is on the host; `undo` gets what undoes it."""
+    """Let forwards begin, and state_dicts of any module have weights on the host; `undo` gets calls that undo it."""
 
     def begin_forward(module: nn.Module, args: Any) -> None:
         shards.begin_forward(trains=torch.is_grad_enabled())

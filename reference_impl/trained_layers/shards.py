@@ -2,7 +2,7 @@
 
 The shards that one gather reads are a `ShardBlock`: one home on the host, and while they visit one slot of device
 memory. A window brings the next block while FSDP2 gathers this one, in forward and in backward, in the order that it
-has learnt from the last step. What a gather reads is handed over inside the gather itself, on its stream, so whatever
+has learnt from the last step. A gather's input is handed over inside the gather itself, on its stream, so whatever
 starts it (a forward, backward, a prefetch, recomputation, `unshard()`) finds the right memory.
 
 Forward has one slot more than backward, for the block that is updated while the next one comes. Between them, when the
@@ -180,7 +180,7 @@ class StreamedShards:
         self._noting_status_on_error = noting_status_on_error
         self._names = names
         self._device = device
-        # Slots belong to the compute stream, wherever they are taken: what it allocates later may be the same memory.
+        # Slots belong to the compute stream, wherever they are taken: its later tensors may have the same memory.
         self._stream = device.current_stream()
         self._kind = Kind.FORWARD
         self._is_stale = False

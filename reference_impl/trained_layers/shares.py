@@ -42,8 +42,8 @@ def state_shares(
 ) -> StateShares:
     """Divide `params`, in the order of the forward, by `split`.
 
-    The states of `exposed` ones, whose update has nothing to hide behind, stay first. What stays beyond them, and what
-    the CPU updates, is spread evenly, so that link and CPU are busy all along. A parameter is updated on the CPU as a
+    The states of `exposed` ones, whose update has nothing to hide behind, stay first. Others that stay, and those that
+    the CPU updates, are spread evenly, so that link and CPU are busy all along. A parameter is updated on the CPU as a
     whole, or not at all: its weight goes to one home, once. Those that formulas of `matrices` update are divided by
     themselves, in whole matrices, and the CPU has none of them.
     """

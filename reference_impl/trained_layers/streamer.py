@@ -75,8 +75,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     PYTORCH_CUDA_ALLOC_CONF says that they do not.
 
     Args:
-        model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). What stands
-            outside the blocks, such as embeddings and the head, stays on the device; its states and gradients do not.
+        model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). Weights
+            outside the blocks, such as embeddings and the head, stay on the device; their states and gradients do not.
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
             of the others, with or without states. Matrices that Muon updates are never updated on the CPU.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
@@ -84,8 +84,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
             clipped or added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
-        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident ones are first those of what
-            stands outside the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
+        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident ones are first those of
+            weights outside the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
             whole parameters are updated on the CPU, with exact fp32 masters and moments whatever `streaming` says, but
             not with `backward_overlap="update"`.
         cpu: threads and buckets of the CPU share, see `CpuUpdate`; `overlap_forward` is not used here.
@@ -175,7 +175,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             self._undo.append(self._close_weights)
             self._weights.attach(streamed, prefetch=prefetch, lingering=1 if updates else 0)
             if on.allocator is not None:
-                # Where weights of the blocks were on the device, states would cut what they have left into pieces.
+                # Where weights of the blocks were on the device, states would cut their memory into pieces.
                 on.allocator.free_bytes()
             self.optimizer: TrainedLayersOptimizer | InBackwardOptimizer
             if updates:
@@ -283,7 +283,7 @@ def _recomputed(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _checked(layers: object) -> list[nn.Module]:
-    """Return `layers` as a list. Raises ValueError for what is none of modules, or has lists of them."""
+    """Return `layers` as a list. Raises ValueError for an object that is no list of modules, and for lists of lists."""
     found = list(layers) if isinstance(layers, Iterable) else None
     if not found or not all(isinstance(each, nn.Module) for each in found):
         raise ValueError(

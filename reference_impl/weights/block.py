@@ -41,7 +41,7 @@ _BROUGHT_BY_ITS_BLOCK = (
 class Place:
     """Where a storage lies in its block's flat bytes, its copy on the host, and where it came from.
 
-    `is_from_host` says that it came from what the CPU twin has on the host.
+    `is_from_host`: it was in memory that the CPU twin counts as the host's.
     """
 
     offset: int
@@ -75,7 +75,7 @@ class Watched:
         return self.tensor._version != self.version
 
     def let_it_be_set_to_itself(self) -> None:
-        """Have `set_` to what the tensor is already do nothing, which torch counts as a change.
+        """Have `set_` to the tensor itself do nothing, which torch counts as a change.
 
         Parametrizations begin so, and peft's adapters hang one on the weights of experts in every forward.
         """
@@ -118,7 +118,7 @@ class StreamedBlock(VisitingBlock):
         self._host: HostCopy | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._stream_id = 0
-        # Whether the weights are sealed; whether a seal was found broken; and what was found written then.
+        # Whether the weights are sealed; whether a seal was found broken; and the weights that were found written then.
         self._rests = self._is_suspect = False
         self._written: list[Place] = []
 
@@ -176,7 +176,7 @@ class StreamedBlock(VisitingBlock):
     def wait(self) -> None:
         """Make the live current stream wait for the copy, and let the weights be used.
 
-        Raises what reading them from the host has raised.
+        Raises the error of reading them from the host.
         """
         try:
             self._device.wait(self._started())
@@ -211,7 +211,7 @@ class StreamedBlock(VisitingBlock):
         self._free()
 
     def restore(self, *, to_origin: bool) -> None:
-        """Give every storage its own memory again, on the device or where it came from, with what was written to it.
+        """Give every storage its own memory again, on the device or where it came from, with all writes to it.
 
         Graphs that are still alive keep the flat storage, which is loaded from here on.
         """
@@ -247,7 +247,7 @@ class StreamedBlock(VisitingBlock):
         return self.is_streamed and any(storage_of(part)._cdata == flat for _, part in unpacked("", tensor))
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `tensor` holds, in host memory.
+        """Return the elements of `tensor`, in host memory.
 
         The result shares memory with the host copy, unless somebody has written the tensor since. It has a storage of
         its own, so that saving it saves no more.
@@ -321,7 +321,7 @@ class StreamedBlock(VisitingBlock):
             self._is_suspect |= not all(is_sealed(watched.tensor) for watched in self._watched)
 
     def _found_written(self) -> list[Place]:
-        """Return the places whose bytes are not what the host has, where anybody may have written them unseen."""
+        """Return the places whose bytes differ from the host's, where anybody may have written them unseen."""
         self._look_at_seals()
         if self._is_suspect:
             self.wait_stored()

@@ -21,7 +21,7 @@ from reference_impl.memory.closing import do_undoably, register_undoably
 
 Gather = Callable[[], AbstractContextManager[object]]
 
-# What adapters (peft's tuner layers) call to fold themselves into the frozen weight and out of it.
+# The methods by which adapters (peft's tuner layers) fold themselves into the frozen weight and out of it.
 _FOLDS = ("merge", "unmerge")
 
 
@@ -34,9 +34,9 @@ def follow(
     before_backward: Callable[[], None],
     undo: list[Callable[[], None]],
 ) -> None:
-    """Call back around each forward of `block` and before each backward of its outputs; `undo` gets what undoes it.
+    """Call back around each forward of `block` and before each backward of its outputs; `undo` gets calls to undo it.
 
-    So do the outputs of the modules `weighted` inside it: a loss on what such a module returned (a router's logits,
+    So do the outputs of the modules `weighted` inside it: a loss on the result of such a module (a router's logits,
     a feature for distillation) runs backward through the block's weights but not through its output.
     """
 

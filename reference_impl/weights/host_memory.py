@@ -1,10 +1,10 @@
 """Where a block's bytes are on the host: pinned, or in ordinary memory behind a small pinned ring.
 
-Pinned memory is copied to the device directly. What exceeds a streamer's own limit on it stays where it is, which for a
-model loaded from safetensors is a memory mapping of its files, and passes through two pinned buffers of a whole block.
-What exceeds the process's limit passes through the ring that all offloaders share. Either way a thread of the streamer
-waits until buffers are filled, and the training thread goes on. The device side cannot tell the difference, except by
-the speed of the disk.
+Pinned memory is copied to the device directly. Weights beyond a streamer's own limit on it stay where they are, which
+for a model loaded from safetensors is a memory mapping of its files, and pass through two pinned buffers of a whole
+block. Weights beyond the process's limit pass through the ring that all offloaders share. Either way a thread of the
+streamer waits until buffers are filled, and the training thread goes on. The device side cannot tell the difference,
+except by the speed of the disk.
 
 Explained in docs/layer-streaming.md.
 """
@@ -139,7 +139,7 @@ class PartlyPinnedCopy:
         self.parts = [*pinned.parts, *beyond.parts]
 
     def load(self, target: torch.Tensor, *, after: Event) -> Started:
-        """Start the copy of what is pinned, and queue that of the rest."""
+        """Start the copy of the pinned part, and queue that of the rest."""
         first, second = self._copies
         size_bytes = first.whole.numel()
         started = first.load(target[:size_bytes], after=after), second.load(target[size_bytes:], after=after)
@@ -196,7 +196,7 @@ class PageableCopy:
     """The bytes as they lie in ordinary memory, mapped files included; nothing is copied on the host for good."""
 
     def __init__(self, staging: Staging, sources: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-        """Keep `sources`, or what they hold where they are on the device."""
+        """Keep `sources`, or copies of those on the device."""
         self._staging = staging
         self._offsets = offsets
         self.parts = [source.cpu() for source in sources]
@@ -232,10 +232,10 @@ class HostMemory:
         sizes = [layout(block)[1] for block in blocks]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
         if pinned_book.limit_bytes is not None:
-            # A slab for each block: what a larger one leaves free would be missing for the next.
+            # A slab for each block: memory that a larger one leaves free would be missing for the next.
             slab_bytes = 1
         self._arena = HostArena(device, slab_bytes=slab_bytes, remedy=_REMEDY, serves="weights")
-        # What the process may not pin.
+        # The bytes that the process may not pin.
         self._beyond = HostArena(
             device, slab_bytes=slab_bytes, remedy=_REMEDY, pinned=False, copied=True, serves="weights"
         )
@@ -302,7 +302,7 @@ class HostMemory:
         undo_all([self._beyond.close, self._arena.close])
 
     def _require(self, blocks: Sequence[Sequence[BlockStorage]]) -> None:
-        """Raise HostMemoryError unless the host can hold what is not on it yet."""
+        """Raise HostMemoryError unless the host can hold the weights that are not on it yet."""
         needed_bytes = sum(s.size_bytes for block in blocks for s in block if s.device.type != "cpu")
         there_bytes = available_bytes(needed_bytes)
         if needed_bytes > there_bytes:

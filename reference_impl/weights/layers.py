@@ -1,7 +1,7 @@
 """Blocks whose weights stream: the part that frozen and trained layers have in common.
 
 It puts hooks on the blocks, gathers weights for code that reads or changes them, and restores them at the end.
-Subclasses decide which storages stream and what else happens in a visit.
+Subclasses decide which storages stream, and add steps to a visit.
 
 Explained in docs/layer-streaming.md.
 """
@@ -38,7 +38,7 @@ from reference_impl.weights.window import Window
 
 @dataclass(frozen=True)
 class StreamReport(Report):
-    """Where the blocks' frozen weights are, and what has been copied to the device since the start.
+    """Where the blocks' frozen weights are, and the copies to the device since the start.
 
     `late_loads` counts the visits whose block had not been asked for ahead: 0 once the order is known.
     """
@@ -58,7 +58,7 @@ class LayerStreamer(Shown, ClosedAtExit):
     Args:
         model: whose other tensors are moved to the device.
         modules: the blocks, in the order of the forward.
-        storages: for each block what may stream; of these it keeps `allowances` bytes on the device.
+        storages: for each block those that may stream; of these it keeps `allowances` bytes on the device.
         host: keeps the bytes; closed with this.
 
     It touches nothing until it is attached, so that whoever closes it knows it by then.
@@ -125,7 +125,7 @@ class LayerStreamer(Shown, ClosedAtExit):
 
     @property
     def report(self) -> StreamReport:
-        """What is where, and what has moved."""
+        """Where the weights are, and how many bytes have moved."""
         return StreamReport(
             streamed_bytes=sum(block.size_bytes for block in self._blocks),
             resident_bytes=self._resident_bytes,
@@ -224,7 +224,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         block.restore(to_origin=False)
 
     def _on_host(self, block: StreamedBlock, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what `tensor`, which `block` owns, holds."""
+        """Return the elements of `tensor`, which `block` owns."""
         return block.on_host(tensor)
 
     def _follow(self, block: StreamedBlock) -> None:
@@ -256,7 +256,7 @@ class LayerStreamer(Shown, ClosedAtExit):
                 self._follow(block)
 
     def _take_again(self, blocks: Sequence[StreamedBlock]) -> None:
-        """Stream `blocks` from what their modules hold now, as far as that is on the device."""
+        """Stream `blocks` with the weights that their modules have now, as far as these are on the device."""
         modules = [block.module for block in self._blocks]
         storages = streamable_storages(self._model, modules, with_trained=self._with_trained)
         for block in blocks:

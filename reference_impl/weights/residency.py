@@ -1,6 +1,6 @@
 """Which part of the frozen weights stays on the device, and which part of the rest is pinned.
 
-What stays is spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
+Resident storages are spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
 Keeping whole layers at one end instead would leave the link idle beside them and too slow beside the others,
 and the buffers that the rest passes through would have to be as large as a whole block.
 
@@ -37,7 +37,7 @@ def fraction_of_layers(resident_layers: int, layers: int) -> float:
 def allowances(blocks: Sequence[Sequence[int]], fraction: float) -> list[int]:
     """Return the bytes that each block may keep, so that at most `fraction` of all bytes stay.
 
-    What a block cannot use, because no whole storage fits, goes to the next one.
+    Bytes that a block cannot use, because no whole storage fits, go to the next one.
     """
     left_bytes = 0.0
     result = []
@@ -55,7 +55,7 @@ def kept_bytes(sizes: Sequence[int], allowance_bytes: int) -> int:
 
 
 def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks: int) -> int:
-    """Return the device bytes of frozen weights: what stays, and `window_blocks` buffers of the largest rest."""
+    """Return the device bytes of frozen weights: all that stays, and `window_blocks` buffers of the largest rest."""
     stays = [
         kept_bytes(sizes, allowance)
         for sizes, allowance in zip(blocks, allowances(blocks, fraction), strict=True)
@@ -72,7 +72,7 @@ def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_b
     for step in range(_STEPS, -1, -1):
         if device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
             return step / _STEPS
-    # Not always that of share 0: what stays makes the largest rest, and so the window, smaller.
+    # Not always that of share 0: storages that stay make the largest rest, and so the window, smaller.
     least = min(device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1))
     raise ValueError(
         f"budget_bytes={budget_bytes} is too small; expected at least {least}, which {window_blocks} blocks take; "

@@ -1,4 +1,4 @@
-"""What of a model can stream: its repeated blocks, and the storages that only one block uses.
+"""Finds the parts of a model that can stream: its repeated blocks, and the storages that only one block uses.
 
 Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as many
 plain tensors as it holds. Small frozen tensors and storages that are used outside the block too stay where they are,
@@ -115,7 +115,7 @@ def slices_of_one_buffer(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple
 
 
 def refuse_slices(found: tuple[str, str, int] | None) -> None:
-    """Raise ValueError for what `slices_of_one_buffer` has found."""
+    """Raise ValueError for a finding of `slices_of_one_buffer`."""
     if found is not None:
         name, other, size_bytes = found
         raise ValueError(
@@ -171,7 +171,7 @@ def _owners(blocks: Iterable[nn.Module]) -> dict[int, int]:
 def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor, bool]]:
     """Yield every strided tensor of `model`, those inside packed ones too: its module, name, and whether it trains.
 
-    Raises ValueError for a sharded parameter, and for a packed one that does not say what it holds.
+    Raises ValueError for a sharded parameter, and for a packed one that does not name its tensors.
     """
     for prefix, module in model.named_modules():
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):

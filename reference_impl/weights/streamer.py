@@ -57,8 +57,8 @@ class FrozenLayerStreamer(LayerStreamer):
                 keeps the same share. 0 unless stated.
             budget_bytes: instead of it, the most device bytes for the blocks' frozen weights, window included.
             prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
-            host_limit_bytes: the most pinned host memory to take; None: what the host has. Weights beyond it stay in
-                ordinary memory, which for a model loaded from safetensors on the CPU is its mapped files, and pass
+            host_limit_bytes: the most pinned host memory to take; None: all that the host has. Weights beyond it stay
+                in ordinary memory, which for a model loaded from safetensors on the CPU is its mapped files, and pass
                 through two pinned buffers: the tier for weights that exceed host memory.
             layers: the blocks, where they cannot be found by structure.
             device: where `model` runs, when its weights are still on the CPU; everything that does not stream is

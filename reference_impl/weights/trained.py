@@ -29,7 +29,7 @@ _SLAB_BYTES = 2**28
 
 
 class Home:
-    """A parameter's `memory.weight_home.WeightHome`: what `weight` has, at `offset` bytes of its block.
+    """A parameter's `memory.weight_home.WeightHome`: the elements of `weight`, at `offset` bytes of its block.
 
     `visit` has the block on the device, see there.
     """
@@ -97,7 +97,7 @@ class HomeCopy(PinnedCopy):
     """A block's pinned bytes that new weights come home to; they stay until all homes close."""
 
     def renew(self, sources: Sequence[torch.Tensor]) -> list[bool]:
-        """Take over what `sources` hold now; return which of them differ from what was here."""
+        """Copy `sources` as they are now; return which of them differ from the copies before."""
         changed = [
             not torch.equal(part, source.cpu()) for part, source in zip(self.parts, sources, strict=True)
         ]
@@ -137,7 +137,7 @@ class Homes:
     def keep(
         self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
     ) -> HomeCopy:
-        """Return the home of block `index`, with what `sources` hold. Raises HostMemoryError, RuntimeError.
+        """Return the home of block `index`, with the elements of `sources`. Raises HostMemoryError, RuntimeError.
 
         RuntimeError: the block's weights are not those that were lent.
         """
@@ -229,7 +229,7 @@ class TrainedWeights(LayerStreamer):
             yield
 
     def visit(self, block: StreamedBlock) -> Event:
-        """Have `block` on the device, held until it is told what has gone home; return the event of its arrival."""
+        """Have `block` on the device, held until its new weights are home; return the event of its arrival."""
         if not block.is_streamed:
             raise refuse_update(block.index)
         self._window.bring(block)

@@ -1,7 +1,7 @@
 """One forward or backward at a time uses the blocks that visit: a thread that only reads waits for the one that trains.
 
-A turn is one block's forward, or a whole backward, which goes from block to block and may compute forwards again. What
-a turn begins to run on another stream than the one before runs behind that.
+A turn is one block's forward, or a whole backward, which goes from block to block and may compute forwards again. Work
+of a turn on another stream than that of the one before runs behind it.
 
 Explained in docs/reliability.md.
 """
@@ -105,7 +105,7 @@ class Turns:
             self._waiting -= 1
 
     def _hand_over(self, thread: int) -> None:
-        """Let what the live current stream is given now run behind what the last turn has given to its own."""
+        """Let later work of the live current stream run behind the work of the last turn on its own."""
         before, stream = self._last_stream, self._device.current_stream()
         if before is not None and before != stream:
             with self._device.on(before):

@@ -117,7 +117,7 @@ class Window:
 
     @_alone
     def release_at_turn(self) -> None:
-        """Free all that may go if backward needs blocks again; its first visit brings what it needs."""
+        """Free all that may go if backward needs blocks again; its first visit brings the blocks that it needs."""
         if self._order.turns:
             self._in_forward = None
             for block in self.loaded:
@@ -132,12 +132,12 @@ class Window:
 
     @_alone
     def advance(self) -> None:
-        """Free what is not needed soon and start loading what is."""
+        """Free blocks that are not needed soon, and start loading those that are."""
         self._hold(self._wanted())
 
     @_alone
     def bring(self, block: VisitingBlock) -> None:
-        """Have `block` on the device or on its way, in the place of what is needed last."""
+        """Have `block` on the device or on its way, in the place of the one that is needed last."""
         if not block.is_loaded:
             self._hold(list(dict.fromkeys([*self._in_use, block])))
 
@@ -214,7 +214,7 @@ class Window:
             self._rest(of_all=True)
 
     def _rest(self, *, of_all: bool = False) -> None:
-        """Have blocks that are not in use, or all, refuse what their own forward and backward do not do."""
+        """Have blocks that are not in use, or all, refuse all uses but their own forward and backward."""
         in_use = [] if of_all else self._in_use
         for block in self._open:
             if block not in in_use:

@@ -6,7 +6,7 @@ An algorithm of elements says one formula in three forms, all over fp32 (`matric
   calls with `fused=True`, so results are bitwise torch's on the same device.
 - `cpu_kernel`: the same call in a loop over cache-sized blocks of a bucket. `torch.jit.script` turns the loop into a
   program that runs with the interpreter lock released, so that a dozen threads update while the training thread
-  launches kernels; it does not change what any operator computes.
+  launches kernels; it changes the result of no operator.
 - `formula`: element by element, for states that are not kept in fp32 anyway; it becomes part of one kernel that also
   unpacks and rounds.
 

@@ -38,7 +38,7 @@ class Dion(MatrixAlgorithm):
         return ("momentum_buffer", "right_factor")
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError for what is out of range, or no matrix."""
+        """Raise ValueError for a number out of range, and for a parameter that is no matrix."""
         check_learning_rate(group)
         check_numbers(group, "momentum", "rank_fraction", "eps")
         if group["momentum"] > 1 or not 0 < group["rank_fraction"] <= 1:

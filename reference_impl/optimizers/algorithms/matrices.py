@@ -60,7 +60,7 @@ class MatrixAlgorithm(AnyAlgorithm, Protocol):
         """Update master and moments of one matrix in place; where the step is skipped they keep their values.
 
         All are fp32 of the matrix's shape, with the strides of the parameter. `gradient`, which is not finite where the
-        step is skipped, may be overwritten. `step` (0-dim, on the device) counts this step. What it takes of `work`
+        step is skipped, may be overwritten. `step` (0-dim, on the device) counts this step. Its part of `work`
         depends on shape and strides alone.
         """
 
@@ -70,15 +70,15 @@ class ShardedMatrixAlgorithm(MatrixAlgorithm, Protocol):
 
     @property
     def crosses_as(self) -> torch.dtype:
-        """The dtype of what `of_whole` takes and gives, in which it crosses between ranks."""
+        """The dtype that `of_whole` takes and gives, and in which matrices cross between ranks."""
 
     def before(
         self, gradient: torch.Tensor, moments: Sequence[torch.Tensor], group: Mapping[str, Any], work: Work
     ) -> torch.Tensor:
-        """Update moments in place, and return what `of_whole` is computed of; `gradient` may be overwritten."""
+        """Update moments in place, and return the input of `of_whole`; `gradient` may be overwritten."""
 
     def of_whole(self, matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> torch.Tensor:
-        """Return what a matrix, or each one of a stack, becomes; it may be overwritten."""
+        """Return the new `matrix`, or stack of them; the old one may be overwritten."""
 
     def after(
         self,
@@ -173,7 +173,7 @@ def work_bytes(algorithm: MatrixAlgorithm, shape: tuple[int, ...], stride: tuple
 def check_shapes(name: str, group: Mapping[str, Any], *, instead: str, sharded: bool = False) -> None:
     """Raise ValueError unless all parameters of a group are matrices or stacks of them: whole ones, or `sharded` ones.
 
-    `instead` is what updates others.
+    `instead` is the formula for others.
     """
     others = [param for param in group["params"] if param.dim() not in (2, 3)]
     if not others:

@@ -55,7 +55,7 @@ class Muon(ShardedMatrixAlgorithm):
         return ("momentum_buffer",)
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError as `torch.optim.Muon` does, and for what is no number or no matrix."""
+        """Raise ValueError as `torch.optim.Muon` does, and where a value is no number, or a parameter no matrix."""
         check_learning_rate(group)
         check_numbers(group, "momentum", "eps")
         check_switches(group, "nesterov")
@@ -98,7 +98,7 @@ class Muon(ShardedMatrixAlgorithm):
     def before(
         self, gradient: torch.Tensor, moments: Sequence[torch.Tensor], group: Mapping[str, Any], work: Work
     ) -> torch.Tensor:
-        """Update the mean of gradients, and return what is made orthogonal, in fp32."""
+        """Update the mean of gradients, and return the matrix to be made orthogonal, in fp32."""
         (average,) = moments
         momentum = group["momentum"]
         if work.skipped is not None:
@@ -128,7 +128,7 @@ class Muon(ShardedMatrixAlgorithm):
 
 
 def decay_and_rate(shape: Sequence[int], group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what a master is multiplied by, and the learning rate of a matrix of `shape`."""
+    """Return the factor of a master, and the learning rate of a matrix of `shape`."""
     lr = float(group["lr"])
     return 1 - lr * group["weight_decay"], lr * _ratio(shape, group["adjust_lr_fn"])
 
@@ -165,7 +165,7 @@ def orthogonal(matrix: torch.Tensor, group: Mapping[str, Any], work: Work) -> to
 
 
 def _ratio(shape: Sequence[int], adjust: str | None) -> float:
-    """Return what the learning rate of a matrix is multiplied by."""
+    """Return the factor of a matrix's learning rate."""
     rows, columns = shape
     if adjust == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))

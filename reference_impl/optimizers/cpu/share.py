@@ -34,7 +34,7 @@ from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, ca
 
 
 class CpuShare:
-    """All pieces of one optimizer that the CPU updates, and what moves and updates them.
+    """All pieces of one optimizer that the CPU updates, with their buffers, copies and worker threads.
 
     The worker threads start with the first piece.
 

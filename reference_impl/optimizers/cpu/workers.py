@@ -271,5 +271,5 @@ def _work(owner: weakref.ref[DeadlineWorkers], queue: _Queue, ready: SimpleQueue
     except BaseException as error:
         if (workers := owner()) is not None:
             workers.error = workers.error or error
-        # Nobody knows what the job has done. The other threads end, too.
+        # Nobody knows how far the job has come. The other threads end, too.
         queue.close(drops_jobs=True)

@@ -2,11 +2,11 @@
 
 Code between backward and `step()` does two things with gradients: it takes their norm and scales them
 (`clip_grad_norm_`). A `GradientStandIn` supports both. The norm was computed when the gradient was offloaded; a scale
-is recorded, and the update applies it to the gradient in the gradient's own dtype, which is what scaling in place
-would have done. What is added in place brings the gradient back. Everything else that would read or write values raises
+is recorded, and the update applies it to the gradient in the gradient's own dtype, as scaling in place
+would have done. An addition in place brings the gradient back. Everything else that would read or write values raises
 RuntimeError and names the operator: a stand-in is never mistaken for a gradient of zeros. It stays after `step()`, as
-any gradient does, until `zero_grad()`. What a backward adds to it until then is lost, as `zero_grad()` would lose it,
-and a step with such a sum is refused.
+any gradient does, until `zero_grad()`. A gradient that backward adds to it until then is lost, as `zero_grad()` would
+lose it, and a step with such a sum is refused.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -39,14 +39,14 @@ class GradientStandIn(torch.Tensor):
         kept: the gradient itself where its device still needs a part of it.
         kept_part: that part, a view of `kept`, which is scaled at once.
         used: an update has begun to use the gradient, so that it can be scaled no more.
-        recall: returns the gradient, with what it has been multiplied by, on its device again, told whether a backward
+        recall: returns the gradient, with its scales applied, on its device again, told whether a backward
             adds to it; None where it cannot.
         remedy: the advice of an error to whoever needs values.
         owner: the id of the member whose gradient it is; None where nobody asks.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
-    what has been added up since, for whoever hooks the parameter to put in this one's place; until then every operation
+    the sum of gradients since, for whoever hooks the parameter to put in this one's place; until then every operation
     finds it here. `is_over` says that its step was taken, and `is_stale` that a backward has added to it since.
     """
 

@@ -32,7 +32,7 @@ class ChunkMasters:
         self._masters = DeviceMasters(device)
 
     def expect(self, chunks: Iterable[Chunk]) -> None:
-        """Allocate what comparing those of `chunks` needs."""
+        """Allocate the scratch of comparing masters of `chunks`."""
         for chunk in chunks if self._follows else ():
             if chunk.has_whole_masters:
                 self._masters.expect(chunk.pieces[0].member.dtype)

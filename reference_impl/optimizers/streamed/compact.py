@@ -88,7 +88,7 @@ def split(bits: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def rounded(bits: torch.Tensor, noise: torch.Tensor | int) -> torch.Tensor:
-    """Return masters (int32) rounded to 24 bits, up with the probability of what is cut off.
+    """Return masters (int32) rounded to 24 bits, up with the probability of the part that is cut off.
 
     `noise` is uniform in [0, 2**8), or `TO_NEAREST`. A finite master stays finite.
     """
@@ -140,9 +140,9 @@ def root_codes(bits: torch.Tensor, scales: torch.Tensor, noise: torch.Tensor | i
 
 
 def _offset(noise: torch.Tensor | int, bits: int) -> torch.Tensor | float:
-    """Return noise of so many bits as what is added to a code before its fraction is cut off: the middle of its part.
+    """Return noise of so many bits as a summand of codes, whose fraction is then cut off: the middle of its part.
 
-    A code that is a little too small, because numbers were rounded on the way to it, stays what it is.
+    A code that is a little too small, because numbers were rounded on the way to it, stays as it is.
     """
     return (noise + 0.5) * 2.0**-bits
 
@@ -322,7 +322,7 @@ def new_tables(formula: Formula, tables: CompactOperands, scalars: Scalars) -> l
         exact = master.view(torch.int32)
         high, lower = split(exact if low.dtype == torch.int16 else rounded(exact, of_master), low.dtype)
         found += [lower, high]
-    # Codes stand for rounded values, which would be rounded again: what is skipped keeps its bytes.
+    # Codes stand for rounded values, which would be rounded again: a skipped step keeps their bytes.
     skipped = scalars.found_inf != 0
     kept = [torch.where(skipped, was, now) for was, now in zip(tables.written, found, strict=False)]
     # An fp32 master beside the weight is rounded to it as it is written.

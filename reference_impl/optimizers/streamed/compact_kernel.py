@@ -2,7 +2,7 @@
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. Products and sums are not fused, and
 quotients and roots are those of IEEE 754, so that each operation of `compact.new_tables` gives the same bits here.
-`compact` says what the format is.
+`compact` describes the format.
 
 Explained in docs/optimizer-state-offloading.md, "Compact states".
 """

@@ -1,4 +1,4 @@
-"""How much device memory extra slots may take during backward: a part of what it has freed.
+"""How much device memory extra slots may take during backward: a part of the memory that it has freed.
 
 Apart because it counts backward passes, and the share that asks it does not. Explained in
 docs/optimizer-state-offloading.md, "Memory borrowed from backward".
@@ -16,7 +16,7 @@ from reference_impl.optimizers.layout import Member
 class FreedMemory:
     """How much of the memory that backward has freed may hold extra slots.
 
-    Backward frees activations from its first layer on. Half of what it has freed since it began may be used, because
+    Backward frees activations from its first layer on. Half of the memory freed since it began may be used, because
     it needs memory for temporaries of its own; so the bytes allocated do not rise above those when it began. With
     several backward passes a step only the last counts, because the forward after any other needs its memory back. As
     many passes are expected as the step before had, none before the first step.

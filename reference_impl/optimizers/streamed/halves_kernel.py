@@ -1,7 +1,7 @@
 """Packs and unpacks hi/lo masters on a GPU: a Triton kernel for each, which makes the bits of `packing` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. The host launches one in a tenth of the
-time that a kernel of `torch.compile` takes it. `packing` says what the halves are.
+time that a kernel of `torch.compile` takes it. `packing` describes the halves.
 
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """

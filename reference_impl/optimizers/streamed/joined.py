@@ -66,7 +66,7 @@ def update_whole(formula: Formula, operands: packing.Operands, places: Places, m
 
 
 def scalars_of_elements(operands: packing.Operands, places: Places, members: OfMembers) -> packing.Scalars:
-    """Return the numbers of each element: what is one number of a piece elsewhere has one for each element here."""
+    """Return the numbers of each element: elsewhere they are one number a piece."""
     element = torch.arange(operands.gradient.numel(), dtype=torch.int32, device=operands.gradient.device)
     piece = torch.bucketize(element, places.begins, right=True)
     column = places.columns[piece]

@@ -167,8 +167,8 @@ class StreamedPipeline:
     def plan(self, chunks: Sequence[Chunk], step: StreamedStep, *, at_once: int) -> ChunkQueue:
         """Plan to update `chunks` in this order, and to queue `at_once` or more of them at once.
 
-        Slots that were freed are allocated again on the live current stream, and so is what the kernels need; nothing
-        else changes.
+        Slots that were freed are allocated again on the live current stream, and so is the scratch of the kernels;
+        nothing else changes.
         """
         self._slots.restore()
         self._gradient_slots.restore()
@@ -186,7 +186,7 @@ class StreamedPipeline:
         """Begin a step that was planned, behind the live current stream, once the last one is finished.
 
         It is counted, and as many chunks come in as there are idle slots. Pieces of members without a gradient stay as
-        they are. The caller keeps what is in the step alive until the events in `updated`.
+        they are. The caller keeps the tensors of the step alive until the events in `updated`.
         """
         assert queue.step is not None
         with as_one():
@@ -312,7 +312,7 @@ class StreamedPipeline:
                 self._load(chunk)
 
     def _update_next(self, step: StreamedStep, visits: Iterable[Event]) -> None:
-        """Queue the update of the chunk at the head, behind its weights' `visits`, and what its slot takes next."""
+        """Queue the update of the chunk at the head, behind its weights' `visits`, and the next copy into its slot."""
         chunk = self._unqueued[0]
         slot, arrived = self._slot_of(chunk) if chunk.comes_in else (None, REACHED)
         buffer = chunk.storage if slot is None else chunk.states_in(slot.bytes)

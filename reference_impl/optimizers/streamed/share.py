@@ -43,22 +43,22 @@ from reference_impl.optimizers.streamed.storage import Kind, StateFormat, StateS
 
 
 class StreamedShare:
-    """Streamed (and resident) parts of members: their states, and what moves and updates them.
+    """Streamed (and resident) parts of members: their states, their copies and their updates.
 
     Args:
         device: where the parameters are.
         algorithm: the formula, which torch's fused kernel runs on the device; of members that have one of `matrices`,
             that.
         chunk_bytes: most bytes of a chunk, or of all but a matrix that is longer.
-        device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. What it
-            allows beyond three is for extra slots, see `on_gradient`. Of sharded parameters as many states stay on the
-            device instead: backward frees little there, since the gradients of the shards grow meanwhile, and what
-            stays need not be copied.
+        device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. Memory
+            beyond three is for extra slots, see `on_gradient`. Of sharded parameters as many states stay on the
+            device instead: backward frees little there, since the gradients of the shards grow meanwhile, and states
+            that stay need not be copied.
         prefetch_bytes: without a budget, how much that may take.
         state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
         remedy: ends the message when the host has too little memory.
         host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states.
-        weights_visit: weights may have homes. Then nothing is queued ahead of what somebody waits for but by `queue`.
+        weights_visit: weights may have homes. Then only `queue` queues chunks that nobody waits for.
         follows_writes: masters take over weights that others write.
 
     Raises ValueError for a format or `chunk_bytes` that is not possible.
@@ -153,7 +153,7 @@ class StreamedShare:
             self.steps.update(steps)
 
     def _allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
-        """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, which says what they are as large as."""
+        """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, which names the largest one's."""
         try:
             self._pipeline.allocate(chunks, slots=slots)
         except Exception as error:
@@ -382,7 +382,7 @@ class StreamedShare:
         self._pipeline.free_slots()
 
     def queue(self, members: Iterable[Member]) -> None:
-        """Queue the updates of `members`, of what comes before them, and of weights behind them that have no home."""
+        """Queue the updates of `members`, of all chunks before them, and of weights behind them that have no home."""
         self._pipeline.queue_for([member for member in members if member in self._gradients], ahead=False)
         self._pipeline.queue_what_stays()
 

@@ -170,7 +170,7 @@ class StateFormat:
 
 
 class Kind(NamedTuple):
-    """What chunks of members have in common: how their states are stored, and the longest unit that nothing cuts.
+    """Properties that chunks of members have in common: the form of states, and the longest unit that nothing cuts.
 
     `whole` are the elements of a matrix that ranks share, 0 where they share none.
     """
@@ -235,7 +235,7 @@ class StateStorage:
     def scratch_bytes(self, kind: Kind) -> int:
         """Return the device bytes that the update of one such chunk needs beside its slot and a matrix's `Work`.
 
-        What ranks share crosses in as many elements as a rank has of a chunk, and as many, or a matrix, that it owns.
+        Of shared matrices a rank sends as many elements as it has of a chunk, and as many, or a matrix, that it owns.
         """
         is_joined = kind.is_sharded and self._device.compiles and not self._host_gradients
         each_bytes = scratch_bytes_an_element(
@@ -277,7 +277,7 @@ class StateStorage:
                 members = [member for member in parts if self._format.keeps_exact(member.param) == exact]
                 # Packing saves copies, and a resident chunk has none. The compact format saves memory too.
                 saves_memory = not exact and self._format.compact_low_bits is not None
-                # Of what ranks share, a rank may have no element, and has chunks as the others.
+                # Of a matrix that ranks share, a rank may have no element, and has chunks as the others.
                 stay = [each for each in members if each.cut is None or each.stays]
                 leave = [each for each in members if not each.stays]
                 resident = {each: parts[each].resident for each in stay}

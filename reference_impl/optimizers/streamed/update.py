@@ -4,7 +4,7 @@ Where all states are fp32 while they are updated, torch's own fused kernel runs,
 masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and
 `compact`. Updates run one after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
-What the kernels of a step need beside the chunks (`StepNumbers`) is made before the step begins: from then on nothing
+The operands of kernels beside the chunks (`StepNumbers`) are made before the step begins: from then on nothing
 is allocated.
 
 Explained in docs/optimizer-state-offloading.md.
@@ -118,7 +118,7 @@ class ChunkUpdate:
         """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run.
 
         They are kept until the next step has begun, which does so behind all updates of this one. Masters that stay on
-        the device take over what others have written.
+        the device take over weights that others have written.
         """
         self._masters.before_step(chunks, step.gradients, step.weights)
         one_by_one = (chunk for chunk in chunks if chunk.rounded and not self._joins(chunk))
@@ -287,7 +287,7 @@ class ChunkUpdate:
         gradient: torch.Tensor,
         weight: torch.Tensor,
     ) -> packing.PieceOperands:
-        """Return what the kernel updates of `piece`."""
+        """Return the kernel's operands of `piece`."""
         moments = self._algorithm.moments
         master = chunk.field(MASTER, buffer) if chunk.has(MASTER) else chunk.masters
         is_own_master = master is None and not chunk.has(LOW)
@@ -338,7 +338,7 @@ class Scratch:
         self._weights: dict[torch.dtype, torch.Tensor] = {}
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
-        """Allocate what the longest of `chunks` needs. No update may be running."""
+        """Allocate the scratch of the longest of `chunks`. No update may be running."""
         exact = [chunk for chunk in chunks if not chunk.rounded]
         joint = [chunk for chunk in chunks if self._device.compiles and chunk.joins_in_scratch]
         halved = [chunk for chunk in exact if chunk.has(LOW)]

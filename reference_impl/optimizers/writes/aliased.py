@@ -1,7 +1,7 @@
 """Finds weights of which somebody holds another tensor: he reads it behind `step()`, and nothing makes him wait.
 
-A parameter waits for its new weight (`awaited`). What was taken from it before (`p.data`, a view, a `state_dict()` that
-was kept) is a plain tensor. So `step()` waits for such weights itself, as without an attached model. How many tensors
+A parameter waits for its new weight (`awaited`). A tensor taken from it before (`p.data`, a view, a `state_dict()` that
+was kept) is a plain one. So `step()` waits for such weights itself, as without an attached model. How many tensors
 use a storage, torch counts; those of the optimizer's own are learnt when it makes the states.
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".

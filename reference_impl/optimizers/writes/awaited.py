@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-# What says nothing of a weight's elements, nor gives a way to them: attributes, some of which are written, and methods.
+# Attributes, some of them written, and methods that say nothing of a weight's elements, and give no way to them.
 _WRITTEN = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _ATTRIBUTES = (
     *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "is_leaf", "grad_fn", "_version"),

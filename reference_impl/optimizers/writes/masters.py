@@ -36,7 +36,7 @@ class DeviceMasters:
         self._scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Allocate what comparing weights of `dtype` needs, and build its kernel."""
+        """Allocate the scratch of comparing weights of `dtype`, and build its kernel."""
         if not self._can_compare or dtype in self._scratch or dtype == torch.float32:
             return
         if self._device.compiles:
@@ -54,7 +54,7 @@ class DeviceMasters:
             )
 
     def take_over_all(self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
-        """Let each of `masters` take over what somebody has written to its weight, by one kernel for each dtype."""
+        """Let each of `masters` take over writes of others to its weight, by one kernel for each dtype."""
         if not weights or not self._can_compare:
             return
         for dtype in {weight.dtype for weight in weights}:
@@ -88,7 +88,7 @@ class DeviceMasters:
         return torch.tensor(rows, dtype=torch.int64, device=self._device.torch_device).view(-1, 3)
 
     def take_over(self, weight: torch.Tensor, master: torch.Tensor) -> None:
-        """Let `master` take over what somebody has written to `weight`, of a dtype that is expected."""
+        """Let `master` take over writes of others to `weight`, of a dtype that is expected."""
         if not self._can_compare:
             return
         if self._device.compiles:

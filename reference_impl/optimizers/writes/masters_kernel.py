@@ -19,7 +19,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
 def take_over_rows(rows, dtype, block_elements):
-    """Compare what `rows` say, (blocks, 3) of int64: addresses of weights of `dtype` and of masters, elements."""
+    """Compare each of `rows`, (blocks, 3) of int64: addresses of weights of `dtype` and of masters, elements."""
     _take_over_rows[(len(rows),)](
         rows, is_bf16=dtype == torch.bfloat16, block=block_elements, width=_WIDTH, num_warps=_WARPS
     )

@@ -3,8 +3,8 @@
 Imported where it runs, because triton comes with torch's builds for GPUs only. The sums differ from the twin's, and
 nobody compares the two.
 
-A lane of a program takes each `_WIDTH`th word of the block and multiplies what it has by an odd number before it adds
-the next, twice, with two numbers. So a word that changes always changes its lane. What the lanes have is mixed with
+A lane of a program takes each `_WIDTH`th word of the block and multiplies its sum by an odd number before it adds
+the next, twice, with two numbers. So a word that changes always changes its lane. The sums of lanes are mixed with
 their number, and then added up: words that change places change the sum, too.
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
