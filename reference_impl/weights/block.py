@@ -133,6 +133,11 @@ class StreamedBlock(VisitingBlock):
         Every block's device storage is at least `slot_bytes` long, so that the allocator swaps equals. Raises
         HostMemoryError, and leaves the tensors as they were.
         """
+        # Memory moves here. A weight that somebody is still to make would be made in between, in memory that then goes.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._take(storages, slot_bytes)
+
+    def _take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
         offsets, size_bytes = layout(storages)
         flat = torch.empty(max(slot_bytes, size_bytes), dtype=torch.uint8, device=self._device.torch_device)
         sources = [bytes_of(storage.tensors[0]) for storage in storages]

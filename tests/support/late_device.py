@@ -11,6 +11,8 @@ from collections import deque
 from contextlib import contextmanager
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import increment_version
 
 from reference_impl.device import REACHED, CpuTwin, EventGroup
 
@@ -84,8 +86,15 @@ class LateTwin(CpuTwin):
 
         def land():
             assert _places(target, source) == places, "memory was freed that a copy still uses"
-            target.copy_(source)
+            # It was asked for outside of all transforms of torch.func, and has counted as a write then.
+            with (
+                temporarily_clear_interpreter_stack(),
+                torch.autograd._unsafe_preserve_version_counter(target),
+            ):
+                target.copy_(source)
 
+        if not target.is_inference():
+            increment_version(target)
         self.do(land)
         return REACHED
 

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from late_device import LateTwin
 from layers_trainee import assert_same, batches, decoder, resident, streamed, train, wrapped
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -236,17 +237,29 @@ def test_a_parameter_that_is_unfrozen_too_late_while_it_is_lent(device):
 
 def test_an_update_while_weights_are_lent(device):
     """The step is taken, and carried out once they are back."""
+    lend_around_a_step(device)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_update_while_weights_are_lent_and_copies_are_late(monkeypatch, seed):
+    """No weight goes home from memory that goes as the block is taken over again."""
+    monkeypatch.setitem(Device.classes, "cpu", type("SeededTwin", (LateTwin,), {"seed": seed}))
+    lend_around_a_step(Device.of("cpu"))
+
+
+def lend_around_a_step(device):
     ids = batches(device, 3)
     other, model = decoder(device), decoder(device)
     reference = resident(other)
-    train(other, reference, ids)
+    expected = train(other, reference, ids)
     with streamed(model) as streamer:
-        train(model, streamer.optimizer, ids[:1])
+        losses = train(model, streamer.optimizer, ids[:1])
         with streamer.gathered():
-            train(model, streamer.optimizer, ids[1:2])
+            losses += train(model, streamer.optimizer, ids[1:2])
             with pytest.raises(RuntimeError, match="while its weights are lent"):
                 streamer.optimizer.synchronize()
-        train(model, streamer.optimizer, ids[2:])
+        losses += train(model, streamer.optimizer, ids[2:])
+        assert losses == expected
         assert_same(model, streamer.optimizer, other, reference)
 
 
