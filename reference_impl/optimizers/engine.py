@@ -24,7 +24,7 @@ from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients.clip_decision import decide
 from reference_impl.optimizers.gradients.of_step import StepGradients
 from reference_impl.optimizers.gradients.scale import take_scale
-from reference_impl.optimizers.gradients.used import UsedGradients, standing_on, written_while_read
+from reference_impl.optimizers.gradients.used import UsedGradients, noted_of, standing_on, written_while_read
 from reference_impl.optimizers.layout import Member, check_kept
 from reference_impl.optimizers.module_load import count_own, written, written_on_its_way
 from reference_impl.optimizers.parameter_state import OptimizerState
@@ -233,18 +233,15 @@ class Engine:
     def _beginning(self, standing: Mapping[Member, torch.Tensor]) -> Iterator[None]:
         """Begin a step inside, as one or not at all, with gradients that are `standing`; none: all left unseen."""
         with deferred_interrupts():
-            self.note_begun(standing)
+            # Noted only inside: where the region does not begin, no step has.
+            stream, noted = self.device.current_stream(), noted_of(standing)
             with as_one():
+                self.used.note(noted, all_offloaded=not standing)
+                self._failures.reported_begun = False
+                self.site.stream = stream
                 yield
             if self.returns_early:
                 self.let_users_wait(self.members.values())
-
-    def note_begun(self, standing: Mapping[Member, torch.Tensor]) -> None:
-        """Note which gradients a step begins to use, and on which stream; all or nothing."""
-        stream = self.device.current_stream()
-        self.used.note(standing, all_offloaded=not standing)
-        self._failures.reported_begun = False
-        self.site.stream = stream
 
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:
         """Hear that `step(closure)` raises, or a hook in front of it.

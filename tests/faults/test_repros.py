@@ -13,8 +13,9 @@ from torch import nn
 
 from reference_impl import CpuUpdate, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers import engine
 from reference_impl.optimizers.algorithms import Adam
-from reference_impl.optimizers.gradients.used import UsedGradients
+from reference_impl.optimizers.step import as_one
 from reference_impl.trained_layers.shards import ShardBlock
 
 TOO_LONG_S = 10
@@ -134,20 +135,25 @@ class TestStatesTorn:
         assert any(differing(after, self.trained(kernel_fails, count)) == [] for count in (1, 2))
 
 
+@pytest.mark.parametrize("place", [(engine, "noted_of"), (as_one, "__enter__")], ids=["noted", "begun"])
 @pytest.mark.parametrize("fraction", [None, 0.0, 1.0])
-def test_a_step_begins_whole(monkeypatch, fraction):
+def test_a_step_begins_whole(monkeypatch, fraction, place):
     """Where it cannot be noted what a step is taken from, it has not begun, and is taken once when taken again."""
 
-    def trained(fails):
+    def trained(fails, *, skips=False):
         model = layers(2)
         with monkeypatch.context() as patched, optimizer_of(model, fraction) as optimizer:
             model(torch.ones(2, 64)).sum().backward()
             if fails:
-                patched.setattr(UsedGradients, "note", raises)
+                patched.setattr(*place, raises)
                 with pytest.raises(MemoryError) as caught:
                     optimizer.step()
                 assert "untouched" in caught.value.__notes__[-1]
+                assert optimizer.status == "untouched"
                 patched.undo()
+            if skips:
+                optimizer.zero_grad()
+                model(torch.ones(2, 64)).sum().backward()
             optimizer.step()
             return states(optimizer) | {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -155,6 +161,7 @@ def test_a_step_begins_whole(monkeypatch, fraction):
         raise MemoryError("injected")
 
     assert differing(trained(True), trained(False)) == []
+    assert differing(trained(True, skips=True), trained(False)) == []
 
 
 def optimizer_of(model, fraction):

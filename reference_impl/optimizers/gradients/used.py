@@ -31,6 +31,18 @@ def _writes_of(gradient: torch.Tensor) -> int:
     return 0 if isinstance(gradient, GradientStandIn) else version_of(gradient)
 
 
+# Gradients and how often each had been written. Weak, so that a gradient's memory is free once it is dropped.
+Noted = dict[Member, tuple[weakref.ref[torch.Tensor], int]]
+
+
+def noted_of(standing: Mapping[Member, torch.Tensor]) -> Noted:
+    """Return what `UsedGradients` notes of gradients that are `standing`."""
+    return {
+        member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
+        for member, gradient in standing.items()
+    }
+
+
 def written_while_read(gradient: torch.Tensor) -> RuntimeError:
     """Return the error for a gradient that was written before its update was waited for."""
     return RuntimeError(
@@ -44,17 +56,12 @@ class UsedGradients:
     """The gradients that the last step was taken from, as far as they still stand on parameters."""
 
     def __init__(self) -> None:
-        # Weak, so that a gradient's memory is free once it is dropped.
-        self._used: dict[Member, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._used: Noted = {}
         self._all_offloaded = False
 
-    def note(self, standing: Mapping[Member, torch.Tensor], *, all_offloaded: bool) -> None:
-        """Note that a step uses all that is `standing`, and gradients that left unseen; all or nothing."""
-        used = {
-            member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
-            for member, gradient in standing.items()
-        }
-        self._used, self._all_offloaded = used, all_offloaded
+    def note(self, noted: Noted, *, all_offloaded: bool) -> None:
+        """Note that a step uses the gradients of which `noted` is, and those that left unseen; allocates nothing."""
+        self._used, self._all_offloaded = noted, all_offloaded
 
     def forget(self) -> None:
         """Note that gradients were dropped, or that new ones come."""

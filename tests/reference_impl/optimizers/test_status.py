@@ -308,7 +308,7 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
     """The next forward waits where a model is attached, and nobody does where none is."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Loop(device, build, attached=attached) as loop:
-        begins = loop.optimizer._engine.note_begun
+        begins = loop.optimizer._engine.used.note
 
         def begin(*args, **named):
             begins(*args, **named)
@@ -316,7 +316,7 @@ def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
 
         loop.backward(0)
         with monkeypatch.context() as patch:
-            patch.setattr(loop.optimizer._engine, "note_begun", begin)
+            patch.setattr(loop.optimizer._engine.used, "note", begin)
             with pytest.raises(KeyboardInterrupt):
                 loop.optimizer.step()
         signal.signal(signal.SIGINT, before)
