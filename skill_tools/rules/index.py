@@ -13,7 +13,7 @@ from typing import Any
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.keys import keys_from_data
+from skill_tools.configs.keys import Key, key_table, keys_from_data
 from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import compiled, read_rule_files
@@ -26,11 +26,12 @@ def build() -> dict[str, Any]:
     keys = knowledge.load_keys()
     models = knowledge.load_yaml("models.yaml")
     table = {key.name: key for key in keys_from_data(keys)}
+    spellings = key_table(table.values()).by_spelling
     return {
         "releases": releases,
         "keys": keys,
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
-        "vocabulary": {path.stem: _names_in(path) for path in vocabulary},
+        "vocabulary": {path.stem: _names_in(path, spellings) for path in vocabulary},
         "models": models["models"],
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
@@ -51,8 +52,14 @@ def build() -> dict[str, Any]:
     }
 
 
-def _names_in(path: Path) -> str:
-    return knowledge.folded(knowledge.words(path.read_text(encoding="utf-8")))
+def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
+    """Return the names in a file without those that a key spells: whoever reads a vocabulary joins both.
+
+    One whose comments say "kept whole" is asked for its names alone, too.
+    """
+    text = path.read_text(encoding="utf-8")
+    spelt = {} if "kept whole" in text else spellings.get(path.stem.replace("_", "-"), {})
+    return knowledge.folded(name for name in knowledge.words(text) if name not in spelt)
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
