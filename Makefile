@@ -162,7 +162,7 @@ test-parsers: setup
 	$(BIN)/python tests/judges/llama_factory/fetch.py $(LLAMA_FACTORY)
 	$(BIN)/python tests/judges/rl/fetch.py
 	$(BIN)/python tests/judges/deepspeed/fetch.py 0.17.6 0.19.8
-	$(BIN)/python tests/megatron/fetch.py extras
+	$(BIN)/python tests/megatron/fetch.py 0.19.2 extras
 	$(BIN)/python tests/judges/parsers/parser_campaign.py --inputs $(PARSER_INPUTS)
 
 # Traces the models that ship traced again; the environment needs torch and transformers.

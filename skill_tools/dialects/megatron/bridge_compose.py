@@ -19,7 +19,7 @@ from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.yaml_lines import OMEGACONF
 from skill_tools.dialects.megatron import BRIDGE
-from skill_tools.dialects.megatron.bridge_inputs import write_file, write_override
+from skill_tools.dialects.megatron.bridge_inputs import Overrides, write_file
 
 _OVERRIDES = "<overrides>"
 _ORDER = {Kind.PYTHON: 0, Kind.YAML: 1, Kind.JSON: 1, Kind.SHELL: 2}
@@ -48,8 +48,9 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 scripts.append((command, source.name))
             case _:
                 write_file(draft, single_document(source, OMEGACONF, draft=draft), source.name)
+    written = Overrides(draft)
     for number, text in enumerate(overrides, start=1):
-        _write_overrides(draft, text, Place(_OVERRIDES, number, 1))
+        _write_overrides(draft, written, text, Place(_OVERRIDES, number, 1))
     if scripts:
         from skill_tools.configs.shell.launch import write_environment
 
@@ -59,7 +60,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     return draft.finish()
 
 
-def _write_overrides(draft: Draft, text: str, place: Place) -> None:
+def _write_overrides(draft: Draft, written: Overrides, text: str, place: Place) -> None:
     """Write one override, or a command line that holds several."""
     if len(re.findall(_OVERRIDE_STARTS, text)) > 1 or text.lstrip().startswith("-"):
         from skill_tools.configs.shell.launch import command_line
@@ -67,7 +68,7 @@ def _write_overrides(draft: Draft, text: str, place: Place) -> None:
 
         write_arguments(draft, command_line(text, _OVERRIDES), _OVERRIDES, None)
     else:
-        write_override(draft, text.strip(), place)
+        written.write(text.strip(), place)
 
 
 def _settle(draft: Draft) -> None:

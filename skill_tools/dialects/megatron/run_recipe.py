@@ -5,7 +5,6 @@ layers among them). An option that sets no configuration is passed over.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from skill_tools.configs.config import Place
@@ -16,7 +15,7 @@ from skill_tools.configs.source import load
 from skill_tools.configs.tree import single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import OMEGACONF
-from skill_tools.dialects.megatron.bridge_inputs import write_file, write_override, write_section
+from skill_tools.dialects.megatron.bridge_inputs import Overrides, write_file, write_section
 from skill_tools.errors import UnusableInput
 
 _FIELDS = {
@@ -82,12 +81,15 @@ def write_arguments(draft: Draft, words: Sequence[Argument], file: str, folder: 
             _write_config_file(draft, value, folder)
         elif option.text in _RECIPES and value is not None and value.resolved:
             draft.model_name = value.text
+    overrides = Overrides(draft)
     for option, value in options:
         place = Place(file, option.line, option.column)
         if option.text in _FIELDS:
             _write_option(draft, option, value, place)
         elif looks_like_override(option.text) and _names_section(draft, option.text):
-            _write_override(draft, option, place)
+            _write_override(draft, overrides, option, place)
+        elif draft.accepts(option.text.lstrip("-")) and option.certain:
+            overrides.refuse(f"{option.text}: an override has no dashes and a value, as model.x=true", place)
 
 
 def _options(words: Sequence[Argument]) -> Iterator[tuple[Argument, Argument | None]]:
@@ -108,12 +110,14 @@ def _names_section(draft: Draft, text: str) -> bool:
     return "." in key or draft.accepts(key)
 
 
-def _write_override(draft: Draft, word: Argument, place: Place) -> None:
+def _write_override(draft: Draft, overrides: Overrides, word: Argument, place: Place) -> None:
     """Write an override; one that only the running script completes leaves its key open."""
     if word.resolved and word.certain:
-        with suppress(UnusableInput):
-            write_override(draft, word.text, place)
-            return
+        try:
+            overrides.write(word.text, place)
+        except UnusableInput as error:
+            overrides.refuse_form(word.text, error.expected, place)
+        return
     spelling = word.text.lstrip("+~").partition("=")[0]
     if draft.accepts(spelling):
         draft.set(spelling, UNREADABLE, place)

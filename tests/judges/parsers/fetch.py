@@ -3,9 +3,9 @@
     python tests/judges/parsers/fetch.py
 
 PyYAML, OmegaConf, Hydra, tyro and the libraries of Axolotl's command are installed, each into a folder of its own; of
-Axolotl, torchtitan and torchtune the package is unpacked, because what they depend on is a training stack. The
-releases of Megatron-LM, NeMo-RL, ms-swift, prime-rl and verl are those of tests/judges/rl/fetch.py. Called by
-`make test-parsers`.
+Axolotl, Megatron Bridge, torchtitan and torchtune the package is unpacked, because what they depend on is a training
+stack. The releases of Megatron-LM, NeMo-RL, ms-swift, prime-rl and verl are those of tests/judges/rl/fetch.py. Called
+by `make test-parsers`.
 """
 
 import subprocess
@@ -32,6 +32,7 @@ INSTALLED = {
 }
 UNPACKED = {
     "axolotl": ["0.18.0", "0.21.0"],
+    "megatron-bridge": ["0.6.2"],
     "torchtitan": ["0.2.0", "0.2.2"],
     "torchtune": ["0.5.0", "0.6.1"],
 }

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(HERE))
 
 import axolotl_commands  # noqa: E402
+import bridge_commands  # noqa: E402
 import deepspeed_files  # noqa: E402
 import hf_arguments  # noqa: E402
 import hf_commands  # noqa: E402
@@ -160,6 +161,26 @@ PARSERS = {
         megatron_lm_commands.TABLE,
         megatron_lm_commands.ours,
         megatron_lm_commands.agree,
+    ),
+    "megatron-bridge": Parser(
+        "megatron_bridge",
+        {
+            each: (
+                f"megatron-bridge-{each}",
+                "../../.megatron-core/0.19.2",
+                "../../.megatron-core/extras",
+                "hydra-core-1.3.2",
+                "omegaconf-2.3.0",
+                "packaging-25.0",
+                *_OMEGACONF,
+            )
+            for each in ("0.6.2",)
+        },
+        bridge_commands.question,
+        bridge_commands.TABLE,
+        bridge_commands.ours,
+        bridge_commands.agree,
+        _TRAINERS,
     ),
     "prime-rl": Parser(
         "prime_rl",

@@ -111,6 +111,14 @@ def nemo_rl(question: dict[str, Any]) -> Any:
     return _held(OmegaConf.to_container(config), NAMES)
 
 
+def megatron_bridge(question: dict[str, Any]) -> Any:
+    """Megatron Bridge's own merge of a recipe, a file and overrides."""
+    import bridge_command
+    from bridge_commands import NAMES
+
+    return bridge_command.run(question["text"], question["words"], NAMES)
+
+
 def verl(question: dict[str, Any]) -> Any:
     """verl's configuration as Hydra composes it, with its own classes made of each engine's section."""
     import verl_command

@@ -76,10 +76,8 @@ def test_wrong_types_are_kept_and_named() -> None:
 
 
 def test_interpolations_are_left_open() -> None:
-    config = bridge(
-        "model:\n  num_layers: ${oc.env:LAYERS}\n  hidden_size: ???\n  offload_modules: ['${x}']\n"
-    )
-    assert config.unresolved == {"num_layers", "hidden_size", "offload_modules"}
+    config = bridge("model:\n  num_layers: ${oc.env:LAYERS}\n  offload_modules: ['${x}']\n")
+    assert config.unresolved == {"num_layers", "offload_modules"}
     assert not config.settings
 
 
@@ -131,7 +129,7 @@ def test_one_section_with_a_target_is_still_an_override_file() -> None:
 
 
 def test_overrides_win_and_the_losers_are_kept() -> None:
-    config = bridge("model:\n  num_layers: 16\n", "model.num_layers=8", "+model.num_layers=4")
+    config = bridge("model:\n  num_layers: 16\n", "model.num_layers=8", "++model.num_layers=4")
     assert value(config, "num_layers") == 4
     assert (config.settings["num_layers"].place.file, config.settings["num_layers"].place.line) == (
         "<overrides>",
@@ -176,6 +174,31 @@ def test_unknown_overrides_keep_their_sign() -> None:
 def test_an_override_that_hydra_refuses_is_refused() -> None:
     with pytest.raises(UnusableInput, match=r"model.offload_modules=\[core_attn"):
         bridge("model:\n  num_layers: 2\n", "model.offload_modules=[core_attn")
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "says"),
+    [
+        ("model:\n  cpu_offloading: true\n", "+model.cpu_offloading=false", "a value already"),
+        ("", "+model.cpu_offloading=true", "a value already"),
+        ("model:\n  cpu_offloading: true\n", "~model.cpu_offloading=false", "its value is True"),
+        ("model:\n  recompute_method: null\n", "~model.recompute_method", "nothing to take out"),
+        ("model:\n", "model.num_layers=2", "null or a value in the place of the section"),
+        ("", "model=null", "only fields"),
+        ("", "++model.offload_modules={a: 1}", "a list and a section"),
+        ("", "--config-file a.yaml --model.cpu_offloading=true", "no dashes"),
+        ("", "--config-file a.yaml model.cpu_offloading=!x", "expected"),
+    ],
+)
+def test_what_hydra_refuses_of_fields_that_there_are(text: str, override: str, says: str) -> None:
+    (fault,) = bridge(text, override).faults
+    assert fault.rule == "br-override-refused"
+    assert says in fault.text
+
+
+def test_a_missing_value_leaves_what_the_recipe_has() -> None:
+    config = bridge("model:\n  recompute_method: ???\n  num_layers: 2\n")
+    assert "recompute_method" not in {*config.settings, *config.unresolved}
 
 
 def test_offloaded_layers_of_the_performance_scripts() -> None:
