@@ -36,7 +36,7 @@ def build() -> dict[str, Any]:
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
-        "messages": [_without(entry, "example") for entry in knowledge.load_messages()],
+        "messages": [_without(entry, "example", "of_text") for entry in knowledge.load_messages()],
         "changes": knowledge.load_yaml("changes.yaml"),
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
@@ -67,9 +67,9 @@ def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, 
     return {**{name: value for name, value in entry.items() if name != "examples"}, "compiled": derived}
 
 
-def _without(entry: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _without(entry: Mapping[str, Any], *parts: str) -> dict[str, Any]:
     """Return a fact as `diagnose` reads it; its example, or the code that it quotes, is for people and tests."""
-    return {name: value for name, value in entry.items() if name != part}
+    return {name: value for name, value in entry.items() if name not in parts}
 
 
 def rendered() -> dict[Path, str]:

@@ -14,7 +14,7 @@ from skill_tools.diagnosis.texts import HOLE
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.versions import admits
 
-_JOINT = re.compile(r"""(?<!\\)["']\s*\n\s*[rRfFbBuU]{0,2}["']""")
+_JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
 _CITED = ("msg", "src")
 
 
@@ -46,9 +46,12 @@ def cited(package: str, release: str) -> Iterator[Citation]:
     for entry in knowledge.load_messages():
         source = str(entry.get("source", ""))
         if not source.startswith("http") and _is_of(entry.get("versions", {}), package, release):
-            path, _, symbol = source.partition("::")
-            for words in entry["text"] if isinstance(entry["text"], list) else [entry["text"]]:
-                yield Citation(str(entry["id"]), path, symbol, words)
+            texts = entry["text"] if isinstance(entry["text"], list) else [entry["text"]]
+            own = entry.get("of_text") or [{}] * len(texts)
+            for words, where in zip(texts, own, strict=True):
+                path, _, symbol = str(where.get("source", source)).partition("::")
+                if admits(where.get("versions", ""), release):
+                    yield Citation(str(entry["id"]), path, symbol, words)
 
 
 def _asked_releases(when: str | None, package: str) -> Iterator[str]:
