@@ -1,6 +1,6 @@
 """Offloading in a trainer by one line: each adapter here knows one framework and imports it only when it is used.
 
-- `wanted`: what a user asks for, by a plan or by options, checked before anything is touched.
+- `wanted`: the offloads that a user asks for, by a plan or by options, checked before anything is touched.
 - `offloading`: the handle that puts it on the model of a trainer and takes it off again; it knows no framework.
 - `transformers`: `offload(trainer, ...)` and `OffloadCallback`, for Transformers and TRL, with PEFT or without.
 - `accelerate`: `offload(accelerator, model, optimizer)`, for a loop of your own, after `prepare`.

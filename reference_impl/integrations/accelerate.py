@@ -21,7 +21,7 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# Engines that shard or own the parameters, and what to do instead.
+# Engines that shard or own the parameters, and the advice for each.
 _ENGINES = {
     "FSDP": "fsdp_version=2 of its plugin",
     "DEEPSPEED": "offload_optimizer in DeepSpeed's own file",
@@ -38,7 +38,7 @@ def offload(
     activations: str | Options | None = None,
     weights: bool | Options = False,
 ) -> Offloading:
-    """Attach a prepared optimizer to its model and offload what else is said, until `close()` of the handle.
+    """Attach a prepared optimizer to its model and offload all else that is named, until `close()` of the handle.
 
     >>> optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-4)
     >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
@@ -57,7 +57,7 @@ def offload(
         optimizer: likewise; a `HybridDeviceOptimizer` or `OptimizerStateOffloader` in it is attached.
         plan, activations, weights: see `Wanted.of`; of a plan the optimizer is the caller's to make.
 
-    Raises ValueError, before anything is changed, for what does not go together: the message says what to do.
+    Raises ValueError, before anything is changed, for options that do not go together: the message gives advice.
     """
     kind = accelerator.distributed_type.name
     if kind in _ENGINES and not accelerator.is_fsdp2:
@@ -108,7 +108,7 @@ def _check_sharded(optimizer: HostedOptimizer) -> None:
 
 
 def _hosted(optimizer: torch.optim.Optimizer | None) -> HostedOptimizer | None:
-    """Return what Accelerate has wrapped, if it is one of ours."""
+    """Return the optimizer that Accelerate has wrapped, if it is one of ours."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, HostedOptimizer) else None
 

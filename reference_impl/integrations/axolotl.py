@@ -23,9 +23,9 @@ from reference_impl.integrations.wanted import Wanted
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# Below warnings Axolotl shows what comes from loggers under its own.
+# Below warnings Axolotl shows messages of loggers under its own.
 _LOG = logging.getLogger(f"axolotl.{__name__}")
-# A key of Axolotl → what of ours excludes it.
+# A key of Axolotl → the key of ours that excludes it.
 _EXCLUDED = {
     "activation_offloading": ("activations",),
     "layer_offloading": ("activations", "weights"),
@@ -53,7 +53,7 @@ class OffloadArgs(BaseModel):  # type: ignore[misc]
 
     @model_validator(mode="after")  # type: ignore[untyped-decorator]
     def check_offload(self) -> Self:
-        """Raise ValueError for what means nothing, and for keys of Axolotl that do not go with it."""
+        """Raise ValueError for values without a meaning, and for keys of Axolotl that do not go with it."""
         wanted = wanted_of(self)
         for key, excluded_by in _EXCLUDED.items() if wanted is not None else ():
             if getattr(self, key, None) and any(getattr(wanted, name) is not None for name in excluded_by):
@@ -65,7 +65,7 @@ class OffloadArgs(BaseModel):  # type: ignore[misc]
 
 
 class OffloadPlugin(BasePlugin):  # type: ignore[misc]
-    """Offloads what its keys say in the trainer that Axolotl builds, until Axolotl has saved the model."""
+    """Offloads by its keys in the trainer that Axolotl builds, until Axolotl has saved the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class OffloadPlugin(BasePlugin):  # type: ignore[misc]
         return f"{OffloadArgs.__module__}.{OffloadArgs.__name__}"
 
     def post_trainer_create(self, cfg: Any, trainer: Trainer) -> None:
-        """Change the trainer; raises ValueError, before training starts, for what it excludes."""
+        """Change the trainer; raises ValueError, before training starts, for settings that it excludes."""
         if not _written(cfg):
             _LOG.warning(
                 "OffloadPlugin offloads nothing: none of %s is set", ", ".join(OffloadArgs.model_fields)
@@ -85,7 +85,7 @@ class OffloadPlugin(BasePlugin):  # type: ignore[misc]
         self.offloading = offload(trainer, **_words(cfg))
 
     def post_train_unload(self, cfg: Any) -> None:
-        """Say what was offloaded and give the host memory back: the model has been saved, or training has failed."""
+        """Log the offloads and give the host memory back: the model has been saved, or training has failed."""
         offloading, self.offloading = self.offloading, None
         if offloading is not None:
             _LOG.info("offloaded: %s", offloading.report)
@@ -93,7 +93,7 @@ class OffloadPlugin(BasePlugin):  # type: ignore[misc]
 
 
 def wanted_of(keys: Any) -> Wanted | None:
-    """Return what the keys want, None where none is set; raises ValueError and OSError as `Wanted.of` does."""
+    """Return the wish of the keys, None where none is set; raises ValueError and OSError as `Wanted.of` does."""
     return Wanted.of(**_words(keys)) if _written(keys) else None
 
 

@@ -29,7 +29,7 @@ except ImportError:  # the same code under its other name
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]
-    """Offloads what a plan or the words say while a model is fitted, and attaches the optimizers that offload.
+    """Offloads by a plan or by options while a model is fitted, and attaches the optimizers that offload.
 
     >>> class Model(LightningModule):
     ...     def configure_optimizers(self):
@@ -44,7 +44,8 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         plan, optimizer, activations, weights: see `Wanted.of`. The optimizer itself `configure_optimizers` returns,
             made by hand or, with the options that are wanted here, by `make_optimizer`.
 
-    Raises ValueError, before the first batch, for what does not go together: the message names both and what to do.
+    Raises ValueError, before the first batch, for options that do not go together: the message names both and gives
+        advice.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         return self.offloading.make_optimizer(params, **hyper_parameters)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what cannot be, and close the optimizers of the last `fit`, in whose place new ones come."""
+        """Refuse options that do not go together; close the optimizers of the last `fit`, which new ones replace."""
         if stage != "fit":
             return
         check_strategy(trainer)

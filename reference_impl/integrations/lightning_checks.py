@@ -1,6 +1,6 @@
-"""What of Lightning's trainer excludes offloading, and whether `training_step` calls what activations leave from.
+"""Settings of Lightning's trainer that exclude offloading, and whether `training_step` calls the module of the blocks.
 
-Every error names both sides and what to do. Explained in docs/trainers.md.
+Every error names both sides and gives advice. Explained in docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CalledForward:
 
 
 def called_module(module: LightningModule) -> nn.Module:
-    """Return what `training_step` calls: the child that holds all blocks, as in `self.model(batch)`, or `module`.
+    """Return the module that `training_step` calls: the child with all blocks, as in `self.model(batch)`, or `module`.
 
     A child's forward runs also where `self(batch)` is called; the other way round it does not.
     """

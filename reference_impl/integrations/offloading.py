@@ -1,4 +1,4 @@
-"""`Offloading`: what is offloaded in a trainer. Its adapter calls it when the model is final and when training ends.
+"""`Offloading`: the offloads of a trainer. Its adapter calls it when the model is final and when training ends.
 
 It knows no framework. Explained in docs/trainers.md.
 """
@@ -29,12 +29,12 @@ _in_force: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Offloading]] = weakr
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadReport(Report):
-    """What is, or was at last, offloaded.
+    """The offloads of now, or of last time.
 
     Args:
         optimizer: where the optimizer's states are, as shares; None before it is made, or where it stays.
         activation_bytes: bytes of activations that have left the device since the last attach.
-        weights: what of the frozen weights streams; None where they stay.
+        weights: the frozen weights that stream; None where they stay.
     """
 
     optimizer: Split | None = None
@@ -43,10 +43,10 @@ class OffloadReport(Report):
 
 
 class Offloading(ClosedAtExit):
-    """Carries out what is `wanted`; a context manager, which closes it.
+    """Carries out the `wanted` offloads; a context manager, which closes it.
 
     `optimizer` is the one that the trainer steps, if it is offloaded. An adapter may set `on_close`, which `close()`
-    runs once: it gives the trainer back what was changed on it.
+    runs once: it undoes changes of the trainer.
     """
 
     def __init__(self, wanted: Wanted) -> None:
@@ -62,7 +62,7 @@ class Offloading(ClosedAtExit):
     def make_optimizer(self, params: Iterable[Any], **hyper_parameters: Any) -> HybridDeviceOptimizer:
         """Return the optimizer of `params`, parameters or groups; one that this has made before is closed.
 
-        Raises ValueError where the optimizer is not among what is to be offloaded, and for a plan of Muon with no group
+        Raises ValueError where no optimizer is to be offloaded, and for a plan of Muon with no group
         of Muon.
         """
         if self.wanted.optimizer is None:
@@ -89,14 +89,14 @@ class Offloading(ClosedAtExit):
         wrapped: nn.Module | None = None,
         accumulating: Callable[[], bool] | None = None,
     ) -> None:
-        """Put everything that is wanted on `model`, which is on its device; or nothing, and raise what `check` raises.
+        """Put everything that is wanted on `model`, which is on its device; or nothing, and raise as `check`.
 
-        `wrapped` is what DistributedDataParallel has made of the model: there gradients leave once they are reduced.
+        `wrapped` is the model's DistributedDataParallel: there gradients leave once they are reduced.
         `accumulating` says whether the backward that runs is of any micro-batch but the last. Calling it again for the
         same model only drops the gradients of a step that was given up; another model takes its place.
         """
         if self.optimizer is not None:
-            # A trainer zeroes its model, which does not drop what has left.
+            # A trainer zeroes its model, which does not drop gradients that have left.
             self.optimizer.zero_grad()
             if accumulating is not None:
                 self.optimizer.accumulate_while(accumulating)
@@ -128,7 +128,7 @@ class Offloading(ClosedAtExit):
         _in_force[model] = weakref.ref(self)
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError where what is wanted cannot be put on `model`; an adapter asks before training starts."""
+        """Raise ValueError where the wanted offloads cannot be put on `model`; adapters ask before training starts."""
         other = _in_force.get(model, lambda: None)()
         if other is not None and other is not self:
             raise second_offloader(model)
@@ -138,7 +138,7 @@ class Offloading(ClosedAtExit):
     def detach(self) -> None:
         """Leave the model as it was, with finished weights; the optimizer lives on.
 
-        Idempotent; after an error it takes off what is still on the model.
+        Idempotent; after an error it takes off the hooks that are still on the model.
         """
         model, self._model = None if self._model is None else self._model(), None
         if model is not None:
@@ -146,9 +146,10 @@ class Offloading(ClosedAtExit):
         undo_all(self._attached)
 
     def close(self) -> None:
-        """Detach, give all host memory back, and the trainer what was changed on it.
+        """Detach, give all host memory back, and undo changes of the trainer.
 
-        Idempotent. All of it is done, and the first error is raised at the end; again, it does what has failed.
+        Idempotent. All of it is done, and the first error is raised at the end; again, it repeats the parts that have
+        failed.
         """
         steps: list[Callable[[], None]] = [self._give_back]
         if self.optimizer is not None:
@@ -162,7 +163,7 @@ class Offloading(ClosedAtExit):
 
     @property
     def report(self) -> OffloadReport:
-        """What is offloaded now, or was when it was last attached."""
+        """The offloads of now, or of the last attach."""
         if self._model is not None:
             self._keep_report()
         return self._report

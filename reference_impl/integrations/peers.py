@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def pause_checkpointing(model: nn.Module) -> Callable[[], None]:
-    """Switch off the model's own checkpointing, as Transformers' models have it; return what switches it on again."""
+    """Switch off the model's own checkpointing, as Transformers' models have it; return the call to switch it on."""
     checkpointed = [
         each for each in model.modules() if getattr(each, "gradient_checkpointing", False) is True
     ]

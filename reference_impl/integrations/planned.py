@@ -22,8 +22,8 @@ def planned(plan: Plan) -> dict[str, Any]:
     """Return the arguments of `Wanted` that `plan`, a document or its path, stands for.
 
     A plan that offloads nothing, because the run fits, is carried out with a warning; its limit on pinned memory holds
-    from here on. Raises ValueError for what is no plan for PyTorch, OSError for a file that cannot be read, and
-    RuntimeError where more is pinned already than the plan allows.
+    from here on. Raises ValueError for another document than a plan for PyTorch, OSError for a file that cannot be
+    read, and RuntimeError where more is pinned already than the plan allows.
     """
     execute = execute_section(plan)
     document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))

@@ -31,7 +31,7 @@ def offload(
     weights: bool | Options = False,
     park: str | None = None,
 ) -> Offloading:
-    """Have `trainer` offload what a plan or the words say, from its next `train()` until `close()` of the handle.
+    """Have `trainer` offload by a plan or by options, from its next `train()` until `close()` of the handle.
 
     >>> trainer = SFTTrainer(model, args=args, train_dataset=dataset)
     >>> offload(trainer, optimizer=True, activations="checkpoint")
@@ -45,8 +45,8 @@ def offload(
         plan, optimizer, activations, weights: see `Wanted.of`.
         park: `generate` parks training memory while a trainer of TRL generates (docs/parking.md).
 
-    Raises TypeError for another trainer and ValueError, before anything is changed, for what does not go together:
-    the message names both and what to do.
+    Raises TypeError for another trainer and ValueError, before anything is changed, for options that do not go
+    together: the message names both and gives advice.
     """
     generation = None if park is None else ParkedGeneration(trainer, park)
     parks_alone = generation is not None and plan is None and not (optimizer or activations or weights)

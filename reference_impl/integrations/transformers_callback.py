@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer, TrainerCallback
 
-# What a trainer calls between a step and the next forward.
+# The events of a trainer between a step and the next forward.
 _AFTER_STEP = (
     *("on_optimizer_step", "on_step_end", "on_log", "on_evaluate", "on_predict", "on_save"),
     *("on_epoch_end", "on_epoch_begin", "on_step_begin"),
@@ -70,7 +70,7 @@ def callback_of(
 
 
 def _take_over(optimizer: Any, handle: Offloading) -> None:
-    """Have `handle` own what the trainer has made and wrapped."""
+    """Have `handle` own the optimizer that the trainer has made and wrapped."""
     while not isinstance(optimizer, HybridDeviceOptimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, HybridDeviceOptimizer):

@@ -1,6 +1,6 @@
 """Which of a Transformers trainer's arguments exclude offloading, and which ones the optimizer takes over.
 
-Every refusal names both sides and what to do, before training starts. Explained in docs/trainers.md.
+Every refusal names both sides and gives advice, before training starts. Explained in docs/trainers.md.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 # Package → the releases that the tests have tried: from, and below.
 _RELEASES = {"transformers": (5, 6), "trl": (1, 2)}
-# What of torch's AdamW chooses a kernel, and no formula.
+# The arguments of torch's AdamW that choose a kernel, and no formula.
 _KERNEL = frozenset(("fused", "foreach", "capturable", "differentiable"))
 
 
 def check_trainer(trainer: Trainer, wanted: Wanted) -> None:
-    """Raise TypeError for what is no trainer of Transformers, and ValueError for one that excludes what is `wanted`."""
+    """Raise TypeError for no trainer of Transformers, and ValueError for one that excludes the `wanted` offloads."""
     from transformers import Trainer
 
     if not isinstance(trainer, Trainer):
@@ -75,8 +75,8 @@ def groups_with_muon(
 ) -> list[dict[str, Any]]:
     """Return the trained parameters of `model` as groups: matrices of its layers, with `muon`, and all else.
 
-    Tables of embeddings, the head and what has no two or three dimensions are AdamW's, with `weight_decay` where a name
-    is among `decays`. Raises ValueError for a model without matrices.
+    Tables of embeddings, the head and parameters without two or three dimensions are AdamW's, with `weight_decay` where
+    a name is among `decays`. Raises ValueError for a model without matrices.
     """
     head: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     tables = {

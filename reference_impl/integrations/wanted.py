@@ -1,4 +1,4 @@
-"""What a user wants offloaded in a trainer: a plan, or an option per mechanism; checked before anything is touched.
+"""The offloads that a user wants in a trainer: a plan, or an option per mechanism; checked before anything is touched.
 
 Explained in docs/trainers.md.
 """
@@ -25,7 +25,7 @@ from reference_impl.weights import FrozenLayerStreamer
 Options = Mapping[str, Any]
 
 AUTO = "auto"
-# What the trainer says already.
+# Arguments that the trainer has already.
 _TRAINERS_OWN = frozenset(("params", "algorithm", "max_grad_norm", "reduce_norm_squared", "hyper_parameters"))
 
 
@@ -34,7 +34,7 @@ class Wanted:
     """The options of each mechanism; None where it is not wanted.
 
     Args:
-        optimizer: those of `HybridDeviceOptimizer`, without what the trainer says already.
+        optimizer: those of `HybridDeviceOptimizer`, without those that the trainer has already.
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
         weights: those of `FrozenLayerStreamer`.
         tiles: those of `SequenceTiles`, from a plan.
@@ -59,7 +59,7 @@ class Wanted:
         activations: str | Options | None = None,
         weights: bool | Options = False,
     ) -> Wanted:
-        """Return what the arguments stand for, either a plan or words.
+        """Return the meaning of the arguments, either a plan or words.
 
         Args:
             plan: the document of `offload plan --framework pytorch --format json`, or its path; or `auto`, which is

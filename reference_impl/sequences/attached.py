@@ -1,4 +1,4 @@
-"""What runs around the calls of a model's modules that are divided into parts, from its construction to `close()`.
+"""Runs around the calls of a model's modules that are divided into parts, from its construction to `close()`.
 
 Tiles and groups of heads attach alike: modules are named by their endings or found in the model's blocks, each has a
 wrapper, and the first longer call of each tries how it is divided before anything is computed.
@@ -71,7 +71,7 @@ class DividedCalls(Shown, ClosedAtExit):
         structure: TreeSpec,
         leading: Leading,
     ) -> Callable[[], Any] | None:
-        """Return what runs a call of `module` in parts, or None where it runs as it is.
+        """Return a function that runs a call of `module` in parts, or None where it runs as it is.
 
         Raises ValueError for a module that was named and cannot be divided.
         """
@@ -92,7 +92,7 @@ def named(model: nn.Module, option: str, endings: Sequence[str], example: str) -
 def repeatable_call(
     forward: Forward, module: nn.Module, structure: TreeSpec
 ) -> Callable[[Sequence[Any]], Any]:
-    """Return what calls `module` with leaves of `structure`, to try it on few positions."""
+    """Return a function that calls `module` with leaves of `structure`, to try it on few positions."""
     # Compiled code would be compiled again for each of the sizes that are tried.
     plain = forward if module._compiled_call_impl is None else module.forward
 

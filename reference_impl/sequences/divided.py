@@ -1,13 +1,13 @@
-"""How attention is divided among groups of heads: found by what a call of it does, and tried before it is relied on.
+"""How attention is divided among groups of heads: found by the operations of a call, and tried before it is relied on.
 
 The linear layers that make queries, keys and values are the last ones before attention's kernel: no other one before it
-computes with what they return. Each group has some of their rows. The linear layers that take attention's output are
+computes with their results. Each group has some of their rows. The linear layers that take attention's output are
 the first ones behind it; each group has some of their columns, and their outputs add up. All else (norms of a head,
 projections to a latent, an adapter's first matrix) every group has whole.
 
-The division is tried with random weights on a few positions of a real call: what all groups give must add up to what
-the module gives. So a norm over all heads is found, a projection that is not one head after the other, and a number of
-heads that the module does not take from its weights.
+The division is tried with random weights on a few positions of a real call: the results of all groups must add up to
+that of the module. So a norm over all heads is found, a projection that is not one head after the other, and a number
+of heads that the module does not take from its weights.
 
 Explained in docs/long-sequences.md.
 """
@@ -64,7 +64,7 @@ class Cut:
 class Division:
     """Attention in `groups` of heads, which have parts of `cuts`.
 
-    `outputs` are the leaves of what attention returns, TENSOR in the place of the one tensor, and their structure.
+    `outputs` are the leaves of attention's result, TENSOR in the place of the one tensor, and their structure.
     `last` is the name of the module inside that makes this tensor of the kernel's output, None where there is none.
     """
 
@@ -74,14 +74,14 @@ class Division:
     last: str | None
 
     def part(self, cut: Cut, whole: torch.Tensor, group: int) -> slice:
-        """Return what a group has of a parameter that is cut, along its dimension."""
+        """Return a group's part of a parameter that is cut, along its dimension."""
         if cut.dim is None:
             return slice(0, whole.shape[0])
         size = whole.shape[cut.dim] // self.groups
         return slice(group * size, (group + 1) * size)
 
     def places(self, module: nn.Module, group: int) -> list[Place]:
-        """Return what stands in the place of each parameter that is cut: a view of it, or nothing."""
+        """Return the stand-in of each parameter that is cut: a view of it, or nothing."""
         found: list[Place] = []
         for cut in self.cuts:
             whole = cut.whole(module).detach()
@@ -157,7 +157,7 @@ def division_of(
         count = min(leading.count, _TRIED)
         few = [leading.cut(leaf, slice(0, count)) for leaf in leaves]
         leading = Leading(leading.batch, count)
-    # What records or counts operations is not to see these.
+    # Modes that record or count operations are not to see these.
     with _disable_current_modes(), Surroundings(few).again(), buffers_kept(module):
         surroundings = Surroundings(few)
         seen = _Seen(name, module)
@@ -178,7 +178,7 @@ def _undivided(name: str, reason: str, remedy: str = "try leaving it out") -> Va
 
 
 class _Seen:
-    """What a call of attention does: the linear layers before and behind its kernel, and the kernel's heads."""
+    """The operations of a call of attention: the linear layers before and behind its kernel, and the kernel's heads."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
@@ -191,7 +191,7 @@ class _Seen:
         self.last: str | None = None
 
     def listen(self, call: Call, inputs: Sequence[Any]) -> None:
-        """Note what a call does."""
+        """Note the operations of a call."""
         weights = [each for each in self._module.parameters() if each.is_floating_point()]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -321,7 +321,7 @@ def _last(
     whole: torch.Tensor,
     leading: Leading,
 ) -> str | None:
-    """Return `child`, the name of a module inside, if what it makes of attention's output is all, to the bit."""
+    """Return `child`, the name of a module inside, if attention returns its result of the kernel's output, to the bit."""
     if child is None or len(kernels) != 1:
         return None
     operation, output = kernels[0]
@@ -336,7 +336,7 @@ def _last(
 
 @contextmanager
 def _other_weights(module: nn.Module, cuts: Sequence[Cut]) -> Iterator[None]:
-    """Have random numbers stand for what is cut: with zeros, as an adapter begins, everything would add up."""
+    """Have random numbers stand for cut parameters: with zeros, as an adapter begins, everything would add up."""
     places: list[Place] = []
     for cut in cuts:
         whole = cut.whole(module)

@@ -17,12 +17,12 @@ from torch import nn
 
 from reference_impl.sequences.positions import Leading
 
-# A module's own parameters, the name of one, and what stands there meanwhile.
+# A module's own parameters, the name of one, and its stand-in meanwhile.
 Place = tuple[dict[str, Any], str, torch.Tensor | None]
 
 
 class Sum:
-    """The gradient of what all parts share, in fp32 at least until it is rounded once."""
+    """The gradient of a tensor that all parts share, in fp32 at least until it is rounded once."""
 
     def __init__(self, shared: torch.Tensor) -> None:
         # A leaf's gradient may be asked for in another dtype than its own.
@@ -44,7 +44,7 @@ class Sum:
 
 
 class Joint(Sum):
-    """The gradient of what is cut along a dimension: each part, in their order, has its own of it or none."""
+    """The gradient of a tensor that is cut along a dimension: each part, in their order, has its own or none."""
 
     def __init__(self, whole: torch.Tensor, dim: int) -> None:
         super().__init__(whole)

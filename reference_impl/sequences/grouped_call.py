@@ -5,7 +5,7 @@ Backward computes queries, keys and values of one group again, hands that group'
 in place of a second forward, and adds up the gradients of the inputs. So the queries, keys, values and gradients of one
 group live.
 
-Where the kernel's results are kept while a layer is computed again, what is before the kernel is not computed there.
+Where the kernel's results are kept while a layer is computed again, the part before the kernel is not computed there.
 
 Explained in docs/long-sequences.md.
 """
@@ -28,7 +28,7 @@ from reference_impl.sequences.gradients import Joint, Place, Sum, refuse_other_l
 from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.positions import TENSOR, Leading
 
-# Of one call of a kernel: its name, and what it has returned.
+# Of one call of a kernel: its name, and its results.
 Kernel = tuple[str, tuple[Any, ...]]
 
 
@@ -56,7 +56,7 @@ class GroupedCall:
         self._surroundings = Surroundings([leaves[place] for place in self._places])
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Return what the module returns."""
+        """Return the module's result."""
         tensors = [leaves[place] for place in self._places]
         made: list[Any] = []
         output = _Grouped.apply(self, made, len(tensors), *tensors, *self._trained)  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class GroupedCall:
         )
 
     def output(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], TreeSpec, list[Kernel]]:
-        """Compute the call; return its outputs, how they are put together, and what kernels have returned."""
+        """Compute the call; return its outputs, how they are put together, and the kernels' results."""
         kernels: list[Kernel] = []
         kept = attention_handed_back()
         if kept is not None and self._division.last is not None:
@@ -156,7 +156,7 @@ class GroupedCall:
     def _weights(
         self, group: int, of_weights: dict[torch.Tensor, Sum]
     ) -> tuple[list[Place], list[tuple[torch.Tensor, Sum, slice]]]:
-        """Return what stands in the place of weights, and of the trained ones where a group's gradient goes."""
+        """Return the stand-ins of weights, and of the trained ones where a group's gradient goes."""
         places = self._division.places(self._module, group)
         wanted: list[tuple[torch.Tensor, Sum, slice]] = []
         wholes = [cut.whole(self._module) for cut in self._division.cuts]
@@ -175,7 +175,7 @@ class GroupedCall:
 
 
 class _Grouped(torch.autograd.Function):
-    """Computes a call; saves its inputs, its weights and what attention's kernels have returned."""
+    """Computes a call; saves its inputs, its weights and the results of attention's kernels."""
 
     @staticmethod
     def forward(
@@ -227,7 +227,7 @@ def _numbered(each: Any, saved: list[torch.Tensor]) -> Any:
 
 
 class _HandedBack(TorchDispatchMode):
-    """Hands a group's part of what kernels have returned back, in place of their calls."""
+    """Hands a group's part of kernels' results back, in place of their calls."""
 
     def __init__(self, division: Division, group: int, kernels: Sequence[Kernel]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

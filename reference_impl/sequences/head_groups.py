@@ -1,6 +1,6 @@
 """`HeadGroups`: attention's backward takes some of its heads at a time, each with its part of the projections.
 
-Where nobody names attention it is found by what it does: of a block, the outermost modules that run a kernel of
+Where nobody names attention it is found by its operations: of a block, the outermost modules that run a kernel of
 attention, and whose heads are computed by themselves.
 
 Explained in docs/long-sequences.md.
@@ -38,11 +38,11 @@ class HeadGroups(DividedCalls):
     Backward of attention computes queries, keys and values of one group of key-value heads at a time, with the queries
     that belong to them, and differentiates that group: its tensors live, not those of all heads. Forward is the
     module's own; the output and logsumexp of attention's kernel are kept for backward, which does not run it again.
-    Beside `keep_attention=True` they wait on the host, and a layer that is computed again does not compute what is
-    before the kernel.
+    Beside `keep_attention=True` they wait on the host, and a layer that is computed again leaves out its
+    part before the kernel.
 
-    Gradients of the inputs, and of weights that all heads share, add up in fp32 and are rounded once. What is computed
-    of a head is what attention computes; kernels may round otherwise for other sizes. The gradient of a gradient is
+    Gradients of the inputs, and of weights that all heads share, add up in fp32 and are rounded once. The formula
+    of a head is attention's; kernels may round otherwise for other sizes. The gradient of a gradient is
     refused.
 
     Evaluation, a call of no more than `longer_than` positions and torch.func's transforms run as they are.
@@ -55,8 +55,8 @@ class HeadGroups(DividedCalls):
     Args:
         model: any module.
         attention: endings of names of modules: `self_attn`. By default they are found inside the model's blocks (its
-            outermost `nn.ModuleList`), each when it is first called for training with so many positions; what cannot
-            be divided runs as it is.
+            outermost `nn.ModuleList`), each when it is first called for training with so many positions; one that
+            cannot be divided runs as it is.
         groups: of heads; a number that divides those of keys and values, or where attention is found, the next one
             that does. By default a group's tensors are no larger than those of all heads for `longer_than` positions:
             of twice as many positions there are two groups, of eight times as many eight.
@@ -83,7 +83,7 @@ class HeadGroups(DividedCalls):
             modules = named(model, "attention", attention, "self_attn")
         self.groups, self.longer_than = groups, longer_than
         self._finds = attention is None
-        # By kind of module and number of groups; None for what runs as it is.
+        # By kind of module and number of groups; None for a module that runs as it is.
         self._divisions: dict[object, Division | None] = {}
         self._grouped: set[nn.Module] = set()
         self._a_call = Inside()

@@ -1,11 +1,11 @@
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
-One position's input is changed: no other position's output may. The halves are then computed apart: they must give
-what both give together. So a normalisation over the batch is found, a router that ranks tokens, attention, a
-convolution, and a module that counts positions. What is not found is a router that drops tokens beyond a capacity which
+One position's input is changed: no other position's output may. The halves are then computed apart: their results must
+be those of both together. So a normalisation over the batch is found, a router that ranks tokens, attention, a
+convolution, and a module that counts positions. Not found is a router that drops tokens beyond a capacity which
 these few do not reach.
 
-Kernels round otherwise for other shapes, so what is not equal must agree to half the digits of its dtype, and to four
+Kernels round otherwise for other shapes, so unequal results must agree to half the digits of its dtype, and to four
 units of a 16-bit one.
 
 Explained in docs/long-sequences.md.
@@ -30,7 +30,7 @@ from reference_impl.sequences.positions import Joined, Leading
 
 # As many as a tile of tensor cores has rows.
 _PROBED = 64
-# What it does to others stands out where it outweighs them all.
+# Its effect on others stands out where it outweighs them all.
 _TIMES_LARGER = 1024
 # Of all positions: a router may choose otherwise where two experts are as good to the last bit.
 _MOST_OTHER = 0.25
@@ -42,8 +42,8 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
     """Raise ValueError where the output of a position of `call(leaves)` depends on more than that position's input.
 
     `call` is that of `module`, which is `name` in its model. It is made five times, without a graph, on up to 64
-    positions; buffers and random numbers are then what they were. Raises ValueError too where a hook, or a module
-    inside `module`, keeps what it has computed: that is of one tile and without a graph.
+    positions; buffers and random numbers are then as before. Raises ValueError too where a hook, or a module
+    inside `module`, keeps a result: that is of one tile and without a graph.
     """
     probe = Leading(leading.batch, min(leading.count, _PROBED))
     few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
@@ -52,7 +52,7 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
     def outputs(inputs: Sequence[Any], count: int) -> list[torch.Tensor]:
         return _with_positions(name, call(inputs), Leading(probe.batch, count))
 
-    # What records or counts operations is not to see these.
+    # Modes that record or count operations are not to see these.
     with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), buffers_kept(module):
         _refuse_kept(name, module, call, few)
         surroundings = Surroundings(few)
@@ -88,8 +88,8 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
 def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> bool:
     """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
 
-    What saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has no
-    positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few.
+    A module that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has
+    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not all(leading.is_cut(each) for each in tensors):
@@ -155,7 +155,7 @@ def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]
                 hooks.callback(hook.remove)
         call(inputs)
     if any(not storage.expired() for _, storage in made):
-        # What refers to itself waits for the collector.
+        # Objects that refer to themselves wait for the collector.
         gc.collect()
     for inner, storage in made:
         if not storage.expired():
@@ -214,7 +214,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Give every buffer of `module` what it has now back at the end: a module may count what passes."""
+    """Give every buffer of `module` its values of now back at the end: a module may count its calls."""
     before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield

@@ -1,7 +1,7 @@
-"""Where the positions of a call lie in its tensors: how they are cut into tiles, and tiles joined to what they make.
+"""Where the positions of a call lie in its tensors: how they are cut into tiles, and their results joined.
 
 The first floating-point tensor of two or more dimensions says: three and more begin with (batch, positions), two with
-(positions,). Every other tensor with that beginning is cut alike, also one whose batch is 1; what has none goes to
+(positions,). Every other tensor with that beginning is cut alike, also one whose batch is 1; tensors without it go to
 every tile whole.
 
 Explained in docs/long-sequences.md.

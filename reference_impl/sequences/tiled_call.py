@@ -56,7 +56,7 @@ class TiledCall:
         self._gradients: Sequence[torch.Tensor | None] = ()
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Return what the module returns."""
+        """Return the module's result."""
         tensors = [leaves[place] for place in self._places]
         if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *self._trained)):
             saved = _Inputs.apply(self, tensors, *tensors, *self._trained)  # type: ignore[no-untyped-call]

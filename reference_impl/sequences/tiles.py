@@ -1,6 +1,6 @@
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
-Where nobody names them they are found by what they do: of a block, the outermost modules that are position-wise and
+Where nobody names them they are found by their operations: of a block, the outermost modules that are position-wise and
 save more than their inputs. Attention is not, and the norms in it are.
 
 Explained in docs/long-sequences.md.
@@ -37,23 +37,23 @@ class SequenceTiles(DividedCalls):
     A module that is named or found runs `tile_tokens` positions at a time, forward and backward: one tile's
     intermediates live. Backward computes each tile again, with its own random numbers and autocast, as recomputation
     of a layer does. Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient is refused.
-    What is computed of a position is what the module computes without tiles; kernels may round otherwise for other
+    The formula of a position is the module's without tiles; kernels may round otherwise for other
     sizes. Dropout takes other random numbers than without tiles.
 
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
     The first call of a module that is longer than a tile tries on up to 64 of its positions whether the module is
-    position-wise, and raises ValueError before anything is computed where it is not, returns what has no positions (a
-    loss), or lets a hook keep what is inside. Backward raises RuntimeError where the module computes with a trained
-    tensor that is no parameter of it.
+    position-wise, and raises ValueError before anything is computed where it is not, returns a tensor without positions
+    (a loss), or lets a hook keep a tensor of its inside. Backward raises RuntimeError where the module computes with a
+    trained tensor that is no parameter of it.
 
     Args:
         model: any module.
         tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
             positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
             they are found inside the model's blocks (its outermost `nn.ModuleList`), each when it is first called for
-            training with more positions than a tile: what is not position-wise, or saves no more than its inputs, runs
-            as it is, and the modules inside it are tried.
+            training with more positions than a tile: one that is not position-wise, or saves no more than its inputs,
+            runs as it is, and the modules inside it are tried.
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter.
 
     Raises ValueError for an ending that matches nothing, a module without a forward, one inside another that is named
@@ -116,7 +116,7 @@ class SequenceTiles(DividedCalls):
         if module in self._runs_in_tiles:
             return self._runs_in_tiles[module]
         if self._finds and not torch.is_grad_enabled():
-            # What is saved for backward is not known yet.
+            # The tensors saved for backward are not known yet.
             return False
         call = repeatable_call(forward, module, structure)
         with A_PART.entered():
@@ -130,7 +130,7 @@ class SequenceTiles(DividedCalls):
 
 
 def _modules_in(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return what is called inside `blocks`, each module once."""
+    """Return the modules inside `blocks`, each module once."""
     found = {each: None for block in blocks for each in block.modules() if each is not block}
     return [each for each in found if not isinstance(each, _LISTS)]
 
