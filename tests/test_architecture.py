@@ -47,6 +47,12 @@ BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 LONGEST_MODULE = 500
 MOST_MODULES_OF_A_FOLDER = 25
 MOST_TERMS = 25
+# Of a thousand words of comments and docstrings, in rooms of `reference_impl` that hold to it.
+MOST_WHAT = 3
+NAMES_OBJECTS = {
+    "integrations", "fitting", "verification", "trained_layers", "sequences", "optimizers", "activations", "weights",
+    "distributed", "memory", "device",
+}  # fmt: skip
 # A shorter module with a single importer says in a sentence of its docstring why it stands alone.
 SHORTEST_MODULE = 60
 STANDS_ALONE = re.compile(r"(?:^|[.:]\s+|\n)Apart because \S")
@@ -257,6 +263,32 @@ def test_the_glossary_can_be_learnt() -> None:
     rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
     terms = [term for row in rows if not row.startswith("-") for term in row.split(", ")]
     assert 10 < len(terms) <= MOST_TERMS, terms
+
+
+def prose(path: Path) -> str:
+    """The comments and docstrings of a file."""
+    text = path.read_text(encoding="utf-8")
+    return "\n".join(re.findall(r'""".*?"""|(?<=\s)# [^\n]*', text, re.DOTALL))
+
+
+def test_prose_names_the_object() -> None:
+    """A clause with `what` stands where the noun should. Some are questions that a module answers."""
+    rooms: dict[str, list[str]] = {}
+    for path in PACKAGES:
+        if path.is_relative_to(ROOT / "reference_impl") and room(path) in NAMES_OBJECTS:
+            rooms.setdefault(room(path), []).append(prose(path))
+    counts = {
+        each: (len(re.findall(r"\bwhat\b", text, re.IGNORECASE)), len(text.split()))
+        for each, texts in rooms.items()
+        for text in ["\n".join(texts)]
+    }
+    assert counts.keys() == NAMES_OBJECTS
+    vague = [
+        f"reference_impl/{each}: {count} times in {words} words"
+        for each, (count, words) in counts.items()
+        if count * 1000 > MOST_WHAT * words
+    ]
+    assert not vague, listed(f"say `what` over {MOST_WHAT} times in 1,000 words; try the noun", vague)
 
 
 def test_no_folder_has_many_modules() -> None:

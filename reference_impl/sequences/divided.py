@@ -321,7 +321,7 @@ def _last(
     whole: torch.Tensor,
     leading: Leading,
 ) -> str | None:
-    """Return `child`, the name of a module inside, if attention returns its result of the kernel's output, to the bit."""
+    """Return `child`, a module inside by name, if attention returns its result of the kernel's output, to the bit."""
     if child is None or len(kernels) != 1:
         return None
     operation, output = kernels[0]

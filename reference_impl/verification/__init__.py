@@ -1,4 +1,4 @@
-"""What uses the mechanisms together: the probe, the verifiers, `apply_plan`, and the small model that they train.
+"""Uses the mechanisms together: the probe, the verifiers, `apply_plan`, and the small model that they train.
 
 - mechanism: one way to offload; a row of `verify` is one mechanism on one workload.
 - reference: the run without offload that rows are compared with.

@@ -56,7 +56,7 @@ class AppliedPlan(Shown, ClosedAtExit):
     """The mechanisms of a plan on one model, until `close()`; a context manager.
 
     `optimizer` is the one to step: the user's own, or the offloading one that took its place. `watch` compares the
-    first steps with what the plan has predicted, and says it in one line. `tiles` and `head_groups` are
+    first steps with the plan's predictions, and says it in one line. `tiles` and `head_groups` are
     there if the plan has them.
     """
 
@@ -155,7 +155,7 @@ def apply_plan(
     optimizer = optimizers[0]
     activations = execute.get("activations") or {}
     if activations.get("mode") == "layers":
-        # Before weights are moved: what the model itself refuses.
+        # Before weights are moved: the model's own refusals.
         first_blocks(model, activations["num_layers"])
     if activations.get("mode") in _RECOMPUTING:
         refuse_checkpointing(model, f"the plan's activations mode {activations['mode']!r}")
@@ -230,7 +230,7 @@ def _formula(execute: Mapping[str, Any]) -> str | None:
 
 
 def optimizers_in(given: Given) -> list[torch.optim.Optimizer]:
-    """Return what is given as a list."""
+    """Return the argument as a list."""
     return list(given) if isinstance(given, Sequence) else [given]
 
 
@@ -348,7 +348,7 @@ def _state_offloader(
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Let the groups name torch's fused kernel, whose bits those have that take them over; return what undoes it."""
+    """Let the groups name torch's fused kernel, whose bits the offloaded ones have; return the call that undoes it."""
     before = [{name: group[name] for name in FUSED} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group.update(FUSED)
@@ -362,7 +362,7 @@ def _fuse(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def _hyper_parameters(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what a group that is added later does not say itself."""
+    """Return the defaults of a group that is added later."""
     return {name: optimizer.defaults[name] for name in Adam().defaults}
 
 

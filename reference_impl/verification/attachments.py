@@ -29,7 +29,7 @@ def plain(*, max_grad_norm: float | None = None) -> Attach:
 
 
 def hybrid(*, attached: bool, **options: Any) -> Attach:
-    """Offload what `options` say; `attached` lets the next forward start before the update is done."""
+    """Offload by `options`; `attached` lets the next forward start before the update is done."""
 
     @contextmanager
     def attach(model: nn.Module) -> Iterator[Trainer]:

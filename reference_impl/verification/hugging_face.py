@@ -33,8 +33,8 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
 def read_config(config: str | Path) -> dict[str, Any]:
     """Return the entries of `config`, a `config.json`, its folder, or a model profile that was traced from one.
 
-    What says nothing about the model's code, such as paths and names of labels, is left out. Raises OSError for a file
-    that is not there, ValueError for one that describes no model.
+    Entries that say nothing about the model's code, such as paths and names of labels, are left out. Raises OSError for
+    a file that is not there, ValueError for one that describes no model.
     """
     entries = _json_of(config)
     if isinstance(entries, dict) and isinstance(entries.get("config"), dict):
@@ -47,7 +47,7 @@ def read_config(config: str | Path) -> dict[str, Any]:
 def images_of(config: str | Path) -> int:
     """Return how many images a sequence had when the model profile `config` was traced; 0 for a `config.json`.
 
-    Raises what `read_config` raises.
+    Raises as `read_config`.
     """
     entries = _json_of(config)
     return int(entries.get("images", 0)) if isinstance(entries, dict) and "steps" in entries else 0
@@ -72,7 +72,7 @@ def model_from(
     named = copy.deepcopy(dict(entries))
     try:
         settings = AutoConfig.for_model(named.pop("model_type"), **named)
-    except Exception as error:  # a config class checks what it gets with errors of many types
+    except Exception as error:  # a config class checks its arguments with errors of many types
         raise ValueError(
             f"transformers {transformers.__version__} cannot read it: {str(error).splitlines()[0]}"
         ) from None
@@ -100,7 +100,7 @@ def add_adapters(model: nn.Module, rank: int) -> nn.Module:
 
 
 def image_batch(entries: Mapping[str, Any], images: int, dtype: str) -> Callable[[int, int], dict[str, Any]]:
-    """Return what makes a batch like `text_batch`, with `images` of the config's size in each sequence.
+    """Return a function that makes a batch like `text_batch`, with `images` of the config's size in each sequence.
 
     Their tokens are in the length; which they are makes no difference on `meta`. Raises ValueError for a config that
     names no size.
@@ -140,7 +140,7 @@ def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:
 def without_caches(model: nn.Module) -> Callable[[], None]:
     """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice.
 
-    Return what undoes it.
+    Return the call that undoes it.
     """
     configs = {id(config): config for config in _configs(model) if getattr(config, "use_cache", False)}
     for config in configs.values():

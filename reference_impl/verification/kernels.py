@@ -48,7 +48,7 @@ def _deterministic() -> Iterator[None]:
     module: Any = torch.utils.deterministic
     filled = module.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # Filling would only cost time: nothing here reads what it has not written.
+    # Filling would only cost time: nothing here reads memory before it is written.
     module.fill_uninitialized_memory = False
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):

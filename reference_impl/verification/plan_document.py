@@ -61,7 +61,7 @@ _OVERLAPS = ("gradients", "update")
 _OVERLAPS_OF_OPTIMIZER = ("gradients", "update", "nothing")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6
-# What `fit` reads of an option.
+# The fields of an option that `fit` reads.
 _PREDICTED = {
     "memory": ("allocated_bytes", "host_bytes_per_node", "pinned_bytes_per_node"),
     "time": ("step_s", "least_s"),
@@ -71,7 +71,7 @@ Check = Callable[[str, Any], None]
 
 
 def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return what `plan`, a document or its path, says is to be executed.
+    """Return the executable part of `plan`, a document or its path.
 
     Raises ValueError that names the entry for anything but a plan for PyTorch as the schema describes it, and OSError
     for a file that cannot be read.
@@ -156,7 +156,7 @@ def check_predicts(plan: Mapping[str, Any]) -> None:
 
 
 def read_document(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Return `plan`, a document or its path, as a document. Raises ValueError for what is none, and OSError."""
+    """Return `plan`, a document or its path, as a document. Raises ValueError for another document, and OSError."""
     document = plan if isinstance(plan, Mapping) else _read(plan)
     if not isinstance(document, Mapping):
         raise _wrong("plan", document, "an object", "offload plan --framework pytorch --format json")

@@ -32,7 +32,7 @@ _MAKE_ONE = "offload plan --framework pytorch --format json"
 
 
 class PlanError(ValueError):
-    """The plan cannot be trained here: what is wrong, what was expected, what to try."""
+    """The plan cannot be trained here: the fault, the expected value, and advice."""
 
     def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
         super().__init__(f"{problem}; expected {expected}; try {attempt}")
@@ -42,9 +42,9 @@ class PlanError(ValueError):
 
     @classmethod
     def of(cls, error: Exception, where: str = "", *, attempt: str) -> Self:
-        """Return `error` as a plan's: what it says was wrong and expected, and `attempt` in place of its own remedy.
+        """Return `error` as a plan's: with its fault and expectation, and `attempt` in place of its own remedy.
 
-        What it tries is said to whoever calls a mechanism; here a plan does.
+        Its remedy is for whoever calls a mechanism; here a plan does.
         """
         problem, _, expected = str(error).partition("; expected ")
         return cls(
@@ -56,7 +56,7 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What a plan says of one rank: bytes, and seconds a step.
+    """A plan's figures of one rank: bytes, and seconds a step.
 
     Of the device's bytes `of_cuda_bytes` are CUDA's own, and `in_flight_bytes` of the peak wait for a copy: on the CPU
     twin there are neither.
@@ -71,7 +71,7 @@ class Predicted:
     in_flight_bytes: int = 0
 
     def on(self, device: Device) -> Predicted:
-        """Return what the plan says of `device`."""
+        """Return the plan's figures of `device`."""
         if device.is_accelerator:
             return self
         return replace(
@@ -83,7 +83,7 @@ class Predicted:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A plan's model and batch, what it executes, and what it predicts with and without that."""
+    """A plan's model and batch, its mechanisms, and its predictions with and without them."""
 
     workload: Workload
     document: Mapping[str, Any]

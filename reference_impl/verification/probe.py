@@ -126,7 +126,7 @@ def _staged(device: Device, sizes: ProbeSizes) -> dict[str, float]:
 
 
 def _pinned_limit(device: Device, sizes: ProbeSizes) -> dict[str, int]:
-    """Return where the machine refuses to pin more, if that is within what is tried."""
+    """Return where the machine refuses to pin more, if that is within the tried sizes."""
     found = rates.most_pinned_bytes(device, min(sizes.most_pinned_bytes, available_bytes() // 4))
     return {} if found is None else {"pinned_memory_bytes": max(found, 1)}
 
@@ -217,7 +217,7 @@ def _driver() -> str:
 
 
 def _thread_counts() -> list[int]:
-    """Powers of two up to all cores, all cores, and what the optimizer takes by itself."""
+    """Powers of two up to all cores, all cores, and the number that the optimizer takes by itself."""
     cores = len(os.sched_getaffinity(0))
     return sorted({2**power for power in range(cores.bit_length())} | {cores, cpu_budget()})
 

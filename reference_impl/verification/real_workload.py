@@ -32,7 +32,7 @@ class RealWorkload(Workload):
         """Return the model on the default device."""
         dtype = str(self.dtype).removeprefix("torch.")
         model = hugging_face.model_from(self.config, dtype, torch.get_default_device())
-        # A cache of keys and values is for generating, and would keep what is to be recomputed.
+        # A cache of keys and values is for generating, and would keep tensors that are to be recomputed.
         model.config.use_cache = False  # type: ignore[union-attr]
         return hugging_face.add_adapters(model, self.lora_rank) if self.lora_rank else model
 

@@ -1,6 +1,6 @@
-"""The rows of `verify`: how each mechanism is attached, whether its results are bitwise, and what it should free.
+"""The rows of `verify`: how each mechanism is attached, whether its results are bitwise, and which bytes it frees.
 
-A prediction is a formula over the model alone, independent of what the mechanism reports.
+A prediction is a formula over the model alone, independent of the mechanism's report.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def optimizer_rows(scale: Scale, plain: Reference) -> Iterator[Mechanism]:
 def activation_rows(scale: Scale, plain: Reference, device: Device, peak_of: PeakOf) -> Iterator[Mechanism]:
     """Yield the rows of `ActivationOffloader` and `CheckpointOffloader`."""
     layers = scale.workload.shape.layers
-    # What may wait for its copy is part of the peak; here nothing may.
+    # Tensors that wait for their copies are part of the peak; here none may.
     options: dict[str, Any] = {"min_bytes": scale.min_bytes, "in_flight_bytes": 0}
     count = partial(saved_bytes, scale.workload, device, min_bytes=scale.min_bytes)
     row = partial(Mechanism, reference=plain, same_kernels=True)

@@ -1,4 +1,4 @@
-"""Counts what autograd saves, so that a prediction does not depend on the engine that it judges.
+"""Counts the bytes that autograd saves, so that a prediction does not depend on the engine that it judges.
 
 One forward is run with hooks that record every storage saved for backward, once, and the modules that saved it. A
 storage leaves the device only if all modules that saved it are offloaded, so one that another module saved too does
@@ -53,7 +53,7 @@ class SavedStorages:
         self._saved: dict[int, torch.UntypedStorage] = {}
 
     def observe(self, forward: Callable[[], object]) -> None:
-        """Run `forward` and note what it saves."""
+        """Run `forward` and note the tensors that it saves."""
         handles: list[Any] = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))

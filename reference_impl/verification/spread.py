@@ -32,7 +32,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The number of ranks, and the dtype of what is trained in their shards; None where each has all of the model."""
+    """The number of ranks, and the dtype of trained weights in their shards; None where each has all of the model."""
 
     ranks: int
     shards: torch.dtype | None
@@ -45,7 +45,7 @@ class Spread:
         return {"ranks": self.ranks, "sharding": "fsdp2", "shard_dtype": dtype}
 
     def model(self, make: Callable[[], nn.Module], device: Device) -> nn.Module:
-        """Return this rank's part of what `make` makes, the same at every call; every rank has to call it.
+        """Return this rank's part of the result of `make`, the same at every call; every rank has to call it.
 
         Shards are computed in bf16. No rank ever has the whole of a model that is sharded.
         """
@@ -91,7 +91,7 @@ class _Unseen:
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return memory for what is exchanged, or for where it goes."""
+        """Return memory for exchanged tensors, or for their targets."""
         return torch.empty(size, dtype=dtype, device=device)
 
 

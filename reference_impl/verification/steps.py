@@ -25,7 +25,7 @@ class Steps:
         self._progress(name, self._done, self._total)
 
     def of(self, name: str) -> Callable[[], None]:
-        """Return what to call after each step of the run `name`."""
+        """Return the function to call after each step of the run `name`."""
 
         def on_step() -> None:
             self._done += 1

@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """What one step of a model takes beyond its weights, its gradients' optimizer and the inputs. Sizes in bytes.
+    """Memory and work of one step of a model beside its weights, its gradients' optimizer and the inputs, in bytes.
 
     `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
     `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
@@ -62,7 +62,7 @@ class TracedStep:
     `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
     `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
     highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
-    ones, and "backward" all else that backward made. `assumptions` is what was taken for granted.
+    ones, and "backward" all else that backward made. `assumptions` lists the statements that were taken for granted.
     """
 
     weights_bytes: int
@@ -95,17 +95,17 @@ def trace(
     attention: Attention = "flash",
     on_cuda: bool = True,
 ) -> TracedStep:
-    """Return what one forward and backward of `model` on `batch` takes.
+    """Return the memory and work of one forward and backward of `model` on `batch`.
 
     `batch` is a mapping of keyword arguments, or one positional argument; its tensors may be on any device. Of their
     values only one thing is asked: whether an `attention_mask` masks something.
-    `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of what the model returns.
+    `loss(model, batch)` returns a scalar tensor; by default it is the `loss` of the model's result.
     `checkpointing` recomputes each block in backward. `attention` is CUDA's flash or memory-efficient kernel in place
     of `scaled_dot_product_attention`, which on meta would be the matrix products, and dropout is CUDA's fused kernel;
     "as written" leaves both alone. `on_cuda` counts `CUDA_TEMPORARIES` too, which the CPU twin's kernels do not make.
 
-    What a forward asks of other tensors, yes or no, is answered yes, or no where something is masked. If the model then
-    raises, as a test for ids out of range does, all is answered the other way; `assumptions` say it.
+    A forward's question about other tensors, yes or no, is answered yes, or no where something is masked. If the model
+    then raises, as a test for ids out of range does, all is answered the other way; `assumptions` say it.
 
     The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
     are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
@@ -181,7 +181,7 @@ def _traced(
     )
 
 
-# What follows the backward of the first block: an embedding's, or a vision tower's.
+# The span behind the backward of the first block: an embedding's, or a vision tower's.
 _END_OF_BACKWARD = "end of backward"
 
 
@@ -201,7 +201,7 @@ class _BlockWatch:
 
     @property
     def layer_bytes(self) -> tuple[int, ...]:
-        """What each block leaves alive; the last one its result too."""
+        """The bytes that each block leaves alive; the last one its result too."""
         borders = [*self._enters, self._end_bytes]
         return tuple(after - before for before, after in pairwise(borders))
 
@@ -224,7 +224,7 @@ class _BlockWatch:
         return leave
 
     def end(self) -> None:
-        """Begin the spans of what has no backward: nothing happens in them."""
+        """Begin the spans of blocks without a backward: nothing happens in them."""
         for index in reversed(self.without_backward):
             self._ledger.begin(f"backward of block {index}")
         if self._ledger.span != _END_OF_BACKWARD:
@@ -302,11 +302,11 @@ def check_callable_with(batch: Any) -> None:
 
 
 class NoLossError(ValueError):
-    """What the model returns for the batch holds no loss."""
+    """The model's result for the batch holds no loss."""
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the `loss` of what the model returns for `batch`, or that itself where it is a tensor.
+    """Return the `loss` of the model's result for `batch`, or the result itself where it is a tensor.
 
     Raises NoLossError where there is none, and ValueError for a batch that is neither a mapping nor a tensor.
     """
@@ -338,7 +338,7 @@ def _recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
     for module in model.modules():  # the decoder of an encoder and decoder has a configuration of its own
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
-            # A cache would keep what is to be recomputed; transformers turns it off too.
+            # A cache would keep tensors that are to be recomputed; transformers turns it off too.
             config.use_cache = False
     for block in blocks:
         block.forward = _checkpointed(block.forward)

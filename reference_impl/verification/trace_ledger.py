@@ -45,7 +45,7 @@ class Birth:
 
 
 class UnknownValueError(RuntimeError):
-    """The model asked what a tensor holds; on meta tensors nobody knows."""
+    """The model asked for a tensor's elements; on meta tensors nobody knows them."""
 
 
 class NoKernelError(RuntimeError):
@@ -57,11 +57,11 @@ class TraceLedger(TorchDispatchMode):
 
     `live_bytes` counts what was born while the ledger was open and `gradient_bytes` what of it are finished gradients;
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
-    gradient leaves when it is finished. `flops` and `moved_bytes` say what kernels compute, read and write;
-    `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for one bool
-    is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose forward
-    runs. `temporaries` says of which operation the kernel makes a tensor that it frees again, and how many bytes that
-    has, by the arguments.
+    gradient leaves when it is finished. `flops` and `moved_bytes` count operations of kernels, and bytes that they read
+    and write; `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for
+    one bool is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose
+    forward runs. `temporaries` says of which operation the kernel makes a tensor that it frees again, and how many
+    bytes that has, by the arguments.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TraceLedger(TorchDispatchMode):
             self._known[storage._cdata] = weakref.ref(storage)
 
     def begin(self, span: str) -> None:
-        """Begin a span: its peak starts from what lives now."""
+        """Begin a span: its peak starts from the bytes that live now."""
         self.span = span
         self._note_peak()
 
@@ -121,11 +121,11 @@ class TraceLedger(TorchDispatchMode):
         self._alive[storage._cdata][1].module = GRADIENTS
 
     def alive(self) -> list[Birth]:
-        """Return what lives now, in the order of birth."""
+        """Return the storages that live now, in the order of birth."""
         return [birth for _, birth in self._alive.values()]
 
     def alive_at_peak(self) -> list[Birth]:
-        """Return what lived when the most bytes did, in the order of birth."""
+        """Return the storages that lived when the most bytes did, in the order of birth."""
         return [birth for birth in self._births if birth.is_alive_after(self._peak_operation)]
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class TraceLedger(TorchDispatchMode):
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
     def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
-        """Record what `operation` made: first what it has freed already, then the storages of `tensors`."""
+        """Record the results of `operation`: first what it has freed already, then the storages of `tensors`."""
         module = self.modules[-1] if self.modules else ""
         if temporary_bytes:
             now = self._operations
@@ -216,8 +216,8 @@ def _as_its_gradient(args: Any) -> int:
     return int(args[0].numel() * args[0].element_size())
 
 
-# What CUDA's kernels make and free inside one operation, in bytes by its arguments; no meta tensor shows it. These are
-# the same on every GPU; docs/tracing.md names others, which are not, or which are small.
+# The memory that CUDA's kernels make and free inside one operation, in bytes by its arguments; no meta tensor shows it.
+# These are the same on every GPU; docs/tracing.md names others, which are not, or which are small.
 CUDA_TEMPORARIES: dict[Any, Callable[[Any], int]] = {
     # "Tensor tmp = grad * output;" (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)
     aten._softmax_backward_data: _as_its_gradient,
@@ -250,7 +250,8 @@ def _rows_that_meet(args: Any, result: Any) -> int:
     return int(6 * values.numel() * values.element_size()) + 6_000_000 * max(meeting - 1, 0)
 
 
-# What CUDA's kernels take longer than their products, or than their operands' bytes, in bytes that move as long.
+# The time that CUDA's kernels take longer than their products, or than their operands' bytes, in bytes that move as
+# long.
 SLOW_KERNELS: dict[Any, Callable[[Any, Any], int]] = {
     # Two kernels, where three tensors are counted: see CUDA_TEMPORARIES.
     aten._softmax_backward_data: lambda args, result: 3 * _as_its_gradient(args),
@@ -260,7 +261,7 @@ SLOW_KERNELS: dict[Any, Callable[[Any, Any], int]] = {
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """Return what CUDA's caching allocator counts as allocated for one tensor that stays.
+    """Return the bytes that CUDA's caching allocator counts as allocated for one tensor that stays.
 
     Sizes are rounded up to 512 bytes. From 10 MiB on, a tensor gets a segment of whole 2 MiB units of its own; a rest
     of up to 1 MiB is not split off (`c10/cuda/CUDACachingAllocator.cpp`, `should_split`).
@@ -277,7 +278,7 @@ def _registered(packet: Any) -> Callable[..., int]:
 
 
 def _attention(query: int, causal: int, *, score_products: int, value_products: int) -> Callable[..., int]:
-    """Return what counts an attention kernel, by the heads of its query, which may be more than those of its keys.
+    """Return the counter of an attention kernel, by the heads of its query, which may be more than those of its keys.
 
     Torch's registry refuses such shapes before 2.12, and counts causal attention in full; a kernel leaves out what the
     mask hides. `query` and `causal` are the places of the arguments, by the schemas of `native_functions.yaml`. Of the
@@ -305,7 +306,7 @@ def _grouped_mm(args: Any, kwargs: Any, result: Any) -> int:
     return int(2 * rows.shape[0] * matrices.shape[-1] * matrices.shape[-2])
 
 
-# What counts a kernel's floating-point operations from its arguments and result.
+# A function that counts a kernel's floating-point operations from its arguments and result.
 FLOPS: dict[Any, Callable[..., int]] = {packet: _registered(packet) for packet in flop_registry}
 # Where `is_causal` stands among the arguments of the kernel and of its backward.
 for _name, _forward, _backward in (("flash", 4, 11), ("efficient", 6, 11), ("cudnn", 6, 14)):

@@ -1,4 +1,4 @@
-"""A model profile: what a step of a model takes at any batch and length, from traces at a few shapes.
+"""A model profile: memory and work of a step of a model at any batch and length, from traces at a few shapes.
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
 their gradients do not grow, activations grow with tokens, and what attention saves of its scores or masks with tokens
@@ -37,9 +37,9 @@ def profile_model(
 ) -> dict[str, Any]:
     """Return the profile of `model` as `schema/model-profile.schema.json` has it.
 
-    `make_batch(sequences, length)` returns what `loss`, by default the model itself, takes. It is asked for one
+    `make_batch(sequences, length)` returns the batch for `loss`, by default the model itself. It is asked for one
     sequence of `tokens`, of an odd number one less, one of twice that, two of `tokens`, and two of half of that; in its
-    place one of three times `tokens`, if each sequence has `images` in it. Raises what `trace` raises.
+    place one of three times `tokens`, if each sequence has `images` in it. Raises as `trace`.
     """
 
     def traced(sequences: int, length: int) -> TracedStep:
@@ -92,7 +92,7 @@ def profile_batch(
 
 
 def counted(model: nn.Module) -> dict[str, Any]:
-    """Return what a profile says of the model's parameters; each storage counts once."""
+    """Return a profile's entries of the model's parameters; each storage counts once."""
     params = list({param.untyped_storage()._cdata: param for param in model.parameters()}.values())
     trained = [param for param in params if param.requires_grad]
     largest = max(params, key=lambda param: param.numel())
@@ -110,7 +110,7 @@ def counted(model: nn.Module) -> dict[str, Any]:
 
 
 def _frozen_layers(model: nn.Module) -> list[int]:
-    """Return what of each block `FrozenLayerStreamer` may stream, in bytes; nothing for a model that it refuses."""
+    """Return the bytes of each block that `FrozenLayerStreamer` may stream; nothing for a model that it refuses."""
     try:
         blocks = list(dict.fromkeys(repeated_blocks(model).values()))
         storages = streamable_storages(model, blocks)
@@ -122,7 +122,7 @@ def _frozen_layers(model: nn.Module) -> list[int]:
 def _step(
     checkpointing: bool, traces: Sequence[TracedStep], grows: Callable[..., dict[str, float]]
 ) -> dict[str, Any]:
-    """Return a step whose sizes `grows` makes of what they are in each of `traces`."""
+    """Return a step whose sizes `grows` makes of those in each of `traces`."""
     one = traces[0]
 
     def each(name: str) -> dict[str, dict[str, float]]:
@@ -201,7 +201,7 @@ def at(growth: Mapping[str, float], sequences: int, length: int) -> int:
 
 
 def _growth(tokens: int, one: int, longer: int, two: int, shorter: int) -> dict[str, float]:
-    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and (2, tokens / 2).
+    """Solve for the terms of a size, from (1, tokens), (1, 2 * tokens), (2, tokens) and (2, tokens / 2).
 
     Two batches of as many tokens differ by their lengths alone, also where another moment of a span is its highest.
     Bytes that grow with the length, and that all sequences share, are counted with each of them.
@@ -213,7 +213,7 @@ def _growth(tokens: int, one: int, longer: int, two: int, shorter: int) -> dict[
 
 
 def _growth_with_images(tokens: int, one: int, longer: int, two: int, longest: int) -> dict[str, float]:
-    """Solve for what a size grows by, from (1, tokens), (1, 2 * tokens), (2, tokens) and (1, 3 * tokens)."""
+    """Solve for the terms of a size, from (1, tokens), (1, 2 * tokens), (2, tokens) and (1, 3 * tokens)."""
     squared = (longest - 2 * longer + one) / (2 * tokens**2)
     linear = (longer - one) / tokens - 3 * squared * tokens
     of_sequences = two - one - linear * tokens - squared * tokens**2

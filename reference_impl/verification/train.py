@@ -1,7 +1,7 @@
 """Trains the small decoder for some steps and measures it: losses, parameters, bytes of both tiers, step time.
 
 One seed makes model and data the same for every run, and on CUDA, kernels that add in a fixed order are chosen. So
-two runs differ only by what is attached to the model.
+two runs differ only by the mechanisms attached to the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from reference_impl.verification.workload import FIRST_MEASURED, FIRST_TIMED, Wo
 
 
 class Trainer(Protocol):
-    """What a loop needs of an optimizer."""
+    """The methods of an optimizer that a loop needs."""
 
     def step(self) -> Any:
         """Update the parameters."""
@@ -41,7 +41,7 @@ Attach = Callable[[nn.Module], AbstractContextManager[Trainer]]
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run gave; `parameters` are on the CPU, `step_s` is the median of the timed steps, NaN without any."""
+    """The results of a run; `parameters` are on the CPU, `step_s` is the median of the timed steps, NaN without any."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -80,7 +80,8 @@ def train(
                 for ids in islice(batches, steps):
                     start = time.perf_counter()
                     losses.append(_step(workload, model, optimizer, ids))
-                    # The end of the compute stream's work: what hides behind the next forward is paid there, if at all.
+                    # The end of the compute stream's work: an update that hides behind the next forward is paid there,
+                    # if at all.
                     device.record().synchronize()
                     times.append(time.perf_counter() - start)
                     on_step()
@@ -89,7 +90,7 @@ def train(
             train_some(FIRST_MEASURED)
             ledger.reset_peak()
             train_some(FIRST_TIMED - FIRST_MEASURED)
-            # What an update that hides behind the next forward still needs is not what stays between steps.
+            # Memory of an update that hides behind the next forward does not stay between steps.
             getattr(optimizer, "synchronize", device.synchronize)()
             between_steps_bytes = ledger.device_bytes
             peak_device_bytes, peak_host_bytes = ledger.peak_device_bytes, ledger.peak_host_bytes

@@ -1,8 +1,8 @@
-"""Does every mechanism compute what a run without it computes, and free the memory that it should?
+"""Does every mechanism give the results of a run without it, and free the memory that it should?
 
 Trains a small decoder without offload and with each mechanism, from the same weights on the same data, and compares:
 losses, final parameters, peak device bytes against a prediction. It judges mechanisms on this machine; `offload plan`
-says what a large model needs.
+says the needs of a large model.
 
 The document is described by `schema/verify.schema.json`; within one major `schema_version` fields are only added.
 
@@ -56,7 +56,7 @@ ACCELERATOR = Scale(
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One mechanism beside the run without offload; `problems` says what did not agree.
+    """One mechanism beside the run without offload; `problems` lists disagreements.
 
     `memory_error` is the share by which the measured fall of the peak lies above the predicted one.
     """

@@ -78,7 +78,7 @@ class PlanVerification:
 
     @property
     def runs(self) -> dict[str, list[Quantity]]:
-        """What was predicted and measured of each run: bytes, and on CUDA times, which the twin cannot have."""
+        """Predictions and measurements of each run: bytes, and on CUDA times, which the twin cannot have."""
         planned, baseline = self.planned, self.without_offload
         runs = {planned.with_plan.label: (planned.with_plan, self.trained)}
         if baseline is not None:
@@ -95,7 +95,7 @@ class PlanVerification:
 
     @property
     def problems(self) -> list[str]:
-        """What did not agree."""
+        """Disagreements."""
         problems = []
         for label, quantities in self.runs.items():
             peak = quantities[0]
@@ -113,7 +113,7 @@ class PlanVerification:
 
     @property
     def _better_plan(self) -> str:
-        """Say what plans nearer: without a trace, memory is a formula, which is not as near for every model."""
+        """Advise a nearer plan: without a trace, memory is a formula, which is not as near for every model."""
         if "traced" in self.planned.document.get("model", {}):
             return ""
         return "; try `offload trace config.json --out profile.json`, and plan with --trace profile.json"
@@ -205,7 +205,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
 
 
 def _check_ranks(device: Device, ranks: int) -> None:
-    """Raise PlanError where this machine does not have a device for each rank, or limits what only one process sees."""
+    """Raise PlanError where this machine does not have a device for each rank, or a limit that is one process's."""
     if device.is_accelerator and device.count() < ranks:
         raise PlanError(
             f"the plan is for {ranks} GPUs and {device.count()} are here",
@@ -221,7 +221,7 @@ def _check_ranks(device: Device, ranks: int) -> None:
 
 
 def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
-    """Train some steps without the plan and with it, so that their losses differ by what the plan does alone.
+    """Train some steps without the plan and with it, so that their losses differ by the plan alone.
 
     Return None where these kernels, which take more memory than those that the plan is about, do not fit.
     """
@@ -314,7 +314,7 @@ def _quantity(name: str, predicted: float, measured: float) -> Quantity:
 
 
 def _needed_bytes(device: Device, planned: PlannedRun, predicted: Predicted) -> int:
-    """What a run takes of the device; the CPU twin's two tiers, and those of all ranks, are one memory."""
+    """The device memory of a run; the CPU twin's two tiers, and those of all ranks, are one memory."""
     if device.is_accelerator:
         return predicted.peak_device_bytes
     spread = planned.workload.spread
@@ -323,5 +323,5 @@ def _needed_bytes(device: Device, planned: PlannedRun, predicted: Predicted) -> 
 
 
 def _free_bytes(device: Device) -> int:
-    # What an earlier run has left in the allocator's cache is free.
+    # Memory that an earlier run has left in the allocator's cache is free.
     return available_bytes() if device.allocator is None else device.allocator.free_bytes()

@@ -1,4 +1,4 @@
-"""Watches the first steps under a plan: their true peak and time beside what the plan has predicted.
+"""Watches the first steps under a plan: their true peak and time beside the plan's predictions.
 
 It changes nothing. `reference_impl.fit` tries a plan before training and corrects it. Explained in docs/fitting.md.
 """
@@ -23,7 +23,7 @@ _MOST_ERROR = 0.06
 
 
 class StepWatch:
-    """Reads peak and time after each of the first `STEPS` steps of `optimizer`, and then says in one line what it saw.
+    """Reads peak and time after each of the first `STEPS` steps of `optimizer`, and then reports them in one line.
 
     `plan` is a planner's document; of one without a recommendation, or with other entries than the planner's, there is
     nothing to compare with. On the CPU twin peaks are those of an open ledger. `summary` is None until then.
@@ -38,7 +38,7 @@ class StepWatch:
         self._times = [time.perf_counter()]
         self.summary: str | None = None
         mark_peak(device)
-        # What only has a step() of its own is not watched.
+        # An object that only has a step() of its own is not watched.
         is_hooked = isinstance(optimizer, torch.optim.Optimizer)
         self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step()) if is_hooked else None
 
@@ -85,7 +85,7 @@ class _Predicted(NamedTuple):
 
 
 def _predicted(plan: Mapping[str, Any]) -> _Predicted | None:
-    """Return what a planner's document predicts, None where somebody has written another one."""
+    """Return the predictions of a planner's document, None where somebody has written another one."""
     try:
         option, budget_bytes = plan["recommendation"]["option"], (plan.get("budget") or {}).get("gpu_bytes")
         span = option["time"]

@@ -1,4 +1,4 @@
-"""What a measured run trains: the small decoder and its data, the same at every call.
+"""The workload of measured runs: the small decoder and its data, the same at every call.
 
 `train` trains it, with whatever is attached to the model.
 """
@@ -24,7 +24,7 @@ FIRST_MEASURED, FIRST_TIMED = 2, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained: a decoder in `dtype` for `steps`, each on `micro_batches` random batches of (batch, tokens).
+    """A decoder in `dtype` for `steps`, each on `micro_batches` random batches of (batch, tokens).
 
     With a `lora_rank` everything but adapters of that rank is frozen. With a `spread` every rank of it trains on
     batches of its own.
