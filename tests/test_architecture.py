@@ -51,7 +51,7 @@ MOST_TERMS = 25
 MOST_WHAT = 3
 NAMES_OBJECTS = {
     "integrations", "fitting", "verification", "trained_layers", "sequences", "optimizers", "activations", "weights",
-    "distributed", "memory", "device",
+    "distributed", "memory", "device", "parking",
 }  # fmt: skip
 # A shorter module with a single importer says in a sentence of its docstring why it stands alone.
 SHORTEST_MODULE = 60

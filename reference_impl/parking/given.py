@@ -1,4 +1,4 @@
-"""What `park` is given, checked before anything is made: models, their optimizers, and more to park.
+"""The arguments of `park`, checked before anything is made: models, their optimizers, and more to park.
 
 Explained in docs/parking.md.
 """
@@ -21,9 +21,9 @@ def given(
     *,
     also: Sequence[object],
 ) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
-    """Return the models, and the optimizers without what trainers wrap around them.
+    """Return the models, and the optimizers without trainers' wrappers.
 
-    Raises ValueError for what is none, for an optimizer of other parameters, and where `also` leads to no tensors.
+    Raises ValueError for other objects, for an optimizer of other parameters, and where `also` leads to no tensors.
     """
     models = [model] if isinstance(model, nn.Module) else _listed(model)
     if not models or not all(isinstance(each, nn.Module) for each in models):
@@ -60,7 +60,7 @@ def check_ranges(*, host_limit_bytes: int | None, timeout_s: float) -> None:
 
 
 def check_timeout(timeout_s: float) -> None:
-    """Raise ValueError for what is no time to wait; NaN is none."""
+    """Raise ValueError for a value that is no time to wait, as NaN."""
     if not isinstance(timeout_s, Real) or not timeout_s >= 0:
         raise ValueError(f"timeout_s is {timeout_s!r}; expected seconds, 0 or more; try 60.0")
 
@@ -70,7 +70,7 @@ def _listed(several: object) -> list[Any] | None:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return what a trainer's wrapper steps, as Accelerate's does, which has no hooks of its own."""
+    """Return the optimizer that a trainer's wrapper steps, as Accelerate's does, which has no hooks of its own."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 

@@ -1,6 +1,6 @@
-"""CUDA graphs that were captured before there was a parking: what they have left shows of which weights they are.
+"""CUDA graphs that were captured before there was a parking: their outputs show of which weights they are.
 
-A graph knows addresses and tells nobody. But what a captured forward has returned lies in the graph's memory pool, as
+A graph knows addresses and tells nobody. But the output of a captured forward lies in the graph's memory pool, as
 long as somebody can replay it, and autograd's record of it leads to the weights.
 
 Explained in docs/parking.md. Apart because hooks see later captures (`guards`).
@@ -20,7 +20,7 @@ from reference_impl.memory.absent import storage_of
 from reference_impl.parking.tensors import Kind
 from reference_impl.parking.views import all_tensors
 
-# Autograd's node of what torch.compile has compiled, whose own graphs are recorded again where addresses change.
+# Autograd's node of code that torch.compile has compiled, whose own graphs are recorded again where addresses change.
 _COMPILED = "CompiledFunctionBackward"
 
 

@@ -1,7 +1,7 @@
-"""What training may not do while it is parked, refused before it touches anything.
+"""Refuses uses of parked training before they touch anything.
 
 A parked tensor refuses to be computed with by itself, in Python. The hooks here come first and name the remedy: in
-front of a model's forward, of the backward of what it has returned, of an optimizer's step, and of saving and loading
+front of a model's forward, of the backward of its result, of an optimizer's step, and of saving and loading
 either. Autograd adds to gradients without Python, so while some are parked parameters have hooks, too.
 
 Explained in docs/parking.md.
@@ -36,10 +36,10 @@ def guard(
     """Hook `models` and `optimizers`.
 
     Args:
-        weights: bound method that is called with what is about to happen where weights are needed.
+        weights: bound method that is called with the name of the use where weights are needed.
         gradients: the same where weights and gradients are.
         training: the same where all of training is needed. No owner is kept alive.
-        undo: gets what takes each hook off.
+        undo: gets the call that takes each hook off.
     """
     backward = _Guard(gradients, BACKWARD)
     for model in models:
@@ -73,7 +73,7 @@ def guard_gradients(
 
 
 class _Guard:
-    """A hook that asks before `what` happens; a copy or a pickle of what it hooks has one that does nothing."""
+    """A hook that asks before the use `what`; a copy or a pickle of its module has one that does nothing."""
 
     # On a tensor that is pickled it is left out.
     __torch_unserializable__ = True
@@ -93,7 +93,7 @@ class _Guard:
 
 
 class _GuardedOutput:
-    """A hook behind a forward: the backward of what it returns calls `hook` first."""
+    """A hook behind a forward: the backward of its result calls `hook` first."""
 
     def __init__(self, hook: _Guard) -> None:
         self._hook = hook

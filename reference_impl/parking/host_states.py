@@ -1,4 +1,4 @@
-"""States as `state_dict()` has them, read and written where they are: what is parked on the host, where nothing moves.
+"""States as `state_dict()` has them, read and written where they are: parked ones on the host, where nothing moves.
 
 Explained in docs/parking.md.
 """
@@ -33,7 +33,7 @@ class HostStates:
         *,
         follow: Sequence[Callable[[], None]],
     ) -> None:
-        """`follow` have masters be what weights are that somebody wrote before they were parked."""
+        """`follow` has masters follow weights that somebody wrote before they were parked."""
         self._models, self._optimizers, self._follow = models, optimizers, follow
         self._read = _reader(parked)
 
@@ -75,7 +75,7 @@ class HostStates:
                 load()
 
     def _where_they_are(self) -> dict[str, list[Any]]:
-        """Return the states: of what is parked views of its host memory, of other tensors themselves.
+        """Return the states: of parked tensors views of their host memory, of others themselves.
 
         Our optimizers put theirs together, so theirs are copies.
         """
@@ -97,14 +97,14 @@ class HostStates:
 
 
 class _OnHost(TorchFunctionMode):
-    """Inside, a tensor that is parked is computed with as it is on the host; what describes it, it says itself."""
+    """Inside, a tensor that is parked is computed with as it is on the host; its shape and dtype it says itself."""
 
     def __init__(self, read: _Read) -> None:
         super().__init__()
         self._read = read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Give `func` what is on the host."""
+        """Give `func` the tensors on the host."""
         kwargs = kwargs or {}
         if not describes(func):
             args, kwargs = tree_map(self._read, (args, kwargs))
@@ -129,7 +129,7 @@ def _reader(parked: Iterable[ParkedStorage]) -> _Read:
 
 
 def _of_parts(wrapper: Any, made_of: _Read) -> Any:
-    """Return `wrapper` with what `made_of` makes of its parts, of the class that computes."""
+    """Return `wrapper` of the parts that `made_of` makes of its own, of the class that computes."""
     names, context = wrapper.__tensor_flatten__()
     parts = {name: made_of(getattr(wrapper, name)) for name in names}
     cls: Any = own_class(wrapper)

@@ -1,4 +1,4 @@
-"""What masters of our optimizers know of weights that are away.
+"""Masters of our optimizers whose weights are away.
 
 Masters follow a weight that somebody else has written, which they see by its version and its address. A parked weight
 has another of either, and neither is a write.
@@ -45,7 +45,7 @@ class MastersOfParked:
         self._unwritten = self._away()
 
     def behind(self) -> list[Callable[[], None]]:
-        """Return what has the masters follow that are not what their weights are, which are away."""
+        """Return calls that have masters follow their weights, of those that differ and are away."""
         unwritten = set(self._unwritten)
         return [
             partial(optimizer.state.follow, member)
@@ -54,7 +54,7 @@ class MastersOfParked:
         ]
 
     def have_followed(self) -> None:
-        """Note that all masters are what their weights are, of those that are away."""
+        """Note that all masters follow their weights, of those that are away."""
         self._unwritten = [member for _, member in self._members() if is_absent(member.param_local)]
 
     def _away(self) -> list[Member]:

@@ -53,7 +53,7 @@ def park(
     keep_host: bool = True,
     timeout_s: float = 60.0,
 ) -> ParkedTraining:
-    """Return what parks and restores the training memory of a model and its optimizer; nothing moves yet.
+    """Return the training memory of a model and its optimizer as one object to park; nothing moves yet.
 
     >>> parked = park(model, optimizer)
     >>> with parked:
@@ -65,7 +65,8 @@ def park(
         optimizer: those that train it: any `torch.optim.Optimizer`, ours among them.
         also: more to park: tensors, containers, modules, streamers and offloaders of this package.
         gradients: `keep` parks them, `drop` sets them to None at each `park()`.
-        host_limit_bytes: the most host memory to take; what may not be pinned (`limit_pinned_memory`) is pageable.
+        host_limit_bytes: the most host memory to take; memory that may not be pinned (`limit_pinned_memory`) is
+            pageable.
         strict: raise at `park()` where a storage cannot leave; False leaves it, and the report names it.
         keep_host: False gives the host memory back at each `restore()`, and takes it anew at the next `park()`.
         timeout_s: how long `restore()` waits for memory on the device.
@@ -93,12 +94,12 @@ def park(
 
 @dataclass(frozen=True, kw_only=True)
 class ParkingReport(Report):
-    """What the last `park()` and `restore()` have moved.
+    """The bytes that the last `park()` and `restore()` have moved.
 
     Args:
         parked_bytes: bytes of the storages that were parked, by kind.
         copied_bytes: bytes that were copied out; the others were on the host already.
-        left: what cannot leave the device, by name, and why.
+        left: tensors that cannot leave the device, by name, and why.
         host_bytes: pinned host memory that is held.
         park_s, restore_s: seconds that the calls took, from the synchronized device to the synchronized device.
     """
@@ -118,7 +119,7 @@ class ParkingReport(Report):
 
 
 class ParkedTraining(Shown, ClosedAtExit):
-    """The training memory of models and optimizers; made by `park`, which says what it does.
+    """The training memory of models and optimizers; made by `park`, which documents it.
 
     A `with` block parks it and brings it back at its end. `close()` brings it back for good, and gives the host memory
     and the hooks back.
@@ -144,11 +145,11 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._ranks = _ranks_of(models)
         self._is_read = self._is_closed = False
         self._masters = MastersOfParked(optimizers)
-        # Of what a CUDA graph has been captured that may be there yet.
+        # The kinds of which a CUDA graph has been captured that may be there yet.
         self._captured = captured_before(models, optimizers, self._device)
         self._unguard: list[Callable[[], None]] = []
         self._report = ParkingReport()
-        # What `close` has not brought to its end.
+        # Calls that `close` has still to make.
         self._undo: list[Callable[[], None]] = [self._transfer.drop_host]
         try:
             guard(
@@ -168,7 +169,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @property
     def status(self) -> Status:
-        """`present`: everything is on the device; `parked`: what `parked_kinds` names is not; `closed`."""
+        """`present`: everything is on the device; `parked`: the `parked_kinds` are not; `closed`."""
         if self._is_closed:
             return "closed"
         return "parked" if self.parked_kinds else "present"
@@ -181,7 +182,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @property
     def report(self) -> ParkingReport:
-        """What the last `park()` and `restore()` have moved."""
+        """The bytes that the last `park()` and `restore()` have moved."""
         return self._report
 
     def prepare(self) -> None:
@@ -298,17 +299,17 @@ class ParkedTraining(Shown, ClosedAtExit):
         Tensors are copies in ordinary memory, and shards are DTensors with such a copy.
 
         Args:
-            while_parked: read what is parked from the host, which moves nothing; without it that warns.
+            while_parked: read parked tensors from the host, which moves nothing; without it that warns.
         """
         with self._states_read("state_dict()", while_parked=while_parked) as states:
             return states.copied()
 
     def load_state_dict(self, states: Mapping[str, Any], *, while_parked: bool = False) -> None:
-        """Load what `state_dict()` has returned of this training, in place.
+        """Load a `state_dict()` of this training, in place.
 
         Args:
             states: the same models and optimizers, in the same order.
-            while_parked: write what is parked to the host, and `restore()` brings it; without it that warns.
+            while_parked: write parked tensors to the host, and `restore()` brings them; without it that warns.
 
         Raises ValueError for another structure, shape or dtype, before anything is written.
         """
@@ -327,7 +328,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore what is parked behind the block; an exception that has left the block stays the one that is raised.
+        """Restore all parked tensors behind the block; an exception that has left it stays the one that is raised.
 
         For blocks behind a `park(weights=False)`; `with parked:` parks everything.
         """
@@ -342,7 +343,7 @@ class ParkedTraining(Shown, ClosedAtExit):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore what is parked; an exception that has left the block stays the one that is raised."""
+        """Restore all parked tensors; an exception that has left the block stays the one that is raised."""
         close_behind(error, self._restore_all)
 
     @contextmanager
@@ -471,7 +472,7 @@ def _finish(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _free_gathered(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered and keeps for a backward that has been."""
+    """Free parameters that FSDP2 has gathered and keeps for a backward that has been."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -193,7 +193,7 @@ def _mark_present(tensor: torch.Tensor) -> None:
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of `storage`, flat uint8: an absent tensor answers nothing but what its storage is."""
+    """Return the bytes of `storage`, flat uint8: an absent tensor answers with its storage only."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 

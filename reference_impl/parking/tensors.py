@@ -1,6 +1,6 @@
 """Which storages training memory is made of, of which kind they are, and which tensors lie on each.
 
-Modules say what their parameters and buffers are. What optimizers and offloaders hold is found by following references
+Modules list their parameters and buffers. Tensors of optimizers and offloaders are found by following references
 through containers, objects of this package and optimizers, never into a module or the objects of others.
 
 Explained in docs/parking.md.
@@ -29,7 +29,7 @@ Kind = Literal["weights", "gradients", "states", "extra"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "states", "extra")
 
 _PACKAGE = __name__.partition(".")[0]
-# What leads nowhere, and there is much of it.
+# Objects that lead nowhere, of which there are many.
 _ATOMS = frozenset((int, float, bool, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size))
 _PLAIN = (torch.Tensor, nn.Parameter)
 _EMPTY_CELL = types.CellType()
@@ -61,7 +61,7 @@ class FoundStorage:
 
 @dataclass(frozen=True)
 class Found:
-    """What training memory is made of: storages in the order of their kinds, and what cannot be moved, by name."""
+    """The parts of training memory: storages in the order of their kinds, and tensors that cannot be moved, by name."""
 
     device: Device
     storages: Sequence[FoundStorage]
@@ -71,7 +71,7 @@ class Found:
 def find(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], also: Sequence[object]
 ) -> Found:
-    """Return the storages of `models`, of their gradients, of what `optimizers` hold, and of what `also` holds.
+    """Return the storages of `models`, of their gradients, of the states of `optimizers`, and of the tensors of `also`.
 
     Each storage once, under the first kind that it has. Raises ValueError where they are on several accelerators.
     """
@@ -171,12 +171,12 @@ def tensors_in(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that `root` leads to, each once and with a name that begins with `name`.
 
-    Of a tensor that wraps others, which has no memory, first itself and then what it wraps.
+    Of a tensor that wraps others, which has no memory, first itself and then its parts.
 
     Args:
         root: a tensor, a container, an optimizer or an object of this package.
-        name: what `root` is called.
-        but: ids of tensors that are left out, with what they lead to.
+        name: the name of `root`.
+        but: ids of tensors that are left out, with all that they lead to.
         into_objects: follow the attributes of any other object, too, as a quantized state's.
     """
     if type(root) in _PLAIN and not vars(root):
@@ -202,7 +202,7 @@ def tensors_in(
             waiting.extend((f"{path}.{part}", getattr(holder, part), into) for part in parts)
         elif not _is_of(type(holder), _PACKAGE):
             yield path, holder
-        # A quantized weight keeps its scales in an attribute, and so does our stand-in what is left of a gradient.
+        # A quantized weight keeps its scales in an attribute, and so does our stand-in the rest of a gradient.
         waiting.extend((f"{path}.{key}", value, True) for key, value in vars(holder).items())
 
 
@@ -216,7 +216,7 @@ def is_followed(root: object) -> bool:
 
 
 def _followed(path: str, holder: object, *, into_objects: bool) -> Iterable[tuple[str, object]]:
-    """Return what `holder` refers to, as far as it is followed."""
+    """Return the references of `holder`, as far as they are followed."""
     cls: Any = type(holder)
     follow, needs_leave = _way_of(cls)
     return follow(path, holder) if into_objects or not needs_leave else ()
@@ -224,7 +224,7 @@ def _followed(path: str, holder: object, *, into_objects: bool) -> Iterable[tupl
 
 @cache
 def _way_of(cls: type) -> tuple[Callable[[str, Any], Iterable[tuple[str, object]]], bool]:
-    """Return what an object of `cls` refers to, as a function, and whether it is followed only with leave."""
+    """Return a function to the references of an object of `cls`, and whether it is followed only with leave."""
     if cls in _ATOMS or issubclass(cls, _NOT_FOLLOWED):
         return _nothing, False
     # Before mappings: the values of ours are views that are made when somebody asks.

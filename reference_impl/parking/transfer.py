@@ -2,7 +2,7 @@
 
 Copies run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs time.
 On the way out nothing is freed before all bytes are on the host. On the way back no tensor may be used before all bytes
-are on the device. So an error leaves all storages parked or all present, and what it leaves can go on.
+are on the device. So an error leaves all storages parked or all present, and parking can go on.
 
 Explained in docs/parking.md.
 """
@@ -81,10 +81,10 @@ class Transfer:
         return storages
 
     def start_early(self, kinds: Collection[Kind]) -> None:
-        """Start the copies out of what the last parking had, before anybody looks which storages there are now.
+        """Start the copies out of the last parking's storages, before anybody looks which storages there are now.
 
-        To look takes 0.015 s for a thousand storages, as long as the link takes for 0.8 GB. What is not found again has
-        been copied in vain, into memory that nobody else writes but behind it.
+        To look takes 0.015 s for a thousand storages, as long as the link takes for 0.8 GB. A storage that is not found
+        again has been copied in vain, into memory that nobody else writes but behind it.
         """
         for each in self._known.values():
             if each.kind in kinds and not each.is_parked:
@@ -145,13 +145,13 @@ class Transfer:
                 for each in storages:
                     each.free_device()
             except BaseException:
-                # What is free already fits again.
+                # Storages that are free already fit again.
                 self.bring_back([each for each in storages if each.is_parked], timeout_s=0.0)
                 self.be_present(storages)
                 raise
 
     def give_back(self) -> None:
-        """Give what is free on the device to the driver, and so to other processes."""
+        """Give free memory of the device to the driver, and so to other processes."""
         if self._device.allocator is not None:
             self._device.allocator.give_back()
 

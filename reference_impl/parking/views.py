@@ -3,7 +3,7 @@
 How many tensors lie on a storage torch counts. Where there are more than training memory has named, the interpreter's
 own list of objects has the others, and they refuse to be computed with as the named ones do: a kernel would read
 address 0. Looking takes a tenth of a second in a large process, while copies run, and is left out where those of the
-last time are all. What only C++ holds, as a graph does or DLPack, is not among them.
+last time are all. References of C++ alone, as a graph's or DLPack's, are not among them.
 
 Explained in docs/parking.md. Apart because it knows the interpreter, and the search for training memory does not.
 """
@@ -37,7 +37,7 @@ class UnnamedViews:
         by_key = {each.storage._cdata: each for each in storages}
         for each in by_key.values():
             for _, tensor in list(each.tensors):
-                # Autograd keeps what a view is of: each gradient of FSDP2 is one.
+                # Autograd keeps the base of a view: each gradient of FSDP2 is one.
                 if (base := tensor._base) is not None:
                     _add(each, base)
         for key, seen in self._seen.items():
