@@ -9,7 +9,9 @@ class Kind(StrEnum):
 
     WEIGHTS = "weights"
     FROZEN_WEIGHTS = "frozen weights"
-    IDLE_WEIGHTS = "idle weights"  # that no text reaches, and what the allocator rounds weights up by
+    IDLE_WEIGHTS = (
+        "idle weights"  # that no text reaches, and the bytes by which the allocator rounds weights up
+    )
     VISITING_WEIGHTS = "visiting weights"  # on the GPU while they are used: gathered, or in a window
     GRADIENTS = "gradients"  # of the trained weights: they stay until the step
     OTHER_GRADIENTS = "other gradients"  # on their way, reduced, summed or copied

@@ -1,4 +1,4 @@
-"""Renders what the linter, the planner and the diagnosis found, for people and programs; decides nothing.
+"""Renders the results of the linter, the planner and the diagnosis, for people and programs; decides nothing.
 
 Glossary:
     report: all that one lint call found: findings, undecided rules, unusable inputs.

@@ -1,7 +1,7 @@
 """A baseline: the findings that a project has accepted for now, so that only new ones count.
 
-A finding is known again by its rule, its file and what the rule observed, not by its line. Files are named relative to
-the baseline's own folder, so that it holds wherever lint is called from.
+A finding is known again by its rule, its file and the values that the rule observed, not by its line. Files are named
+relative to the baseline's own folder, so that it holds wherever lint is called from.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class Baseline(NamedTuple):
 
 
 def fingerprint(finding: Finding, file: str) -> str:
-    """Return what stays the same of a finding in `file` while its line moves, 32 hexadecimal digits."""
+    """Return the mark of a finding in `file` that stays while its line moves, 32 hexadecimal digits."""
     identity = json.dumps([finding.rule, file, sorted(finding.observed.items())], default=str)
     return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
@@ -63,7 +63,7 @@ def load_baseline(path: str) -> Baseline:
 
 
 def without_accepted(result: LintResult, baseline: Baseline) -> tuple[LintResult, int]:
-    """Return the result without what `baseline` accepts, each as often as it does, and how many findings that are."""
+    """Return the result without findings that `baseline` accepts, each as often as it does, and the number of these."""
     left, new = dict(baseline.accepted), []
     for finding in result.findings:
         mark = fingerprint(finding, _file(finding, baseline.folder))

@@ -27,7 +27,7 @@ def as_blocks(
 ) -> str:
     """Return the whole report as text; `explain` adds to each finding why it holds, and whence that is known.
 
-    With `quiet`, what was read and the last line are left out.
+    With `quiet`, the inputs and the last line are left out.
     """
     paper = Paper.of_stdout()
     parts = ["\n".join(map(paper.line, read_lines(report)))] if report.read and not quiet else []
@@ -47,7 +47,7 @@ def as_blocks(
 
 
 class Paper:
-    """What is written on: so many columns wide, a terminal or a file, with colours or without."""
+    """The page: so many columns wide, a terminal or a file, with colours or without."""
 
     def __init__(self, width: int | None, *, colours: bool, is_file: bool = False) -> None:
         self.width = max(_NARROWEST, min(width or _WIDTH_OF_A_FILE, _WIDEST))
@@ -62,7 +62,7 @@ class Paper:
 
     @property
     def is_file(self) -> bool:
-        """Whether what is written goes to another program."""
+        """Whether the output goes to another program."""
         return self._is_file
 
     def coloured(self, text: str, colour: str) -> str:
@@ -107,7 +107,7 @@ def _block(finding: Finding, message: str, others: int, paper: Paper, explain: b
 
 
 def _what_follows(finding: Finding, led_to: set[str], paper: Paper) -> Iterator[str]:
-    """Yield what the remedy leads to, without the values, and the words once: several remedies may lead to one rule."""
+    """Yield the remedy's consequences, without values, and the words once: several remedies may lead to one rule."""
     for each in finding.after:
         said = "as above" if each.rule in led_to else f"{each.message.partition(': ')[0]} → {each.remedy}"
         led_to.add(each.rule)

@@ -33,7 +33,7 @@ _VERSIONED = {
     "CITATION.cff": re.compile(r"(?m)^(version: )\S+()$"),
     ".claude-plugin/marketplace.json": re.compile(r'("version": ")[^"\n]*(")'),
 }
-_LONGEST_MESSAGE = 200  # characters of what jsonschema says; it may quote a whole rule
+_LONGEST_MESSAGE = 200  # characters of jsonschema's message; it may quote a whole rule
 
 
 def pages_with_blocks(root: Path) -> list[Path]:

@@ -44,12 +44,12 @@ def _command(finding: Finding) -> str:
 
 
 def _data(text: str) -> str:
-    """Escape what would end a command."""
+    """Escape characters that would end a command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:
-    """Escape what would end a property of a command."""
+    """Escape characters that would end a property of a command."""
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 

@@ -18,7 +18,7 @@ _WIDTH = 160
 
 
 def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, others: str = "") -> str:
-    """Return what was seen, then the cause, its rule and the lines to change.
+    """Return the observation, then the cause, its rule and the lines to change.
 
     `planned` says that a plan follows, `mended` that it has lines to change, so that there are not two answers.
     `others` is a line on host memory that no plan would free.
@@ -72,7 +72,7 @@ def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
 
 
 def _findings(found: Diagnosis) -> list[str]:
-    """Return a line on each of the configuration's own findings: where, what it shows in a log, and what it says."""
+    """Return a line on each of the configuration's own findings: its place, its trace in a log, and its message."""
     told = _shown_findings(found)
     if not told:
         return []

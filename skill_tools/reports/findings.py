@@ -23,7 +23,7 @@ _MOST_NAMES = 8  # of rules in the last line
 
 
 class ReadAs(NamedTuple):
-    """What one input was read as: the dialect by name and in words, what proved it, and the releases it is held to.
+    """The reading of one input: the dialect by name and in words, its proof, and the releases it is held to.
 
     `proof` is empty where the user said the framework. `releases` maps a distribution to its release and to where that
     is stated.
@@ -39,9 +39,10 @@ class ReadAs(NamedTuple):
 class Report(NamedTuple):
     """All runs of one call: findings in order, open rules by input, inputs that could not be used.
 
-    `inputs` counts the runs that were linted, `rules` what they were asked in all. `omitted` counts findings that
-    `--limit` left out of `findings`; `counts` counts all of them. `read` says what each run was read as, `passed_over`
-    how many files were nobody's. `texts` has the text of each file that a finding points at. `newest_known` is how far
+    `inputs` counts the runs that were linted, `rules` the rules that they were asked in all. `omitted` counts findings
+    that `--limit` left out of `findings`; `counts` counts all of them. `read` has the reading of each run,
+    `passed_over` how many files were nobody's. `texts` has the text of each file that a finding points at.
+    `newest_known` is how far
     the rules go: the newest release of each framework that they know. `accepted` counts findings that a baseline holds.
     """
 
@@ -92,7 +93,7 @@ def report(
 def as_concise(report: Report, *, show_undecided: bool = False, quiet: bool = False) -> str:
     """Return a line for each finding; with `show_undecided`, also one for each rule that stays open.
 
-    With `quiet`, what was read and the last line are left out.
+    With `quiet`, the inputs and the last line are left out.
     """
     lines = [] if quiet else read_lines(report)
     lines += [_finding_line(finding, others) for finding, others in folded(report.findings)]
@@ -119,7 +120,7 @@ def _most(found: Counter[str]) -> list[tuple[str, int]]:
 
 
 def read_lines(report: Report) -> list[str]:
-    """Say what each input was read as, by what, and for which releases; of many inputs how many each framework has."""
+    """Return the reading of each input, its proof, and its releases; of many inputs how many each framework has."""
     passed_over = f"; {report.passed_over} passed over, of no known framework" if report.passed_over else ""
     if len(report.read) <= _MOST_READ_LINES and not passed_over:
         return [_read_line(each) for each in report.read]
@@ -145,7 +146,7 @@ def undecided_lines(report: Report) -> list[str]:
 def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
     """Return the findings to show, each with the number of those like it that it stands for.
 
-    What depends on a release that nobody stated is said once for all inputs: stating the release settles all of them.
+    A dependence on a release that nobody stated is said once for all inputs: stating the release settles all of them.
     """
     files: dict[str, dict[str, None]] = {}
     for finding in findings:
@@ -171,7 +172,7 @@ def _finding_line(finding: Finding, others: int) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the last line: how many of what, what was left out, and how far it goes.
+    """Return the last line: counts of findings, omissions, and how far it goes.
 
     That is how many rules were asked, up to which releases, and which of them a release decides that nobody stated.
     """
@@ -255,7 +256,7 @@ def error_as_json(kind: str, error: Exception) -> str:
 
 
 def finding_data(finding: Finding, *, explain: bool = False) -> dict[str, Any]:
-    """Return one finding as plain data, in the field order of the schema; what is empty is left out."""
+    """Return one finding as plain data, in the field order of the schema; empty fields are left out."""
     place, fix = finding.place, finding.fix
     data: dict[str, Any] = {
         "rule": finding.rule,
@@ -282,7 +283,7 @@ def finding_data(finding: Finding, *, explain: bool = False) -> dict[str, Any]:
 
 
 def error_data(kind: str, error: Exception) -> dict[str, str]:
-    """Return an error as plain data; what was expected and what to try only where the error says."""
+    """Return an error as plain data; expectation and advice only where the error has them."""
     if isinstance(error, UnusableInput):
         return {"kind": kind, "problem": error.problem, "expected": error.expected, "try": error.attempt}
     return {"kind": kind, "problem": f"{type(error).__name__}: {error}"}

@@ -25,7 +25,7 @@ def names_of(keys: Mapping[str, Key]) -> set[str]:
 
 
 def key_lines(key: Key, rules: Sequence[Rule]) -> str:
-    """Return what is known of `key`, in the order in which it is asked for."""
+    """Return the facts of `key`, in the order in which it is asked for."""
     data = key_data(key, rules)
     kinds = sorted(set(key.types.values()))
     unit = f", in {key.unit}" if key.unit else ""

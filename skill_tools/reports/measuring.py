@@ -1,4 +1,4 @@
-"""What the commands that measure print: their progress on stderr, then what `probe`, `trace` and `verify` found.
+"""Output of the commands that measure: their progress on stderr, then the results of `probe`, `trace` and `verify`.
 
 Each result is the document that `--format json` prints, of `schema/profile.schema.json`,
 `schema/model-profile.schema.json` or `schema/verify.schema.json`, written for people.
@@ -72,7 +72,7 @@ def _lines() -> OnStep:
 
 
 def profile(document: Mapping[str, Any]) -> str:
-    """Return what `probe` measured, one line a rate."""
+    """Return the rates of `probe`, one line a rate."""
     found = document["hardware"]
     threads = ", ".join(f"{each['threads']}: {each['Gparam_s']:.2f}" for each in found["cpu_adam_by_threads"])
     return "\n".join(
@@ -87,7 +87,7 @@ def profile(document: Mapping[str, Any]) -> str:
 
 
 def verification(document: Mapping[str, Any]) -> str:
-    """Return what `verify` found, one line a mechanism, then the formula behind each prediction."""
+    """Return the results of `verify`, one line a mechanism, then the formula behind each prediction."""
     work, baseline, rows = document["workload"], document["without_offload"], document["rows"]
     cells = [_VERIFIED, *(_mechanism_cells(row, _unit(baseline["peak_device_bytes"])) for row in rows)]
     lines = [
@@ -157,7 +157,7 @@ def _amount(amount_bytes: int, unit: str) -> str:
 
 
 def verified_plan(document: Mapping[str, Any]) -> str:
-    """Return what `verify --plan` found: what each run was predicted to take beside what it took."""
+    """Return the results of `verify --plan`: each run's predictions beside its measurements."""
     work, plan = document["workload"], document["plan"]
     lines = [
         f"{document['device']}, torch {document['torch']}; the plan is for {plan['machine']}: a decoder of "
@@ -244,7 +244,7 @@ def traced(
 
 
 def _by_module(held: Sequence[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the modules that made the most of what is alive, each with its bytes, and the rest in one."""
+    """Return the modules that made the most of the live bytes, each with its bytes, and the rest in one."""
     sizes: Counter[str] = Counter()
     for each in held:
         sizes[each["module"]] += each["size_bytes"]

@@ -1,4 +1,4 @@
-"""A plan's answer in ten lines: whether it fits, what to change, what that frees, takes and costs, what it assumes.
+"""A plan's answer in ten lines: whether it fits, the changes, their gain and cost, the assumptions.
 
 If nothing fits, the answer says why and gives the three cheapest ways to fit. Everything else is `plans.details`.
 """
@@ -43,7 +43,7 @@ def lines(plan: Plan, *, code: Code) -> list[str]:
 
 
 def headline(plan: Plan) -> str:
-    """Return what is planned: the model, the GPUs and how it is spread over them, the tokens of a micro-batch."""
+    """Return the plan's subject: the model, the GPUs and how it is spread over them, the tokens of a micro-batch."""
     run, layout = plan.run, plan.run.layout
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
     spread = ", ".join([f"{name} {size}" for name, size in sizes if size > 1] or _sharing(plan))
@@ -90,7 +90,7 @@ def _answers(plan: Plan) -> Iterator[str]:
 
 
 def verdict(plan: Plan) -> str:
-    """Return in a few words what fits, and what it takes."""
+    """Return in a few words the plan that fits, and its memory."""
     best = plan.recommendation
     if best is None:
         floor = plan.floor
@@ -120,7 +120,7 @@ def change(patch: Patch) -> str:
 
 
 def has_changes(plan: Plan) -> bool:
-    """Return whether the answer has lines to change: what is recommended, or a way to fit."""
+    """Return whether the answer has lines to change: a recommendation, or a way to fit."""
     return bool(plan.ways) or (plan.recommendation is not None and any(_lines_to(plan, plan.recommendation)))
 
 
@@ -151,7 +151,7 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
 
 
 def known_faults(option: Option) -> Iterator[str]:
-    """Say what the rules know of `option`: in which releases it fails, what it loses when a run is saved or resumed."""
+    """Yield the rules' facts on `option`: in which releases it fails, what it loses when a run is saved or resumed."""
     watched = option.legality.watch
     for each in watched[:_WATCHED]:
         yield f"watch: {each.reason} [{each.rule}]"
@@ -212,7 +212,7 @@ def time_range(plan: Plan, option: Option) -> str:
 
 
 def source_of_times(plan: Plan) -> str:
-    """Return what the range comes from."""
+    """Return the source of the range."""
     cards = plan.machine.stands_for
     rates = f"rates of {len(cards)} cards" if len(cards) > 1 else f"{plan.machine.name}'s rates"
     if plan.measured_step_s is not None:
@@ -235,7 +235,7 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
 
 
 def left_out(plan: Plan) -> str:
-    """Return which mechanisms the user has kept from the search, and what fits with them; empty for none."""
+    """Return which mechanisms the user has kept from the search, and the plan that fits with them; empty for none."""
     if not plan.search.left_out:
         return ""
     fits = plan.unrestricted.candidate.label if plan.unrestricted else "nothing either"
@@ -276,7 +276,7 @@ def _of_this_run(plan: Plan) -> list[str]:
 
 
 def why_nothing_fits(plan: Plan) -> str:
-    """Return what the least takes, and what may be taken."""
+    """Return the memory of the least plan, and the budget."""
     floor = plan.floor
     if floor.limit == PINNED_MEMORY and plan.budget.pinned_bytes is not None:
         return (

@@ -60,7 +60,7 @@ def markdown(plan: Plan, *, details: bool = False) -> str:
 
 
 def situations_concise(rows: Sequence[Situation]) -> str:
-    """Return one block a row: when it applies, what to do and why."""
+    """Return one block a row: its condition, its advice and the reason."""
     blocks = [f"{_NO_PLAN}:"]
     for row in rows:
         mark = " (applies here)" if row.applies else ""
@@ -78,7 +78,7 @@ def situations_markdown(rows: Sequence[Situation]) -> str:
 
 
 def _simpler(plan: Plan, *, code: plan_answer.Code) -> list[str]:
-    """Return what else the recommendation's reader may want: our own offloader, and a change with fewer mechanisms."""
+    """Return alternatives to the recommendation: our own offloader, and a change with fewer mechanisms."""
     best = plan.recommendation
     if best is None or plan.patch is None or not plan_answer.change(plan.patch):
         return []
@@ -196,7 +196,7 @@ def _times(option: Option) -> list[str]:
 
 
 def _parked(plan: Plan, option: Option) -> list[str]:
-    """Return what `park()` moves once the gradients are gone; nothing where neither loop nor trainer takes it."""
+    """Return the bytes that `park()` moves once gradients are gone; nothing where neither loop nor trainer takes it."""
     size_bytes = sum(line.bytes for line in option.memory.gpu if line.kind in _PARKED)
     takes_it = registry.named(plan.run.dialect).carry_out or plan_answer.carried_out_by_ours(plan)
     if not takes_it or not size_bytes:

@@ -1,4 +1,4 @@
-"""A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then what it rests on."""
+"""A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then their grounds."""
 
 import json
 from collections.abc import Sequence

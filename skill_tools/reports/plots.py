@@ -262,7 +262,7 @@ def _budget_lines(axes: Any, plan: Plan) -> None:
 
 
 def _budgets(plan: Plan) -> list[Budget]:
-    """Return budgets from the floor to what the run takes without offload, and the user's own."""
+    """Return budgets from the floor to the run's memory without offload, and the user's own."""
     low, high = plan.floor.memory.device_bytes, plan.without_offload.memory.device_bytes
     between = [low + (high - low) * step // _FRONTIER_STEPS for step in range(_FRONTIER_STEPS + 1)]
     return [plan.budget._replace(gpu_bytes=gpu_bytes) for gpu_bytes in (*between, plan.budget.gpu_bytes)]

@@ -11,9 +11,9 @@ from skill_tools.snapshots.snapshot import UNKNOWN, Held, Holder
 from skill_tools.units import gib
 
 _MOST_HOLDERS = 12
-# What a plan calls activations: all that a step makes and drops.
+# A plan's activations: all that a step makes and drops.
 _STEP_S_OWN = ("activations", "recomputation", "work of backward", "work of the update", "the rest")
-# What only a plan of FSDP or of streamed layers tells apart.
+# Owners that only a plan of FSDP or of streamed layers tells apart.
 _WEIGHTS = ("weights", "gathered weights")
 
 
@@ -54,7 +54,7 @@ def _at(holder: Holder) -> str:
 
 
 def against(held: Held, plan: Planned) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each owner that a plan knows, seen and planned; what a step makes and drops is one owner."""
+    """Return the bytes of each owner that a plan knows, seen and planned; a step's temporary memory is one owner."""
     seen = held.by_owner()
     pairs = {
         "weights": (_WEIGHTS, ("weights", "frozen weights")),
@@ -69,7 +69,7 @@ def against(held: Held, plan: Planned) -> dict[str, tuple[int, int]]:
 
 
 def difference(before: Sequence[Held], after: Sequence[Held]) -> str:
-    """Return what holds more or less in the second of two snapshots, by owner and by line, the largest change first."""
+    """Return the differences of two snapshots, by owner and by line, the largest change first."""
     earlier = {each.device: each for each in before}
     parts = []
     for each in after:

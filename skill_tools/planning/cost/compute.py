@@ -90,7 +90,7 @@ def micro_batch_flops(run: TrainingRun) -> PassFlops:
 class Pace(NamedTuple):
     """Seconds of one GPU for one micro-batch, and of the compute of a whole step.
 
-    `has_collectives` says that they come from a measured step, which has what its ranks send each other in it.
+    `has_collectives` says that they come from a measured step, which has the collectives of its ranks in it.
     """
 
     forward_s: float
@@ -145,7 +145,7 @@ def _gpu_update_s(run: TrainingRun, machine: Machine, shard: int) -> float:
 
 
 def _muon_update_s(matrices: Matrices, machine: Machine, constants: Mapping[str, float]) -> float:
-    """Return the seconds of Muon's update of all matrices: products as in a training step, and what stands between."""
+    """Return the seconds of Muon's update of all matrices: products as in a training step, and kernels between."""
     products = matrices.flops / (machine.gemm * constants["eager_share"])
     moved = constants["muon_bytes"] * matrices.share * matrices.trained
     return products + moved / (machine.hbm * constants["elementwise_share"])

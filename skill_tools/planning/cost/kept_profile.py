@@ -1,7 +1,7 @@
 """The profile of this machine that `offload probe` saved where `offload plan` finds it.
 
 One file a host in the user's cache folder, because a home may be shared; OFFLOAD_CACHE names another folder. It holds
-what one process measured on an idle machine, so the ranks of a run share the host's rates.
+the rates that one process measured on an idle machine, so the ranks of a run share the host's rates.
 """
 
 import json

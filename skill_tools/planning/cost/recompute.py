@@ -32,7 +32,7 @@ def layers_again_s(mode: Mode, speed: Pace) -> float:
 
 
 def tiles_cost(run: TrainingRun, mode: Mode, speed: Pace) -> Iterator[Cost]:
-    """Yield what tiles of the sequence cost one micro-batch: norms once more, sums in fp32, smaller matrix products.
+    """Yield costs of tiles of the sequence for a micro-batch: norms once more, sums in fp32, smaller matrix products.
 
     Groups of heads run more and smaller kernels.
     """

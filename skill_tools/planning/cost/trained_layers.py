@@ -4,9 +4,9 @@ A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: 
 and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once,
 and an update takes no less than reading and writing its bytes in host memory does.
 Updated in backward, where nothing is clipped, it lasts `max(T_f, 2 N / B) + max(T_b, (2 + S) N / B)`, and the first
-block and what stands before it have nothing to hide behind. Weights that stay on the GPU travel in neither.
+block and the weights before it have nothing to hide behind. Weights that stay on the GPU travel in neither.
 Where gradients add up over several backwards, weights travel for each, and a gradient that has left comes back to be
-added to. The states of what stands outside the blocks come first and have nothing to hide behind.
+added to. The states of weights outside the blocks come first and have nothing to hide behind.
 
 States that stay on the GPU cross no link. Where the CPU updates a parameter, its gradient does not come back, and its
 new weight is copied a second time, because its block was on its way before. Explained in docs/larger-than-gpu.md.

@@ -2,8 +2,9 @@
 
 The peak is at one of six moments of a step: the end of forward, the start of backward (all activations and the loss),
 the recompute of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a
-traced model they are the spans of its trace, and the update. `allocated` is that peak; `between_steps` is what stays
-when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and communicators.
+traced model they are the spans of its trace, and the update. `allocated` is that peak; `between_steps` are the bytes
+that stay when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and
+communicators.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Bytes of weights, gradients and optimizer state, on the GPU and on the host, by the engine that keeps them.
 
-Optimizer engines differ in what stays on the GPU. Megatron's HybridDeviceOptimizer moves the moments alone
+Optimizer engines differ in the states that stay on the GPU. Megatron's HybridDeviceOptimizer moves the moments alone
 unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16. The
 reference implementation moves all state and frees the gradients of the share that the CPU updates.
 Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
@@ -249,7 +249,7 @@ def pinned_bytes(run: TrainingRun, mode: Mode, host: Iterable[Line]) -> int:
     """Return the page-locked bytes of the `host` lines: of states that are updated on the CPU not all.
 
     Of those the reference implementation pins the staging, which carries a gradient down and a weight up, and peers
-    what `pinned_blocks` says.
+    the answer of `pinned_blocks`.
     """
     if mode.offload_parameters and run.adapter is None:
         is_pinned = mode.pins or mode.optimizer_engine is not OptimizerEngine.CPU_ADAM

@@ -31,7 +31,7 @@ def element_bytes(run: TrainingRun, states: StreamedStates) -> float:
 
 
 def outside_element_bytes(run: TrainingRun, states: StreamedStates) -> float:
-    """Return the same for what stands outside the blocks, which AdamW updates."""
+    """Return the same for weights outside the blocks, which AdamW updates."""
     return streamed_bytes(states, own_master=has_own_masters(run))
 
 

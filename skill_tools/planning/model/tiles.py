@@ -1,6 +1,7 @@
-"""What one layer's backward needs where MLP, experts and norms take a tile of the sequence at a time.
+"""The memory of one layer's backward where MLP, experts and norms take a tile of the sequence at a time.
 
-Of all positions there are then the inputs and outputs of these modules, and what attention has saved. The most is alive
+Of all positions there are then the inputs and outputs of these modules, and the tensors that attention has saved. The
+most is alive
 in one of two moments: while the MLP's tiles are differentiated, or in attention's backward, of one group of heads where
 it takes several. Explained in docs/long-sequences.md.
 """
@@ -44,14 +45,14 @@ def _sums(run: TrainingRun, *, moe: bool) -> float:
 
 
 def _in_mlp(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> float:
-    """Bytes a token of what is there while the MLP's tiles are differentiated."""
+    """Bytes a token that are there while the MLP's tiles are differentiated."""
     # The layer's input, the first norm's output, the MLP's norm's input and output; both gradients of the MLP.
     kept = 0.0 if mode.head_groups else _of_heads(run, parts)
     return 6 * 2 * run.shape.hidden + _of_all(parts) + kept
 
 
 def _in_attention(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> float:
-    """Bytes a token of what is there in attention's backward, with the gradients of one group of heads, or of all.
+    """Bytes a token that are there in attention's backward, with the gradients of one group of heads, or of all.
 
     Those of keys and values are made for every head, those of queries in fp32 too.
     """
@@ -71,7 +72,7 @@ def _in_attention(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> f
 
 
 def _of_all(parts: Mapping[str, float]) -> float:
-    """Bytes a token of what attention saves for all heads together, and what stays of its kernel."""
+    """Bytes a token that attention saves for all heads together, and those that stay of its kernel."""
     return sum(parts.get(name, 0.0) for name in _STAYS)
 
 

@@ -171,7 +171,7 @@ def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
 
 
 def _slots_of_matrices(run: TrainingRun, matrices: Matrices, mode: Mode, size: Sizes) -> Line:
-    """Return the same where Muon updates the blocks' matrices, whole ones, and AdamW what stands outside the blocks."""
+    """Return the same where Muon updates the blocks' matrices, whole ones, and AdamW weights outside the blocks."""
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
     of_matrix = streamed_states.matrix_element_bytes(run, mode.streamed_states)
     of_table = streamed_states.outside_element_bytes(run, mode.streamed_states)

@@ -15,7 +15,7 @@ def assumption(plan: Plan) -> str:
     takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
     ignored = {About.DETAIL} if takes_host else {About.DETAIL, About.HOST_MEMORY}
     weighty = [each for each in plan.assumptions if each.about not in ignored]
-    # Where the host's memory is what nothing fits, it comes before the sizes of the run.
+    # Where nothing fits the host's memory, that comes before the sizes of the run.
     stops = About.HOST_MEMORY if plan.recommendation is None and plan.floor.limit == HOST_MEMORY else None
     if weighty:
         most = min(

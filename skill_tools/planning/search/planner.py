@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     fit by other means, `unrestricted` is the plan with the mechanisms that the user leaves out. `simpler` is
     an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
-    `reasons` say why the recommendation has what is for long sequences.
+    `reasons` say why the recommendation has mechanisms for long sequences.
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer. `question`
     is the question that the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
