@@ -2,10 +2,10 @@
 
 - rule: one fact, with the condition under which a configuration breaks it
 - condition: a small expression over canonical keys, true, false or unknown
-- scope: what a condition reads: the value of each key, set or by default
+- scope: the reading of a condition: the value of each key, set or by default
 - finding: one rule that a configuration breaks, with its place; undecided: one that an unknown value leaves open
-- lint result: the findings of one configuration in a stable order, and what stayed undecided
-- fix: a change that removes a finding; safe, unsafe (may change what a run computes) or manual (a choice, never made
+- lint result: the findings of one configuration in a stable order, and the rules that stayed undecided
+- fix: a change that removes a finding; safe, unsafe (may change a run's results) or manual (a choice, never made
   here) - remedy: a finding's fix as it is shown, with the findings that it would lead to
 - suppression: a comment with a reason, which takes a finding away
 - standing: how a rule's releases compare with the user's

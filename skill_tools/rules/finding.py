@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 
-# What each effect of a rule means for whoever starts the run; the schema of the rules lists the effects.
+# The meaning of each effect of a rule for whoever starts the run; the schema of the rules lists the effects.
 CONSEQUENCES: Mapping[str, str] = MappingProxyType(
     {
         "raises": "refused at startup",
@@ -64,12 +64,12 @@ class Next(NamedTuple):
 class Finding(NamedTuple):
     """One rule that the configuration breaks.
 
-    `beside` is the message without what is set at `place`, for a reader who is shown that line; empty where it is the
-    same. `effect` is the rule's, a key of `CONSEQUENCES`, and `text` what the framework itself prints, with `…` for
-    what varies; empty where it prints nothing. `after` is what its remedy leads to. `observed` maps each key that the
-    condition read to the value it had (set or default). `depends_on` names the releases that would make it hold when
-    the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody set here and whose
-    defaults decide it: a recipe that is not seen may set them.
+    `beside` is the message without the setting at `place`, for a reader who is shown that line; empty where it is the
+    same. `effect` is the rule's, a key of `CONSEQUENCES`, and `text` the framework's own message, with `…` for
+    its variable parts; empty where it prints nothing. `after` are the findings that its remedy leads to. `observed`
+    maps each key that the condition read to the value it had (set or default). `depends_on` names the releases that
+    would make it hold when the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody
+    set here and whose defaults decide it: a recipe that is not seen may set them.
     """
 
     rule: str
@@ -107,7 +107,7 @@ class Undecided(NamedTuple):
 
 
 class LintResult(NamedTuple):
-    """The result of one lint: findings in a stable order, what could not be decided, and how many rules were asked."""
+    """The result of one lint: findings in a stable order, undecided rules, and how many rules were asked."""
 
     findings: tuple[Finding, ...]
     undecided: tuple[Undecided, ...]

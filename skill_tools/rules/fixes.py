@@ -42,7 +42,7 @@ def repaired(config: Config, fix: RuleFix, keys: Keys) -> dict[str, str]:
 
 
 def diff(config: Config, fix: RuleFix, keys: Keys) -> str:
-    """Return what `fix` changes: a unified diff, or where no file can be edited the settings."""
+    """Return the changes of `fix`: a unified diff, or where no file can be edited the settings."""
     if fix.applicability == "manual":
         return ""
     texts = repaired(config, fix, keys)
@@ -79,9 +79,7 @@ def _is_yaml(file: str) -> bool:
 def _steps(config: Config, fix: RuleFix, keys: Keys) -> list[_Step]:
     """Return every edit that `fix` needs; empty when one of its keys has no place in any input."""
     steps: list[_Step] = []
-    sections: dict[
-        tuple[str, str], _Addition
-    ] = {}  # new ones of a JSON, by what they go beside and their name
+    sections: dict[tuple[str, str], _Addition] = {}  # new ones of a JSON, by their neighbour and their name
     for key, value in fix.set.items():
         if key in config.settings:
             steps.append(_set_step(config, key, value))
@@ -116,7 +114,7 @@ def _set_step(config: Config, key: str, value: object) -> _Step:
 
 
 class _Addition(NamedTuple):
-    """A new entry: what it goes beside, its name, and its value, a mapping where the section is new too."""
+    """A new entry: its neighbour, its name, and its value, a mapping where the section is new too."""
 
     sibling: Setting
     name: str
@@ -138,9 +136,9 @@ def _both(one: object, other: object) -> object:
 
 
 def _addition(config: Config, key: Key, value: object) -> _Addition | _Step | None:
-    """Return a new key beside the last setting of its section, or what appends it to the first YAML file.
+    """Return a new key beside the last setting of its section, or the edit that appends it to the first YAML file.
 
-    In a JSON a section that is not there yet goes beside what the file has of the section around it.
+    In a JSON a section that is not there yet goes beside the file's entries of the section around it.
     """
     spelling = spelled(config, key)
     if spelling is None:

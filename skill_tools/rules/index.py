@@ -102,7 +102,7 @@ def _lines(content: object) -> str:
 
 
 def is_stale() -> bool:
-    """Return whether a compiled file is missing, left over or differs from what the files would compile to."""
+    """Return whether a compiled file is missing, left over or differs from a compilation of the files."""
     texts = rendered()
     written = {path for path in knowledge_path("index").rglob("*") if path.is_file()}
     return bool(written - texts.keys()) or any(
@@ -111,7 +111,7 @@ def is_stale() -> bool:
 
 
 def write() -> None:
-    """Write the compiled files anew, and forget what this process has loaded of the old ones."""
+    """Write the compiled files anew, and forget the old ones that this process has loaded."""
     texts = rendered()
     for path in knowledge_path("index").rglob("*"):
         if path.is_file() and path not in texts:

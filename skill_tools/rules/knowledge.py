@@ -94,7 +94,7 @@ class Rule(NamedTuple):
 
     @property
     def text(self) -> tuple[str, ...]:
-        """What the framework itself prints, with `…` for what varies; empty where it prints nothing that is known."""
+        """The framework's own message, with `…` for variable parts; empty where none is known."""
         quoted = (self.evidence.quote,) if self.evidence.tag == "msg" else ()
         return tuple(each.replace("{..}", "…") for each in self.raises or quoted)
 
@@ -163,7 +163,7 @@ def compiled(
     releases: Mapping[str, Any] | None = None,
     keys: Mapping[str, Key] | None = None,
 ) -> dict[str, Any]:
-    """Return what is derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
+    """Return the parts derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
 
     `releases` is the content of `releases.yaml` and `keys` are all keys; by default those of the index.
     """

@@ -1,6 +1,6 @@
 """The linter: checks one configuration against the rules. A pure function; nothing is read or written.
 
-A planner asks it what is legal, the `lint` command asks it what is wrong. The command applies suppressions
+A planner asks it for legality, the `lint` command for faults. The command applies suppressions
 (`suppress`), because no comment may make a plan legal.
 """
 
@@ -32,7 +32,7 @@ def lint(
     keys: Mapping[str, Key] | None = None,
     about: frozenset[str] | None = None,
 ) -> LintResult:
-    """Hold `config` to `rules` (default: all that are known) and return what it breaks and what stays open.
+    """Hold `config` to `rules` (default: all that are known) and return the broken and the undecided ones.
 
     With `about`, only the rules whose condition reads one of these keys are asked, and no fault of form is looked for.
     `versions` maps distribution names to the releases that the user states; they win over what the config
@@ -91,7 +91,7 @@ Answer = Holds | Undecided | None
 
 
 def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
-    """Return what `rule` says: None where it does not hold, why it is open, or where it holds what that depends on.
+    """Return the answer of `rule`: None where it does not hold, why it is open, or where it holds its dependences.
 
     With `as_written`, a rule that only the default of one unset key decides holds, unless a recipe sets that key.
     """
@@ -138,7 +138,7 @@ def _worth_asking(
 def _found_by_key(
     config: Config, said: Mapping[str, object], silent: Collection[str]
 ) -> Iterator[tuple[Rule, bool]]:
-    """Yield what `_worth_asking` does of all rules, without a look at those that cannot hold or are `silent`."""
+    """Yield the answers of `_worth_asking` to all rules, without a look at those that cannot hold or are `silent`."""
     dialects = config.dialects()
     conditions = _conditions(dialects)
     readers, always = _readers(dialects, config.framework)
@@ -171,7 +171,7 @@ def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
 def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Iterator[Rule]:
     """Yield the rules about code that the framework runs as another dialect does.
 
-    What is only slow is worth no word where the framework has no key for the way out.
+    Slowness is worth no word where the framework has no key for the way out.
     """
     for rule in rules:
         is_about_it = rule.when and any(
@@ -213,7 +213,7 @@ def _not_said_twice(
 
 
 class _Remembered(NamedTuple):
-    """What rules have answered in one situation, to be added to: by the rule, and what the input says of its keys.
+    """Answers of rules in one situation, to be added to: by the rule, and the input's values of its keys.
 
     `silent` are the rules that have nothing to say where the input says nothing of their keys.
     """
@@ -273,6 +273,6 @@ def _finding(rule: Rule, scope: Scope, holds: Holds) -> Finding:
 
 
 def _is_doubted(rule: Rule, scope: Scope, unless: tuple[str, ...]) -> bool:
-    """Whether what may set the `unless` keys makes the finding less severe: an environment leaves a warning one."""
+    """Whether a possible source of the `unless` keys makes the finding less severe: an environment leaves a warning."""
     only_outside = all(scope.config.framework in scope.known_keys[key].outside for key in unless)
     return rule.severity is Severity.ERROR or not only_outside

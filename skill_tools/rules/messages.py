@@ -56,7 +56,7 @@ def place_of(keys: Iterable[str], config: Config) -> Place:
 def worded(text: str, keys: Iterable[str], scope: Scope, place: Place) -> tuple[str, str]:
     """Return `text: model.cpu_offloading=true (line 3), num_layers=0 (default)` for `keys`.
 
-    The second value leaves out what is set at `place`, for a reader who is shown that line.
+    The second value leaves out the setting at `place`, for a reader who is shown that line.
     """
     values = dict.fromkeys(_described(key, scope, place) for key in keys)
     beside = ", ".join(value for value, is_there in values if not is_there)

@@ -1,4 +1,4 @@
-"""Named predicates for what a condition's operators cannot express. Keep them few.
+"""Named predicates for conditions that operators cannot express. Keep them few.
 
 A predicate takes plain values and returns one; it is never called with an unknown value, because the engine answers
 `UNKNOWN` itself then. It must accept every type, because user input may hold anything.

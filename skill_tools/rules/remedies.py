@@ -1,4 +1,4 @@
-"""What a finding's remedy changes, and the errors and warnings that this change would lead to.
+"""Changes of a finding's remedy, and the errors and warnings that this change would lead to.
 
 A remedy is tried on the configuration's settings, and the rules about its keys are evaluated again. The remedies of
 new findings are tried in turn, until nothing new appears. Choices (manual fixes) cannot be tried. Explained in
@@ -25,7 +25,7 @@ def with_remedies(
     rules: Sequence[Rule] | None = None,
     keys: Mapping[str, Key] | None = None,
 ) -> LintResult:
-    """Return `result` with the change of each fix in it, and with what that fix leads to.
+    """Return `result` with the change of each fix in it, and with the findings that it leads to.
 
     The change is settings to take out and to put in, with `edits` the difference of the files, which costs more.
     `versions`, `rules` and `keys` are those that `config` was linted with.

@@ -18,7 +18,7 @@ Lint = Callable[[Sequence[Source]], tuple[Config, LintResult]]
 
 
 class Repaired(NamedTuple):
-    """The sources after all fixes, what is still wrong with them, and how many fixes went in."""
+    """The sources after all fixes, their remaining findings, and how many fixes went in."""
 
     sources: tuple[Source, ...]
     result: LintResult
@@ -26,7 +26,7 @@ class Repaired(NamedTuple):
 
 
 def repair(sources: Sequence[Source], lint: Lint, *, unsafe: bool = False) -> Repaired:
-    """Fix what can be fixed in `sources`; `lint` reads and lints them.
+    """Fix `sources` as far as possible; `lint` reads and lints them.
 
     Safe fixes go in, with `unsafe` all but the manual ones; none for a finding that depends on an unstated release.
     """
@@ -52,12 +52,12 @@ def _may_fix(finding: Finding, unsafe: bool, tried: set[str]) -> bool:
 
 
 def _identity(finding: Finding) -> str:
-    """Return what stays the same of a finding while lines move."""
+    """Return the mark of a finding that stays while lines move."""
     return f"{finding.rule} {finding.place.file} {sorted(finding.observed.items(), key=str)}"
 
 
 def _same_beside(after: Config, before: Config, fix: RuleFix) -> bool:
-    """Return whether nothing but what `fix` names has changed; what follows from a value may."""
+    """Return whether only the keys of `fix` have changed; consequences of a value may."""
     named = {*fix.set, *fix.remove}
     origins = {(each.written, each.place) for key, each in before.settings.items() if key in named}
     kept = {

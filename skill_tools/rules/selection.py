@@ -1,8 +1,8 @@
 """Which rules count: chosen and left out by id or by family, for all files or for some.
 
 A selector is a rule's id (`la-pp`), the beginning of ids up to a dash (`la`, `ds-zenflow`), or `ALL`. Where a rule is
-both chosen and left out, the longer selector decides. Precedence is ruff's: what the command line selects takes the
-place of what a file selects and ignores; what it ignores is ignored besides.
+both chosen and left out, the longer selector decides. Precedence is ruff's: selections of the command line take the
+place of a file's; rules that it ignores are ignored besides.
 """
 
 import os
@@ -33,7 +33,7 @@ class Selection(NamedTuple):
     folder: str = ""
 
     def below(self, command_line: "Selection") -> "Selection":
-        """Return what holds where this one stands in a file and `command_line` was given besides."""
+        """Return the selection that holds where this one stands in a file and `command_line` was given besides."""
         if command_line.is_everything:
             return self
         if command_line.select is not None:
@@ -89,7 +89,7 @@ def checked(selectors: Sequence[str], known: Iterable[str], where: str) -> tuple
 
 
 def kept(result: LintResult, selection: Selection, file: str, rules: Iterable[Rule]) -> LintResult:
-    """Return `result` without what does not count: of findings their own file decides, of open ones `file`.
+    """Return `result` without findings that do not count: of findings their own file decides, of open ones `file`.
 
     `rules` are those that were asked.
     """

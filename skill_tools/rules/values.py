@@ -1,4 +1,4 @@
-"""What a condition reads: the value that a key has in one configuration, set or by default.
+"""The reading of a condition: the value that a key has in one configuration, set or by default.
 
 A `Scope` returns the value of every name in `conditions` and caches it. A value is `UNKNOWN` when nobody set the key
 and its default is not known: for this release, for this dialect, or because a recipe that is not among the inputs
@@ -21,7 +21,7 @@ _RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 
 _HASHABLE = (bool, int, float, str)
-_MAYBE = "maybe"  # what `said` says of a key that something may set
+_MAYBE = "maybe"  # the answer of `said` to a key that something may set
 _OUTSIDE = "outside"  # and of one that the environment alone may set
 
 
@@ -61,7 +61,7 @@ class Scope(dict[str, object]):
         self._known_wrong = {wrong.setting.key for wrong in config.wrong_types if wrong.is_known}
 
     def said(self) -> dict[str, object]:
-        """Return what the input says of each key, where it says anything; what is the same compares as equal."""
+        """Return the input's statement of each key, where it has any; the same statements compare as equal."""
         said: dict[str, object] = dict.fromkeys(self.config.maybe_set, _MAYBE)
         said |= dict.fromkeys(self.config.outside, _OUTSIDE)
         for key, setting in self.config.settings.items():
@@ -120,7 +120,7 @@ class Scope(dict[str, object]):
 def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:
     """Return the scope of a configuration that sets nothing, and of which as little is known as can be.
 
-    What is decided in it stays decided in every configuration that does not set the keys asked for either.
+    Decisions in it stay in every configuration that does not set the keys asked for either.
     """
     return Scope(Config(framework, {}, complete=False, embeds=embeds), keys, {})
 

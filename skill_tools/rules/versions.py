@@ -1,4 +1,4 @@
-"""Releases: what the user runs, what a rule requires, and whether the one satisfies the other.
+"""Releases: the user's, those that a rule requires, and whether the ones satisfy the others.
 
 Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported only when a version is
 compared, because most lints state none and its import would double their time.
@@ -63,7 +63,7 @@ def read_versions_text(text: str) -> dict[str, str]:
 
 
 def resolve(*stated: Versions) -> dict[str, str]:
-    """Merge statements, a later one wins, and add what they imply (a Bridge release pins megatron-core)."""
+    """Merge statements, a later one wins, and add implied ones (a Bridge release pins megatron-core)."""
     versions = {
         canonical_name(name): version
         for mapping in stated
@@ -110,7 +110,7 @@ def standing(
 def in_range(package: str, specifier: str, versions: Versions, framework: str = "") -> Standing:
     """Say whether the user's release of `package` is in the range that `specifier` describes.
 
-    Where nobody states the release, it is one that `framework` runs with; a checkout may be past what it states.
+    Where nobody states the release, it is one that `framework` runs with; a checkout may be past its stated one.
     """
     stated = versions.get(package)
     meant = _running_with(framework, package) if stated is None else _meant(package, stated)
@@ -125,7 +125,7 @@ def in_range(package: str, specifier: str, versions: Versions, framework: str = 
 def _meant(package: str, stated: str) -> tuple[str, ...]:
     """Return the releases that a statement may mean: that of a checkout also the next known one, or the one before.
 
-    What comes next after a release from before the known ones is not known.
+    The successor of a release from before the known ones is not known.
     """
     if not stated.endswith(CHECKOUT):
         return (stated,)
@@ -209,7 +209,7 @@ def is_version(text: str) -> bool:
 
     try:
         Version(text)
-    except ValueError:  # InvalidVersion is one, and so is what Python says of a number of too many digits
+    except ValueError:  # InvalidVersion is one, and so is Python's error for a number of too many digits
         return False
     return True
 

@@ -14,7 +14,7 @@ import yaml
 
 Path = tuple[object, ...]
 
-_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # what libyaml counts as the end of a line
+_BREAK = re.compile("\r\n|[\r\n\x85\u2028\u2029]")  # the ends of lines of libyaml
 _IMPOSSIBLE = object()
 
 
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the pair is written as JSON has it: what is put there has to be JSON too."""
+        """Whether the pair is written as JSON has it: its new value has to be JSON too."""
         return bool(self.mapping.flow_style) and self.key.style == '"'
 
 
@@ -48,7 +48,7 @@ def set_value(text: str, pair: Pair, value: object) -> str | None:
     if isinstance(pair.value, yaml.ScalarNode) and end > start:
         edited = text[:start] + written + text[end:]
     else:
-        # An empty or block value: keep what follows the colon on the key's line, which is at most a comment.
+        # An empty or block value: keep the rest of the key's line behind the colon, which is at most a comment.
         colon = text.index(":", _offset(text, pair.key.end_mark)) + 1
         comment = text[colon : min(max(colon, start), _line_end(text, colon)[0])].rstrip()
         edited = f"{text[:colon]} {written}{comment}{text[max(colon, end) :]}"
@@ -164,7 +164,7 @@ def _newline(text: str) -> str:
 
 
 def _written(value: object, old: yaml.Node | None = None) -> str:
-    """Write `value` so that it stands in block and in flow style; text keeps the quotes of what it replaces."""
+    """Write `value` so that it stands in block and in flow style; text keeps the quotes of the replaced text."""
     quotes = old.style if isinstance(old, yaml.ScalarNode) and isinstance(value, str) else None
     style = quotes if quotes in {"'", '"'} else None
     dumped = yaml.safe_dump([value], default_flow_style=True, default_style=style, width=10**6)
@@ -215,7 +215,7 @@ def _without(data: Any, path: Path) -> Any:
 
 
 def _unshared(data: Any) -> Any:
-    """Copy `data` so that what an alias shares is there once for each place: a change to one must not show in all."""
+    """Copy `data` so that a node of aliases is there once for each place: a change to one must not show in all."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
