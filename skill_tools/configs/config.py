@@ -53,7 +53,7 @@ class WrongType(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """What a reader saw is wrong with the form of an input: the id of the rule that is about it, and the case."""
+    """A reader's finding on the form of an input: the id of the rule that is about it, and the case."""
 
     rule: str
     text: str
@@ -99,7 +99,7 @@ class Config(NamedTuple):
     unread_files: tuple[Setting, ...] = ()
 
     def owner(self, key: str) -> str:
-        """Return the dialect that says what the canonical `key` is: an embedded one, or the configuration's own."""
+        """Return the dialect that defines the canonical `key`: an embedded one, or the configuration's own."""
         section, dot, _ = key.partition(".")
         return section if dot and section in self.embeds else self.framework
 
@@ -110,7 +110,7 @@ class Config(NamedTuple):
         return frozenset((self.framework, *map(self.owner, self.settings)))
 
     def value(self, key: str, default: object = None) -> object:
-        """Return what was set for the canonical `key`, or `default` when nobody set it."""
+        """Return the value that was set for the canonical `key`, or `default` when nobody set it."""
         setting = self.settings.get(key)
         return default if setting is None else setting.value
 

@@ -66,7 +66,7 @@ class Draft:
         return key in self._unresolved
 
     def leave_open(self, key: str) -> None:
-        """Note that the input may set the canonical `key`, to what cannot be read."""
+        """Note that the input may set the canonical `key`, to an unreadable value."""
         self._drop(key)
         self._unresolved.add(key)
 
@@ -143,7 +143,7 @@ class Draft:
         self.set_key(f"env.{variable}", text, variable, place)
 
     def remove(self, written: str) -> None:
-        """Take back what was set for this key and for all fields of it as a section (Hydra's `~`)."""
+        """Take back the values of this key and of all fields of it as a section (Hydra's `~`)."""
         name = self.canonical(written)
         for key, setting in list(self._settings.items()):
             if key == name or f"{setting.written}.".startswith(f"{written}."):
@@ -172,11 +172,11 @@ class Draft:
             self._known_wrong.add(key)
 
     def refused(self, key: str) -> str | None:
-        """Return what was expected of the value that the canonical `key` has, None where it fits."""
+        """Return the expectation of the value that the canonical `key` has, None where it fits."""
         return self._wrong.get(key)
 
     def take_by_truth(self) -> None:
-        """Note that the framework checks no type: a switch is read by Python's truth, and text is what it is."""
+        """Note that the framework checks no type: a switch is read by Python's truth, and text stays as it is."""
         for name in self._wrong:
             key = self.table.by_name.get(name)
             kind = key.type_in(self._owner(name)[0]) if key is not None else ""
@@ -191,7 +191,7 @@ class Draft:
     def judge(self, prefix: str, fits: Callable[[Setting, str | None], str | None]) -> None:
         """Let `fits` have the last word on the value of each key that begins with `prefix`.
 
-        It gets the setting and what its type expected instead, None where the value fits, and answers likewise.
+        It gets the setting and the expectation of its type, None where the value fits, and answers likewise.
         """
         for setting in self.below(prefix):
             expected = fits(setting, self._wrong.pop(setting.key, None))
@@ -208,7 +208,7 @@ class Draft:
     ) -> None:
         """Note a key that the framework does not know; only the first few get suggestions, which are slow.
 
-        `spelling` is what the framework would know it by, where the user has a shorter or longer one for it. `nearest`
+        `spelling` is the framework's name for it, where the user has a shorter or longer one for it. `nearest`
         are the suggestions, where the caller knows better than the vocabulary.
         """
         dialect, own = self._owner(written if spelling is None else spelling)

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """The merged values; `sections` are the paths of all mappings, `lost` what something else took the place of.
+    """The merged values; `sections` are the paths of all mappings, `lost` the values whose place something else took.
 
     `clashes` are the lists that lie over a section and the sections over a list, which OmegaConf refuses.
     """
@@ -158,7 +158,7 @@ class Entries:
             del self.sections[known]
 
     def tree(self, path: str) -> dict[str, object]:
-        """Return what lies in the section at `path`, a dotted name each, before interpolation."""
+        """Return the entries of the section at `path`, a dotted name each, before interpolation."""
         inside = f"{path}."
         return {name.removeprefix(inside): entry.value for name, entry in self if name.startswith(inside)}
 
@@ -191,7 +191,7 @@ class Entries:
         return UNREADABLE if "${" in rest else text
 
     def _open_section(self, path: str, place: Place) -> None:
-        """Make `path` and what it lies in sections, in the place of values."""
+        """Make `path` and its parents sections, in the place of values."""
         parts = path.split(".")
         for end in range(1, len(parts) + 1):
             section = ".".join(parts[:end])

@@ -40,11 +40,11 @@ def read_bytes(path: str | Path, at_most: int, *, expected: str, attempt: str = 
 def open_file(path: str | Path, *, expected: str, attempt: str = "checking the path") -> Iterator[BinaryIO]:
     """Open the file at `path` to read it.
 
-    Raises `UnusableInput`, with what was `expected` and what to try, where there is no file that can be read.
+    Raises `UnusableInput`, with the `expected` file and advice, where there is no file that can be read.
     """
     name = str(path)
     try:
-        # Opened without waiting, then asked what it is: a name could be another thing by the time it is opened.
+        # Opened without waiting, then asked for its type: a name could be another thing by the time it is opened.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -115,9 +115,9 @@ def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    """Put `text` in the place of what the file at `path` holds: all of it or, whatever fails, none.
+    """Put `text` in the place of the contents of the file at `path`: all of it or, whatever fails, none.
 
-    The file keeps its mode and owner; through a link, what it points to is replaced. Raises `UnusableInput` where it
+    The file keeps its mode and owner; through a link, its target is replaced. Raises `UnusableInput` where it
     cannot be written.
     """
     import tempfile

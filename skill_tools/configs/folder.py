@@ -11,7 +11,7 @@ MAX_FILES = 20_000
 MAX_ENTRIES = 200_000
 MOST_LEVELS = 6  # from a script up to the root of its checkout
 
-# Folders whose files nobody trains from: what tools keep, and the packages that they install.
+# Folders whose files nobody trains from: caches of tools, and the packages that they install.
 _LEFT_OUT = frozenset({"node_modules", "site-packages", "__pycache__"})
 _ENVIRONMENT = "pyvenv.cfg"
 

@@ -1,4 +1,4 @@
-"""The key table: which spellings name a key, what it can hold, and what it is when nobody sets it.
+"""The key table: which spellings name a key, its type, and its default.
 
 The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them from the compiled index. This module
 knows no rule. A spelling that no key has may still be accepted by the framework; `vocabulary` knows that.

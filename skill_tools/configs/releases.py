@@ -1,7 +1,7 @@
 """Releases that texts state: a configuration's comments and install lines, and the files beside it that pin packages.
 
 Only an exact release counts, and only of a distribution that the rules know. A comment such as `# since axolotl 0.18`
-says nothing about what is installed.
+says nothing about installed releases.
 """
 
 import os
@@ -88,7 +88,7 @@ def stated_beside(folder: str) -> dict[str, Stated]:
 
 
 def _root_of(folder: str) -> str | None:
-    """Return the nearest folder above `folder` that is a project's root by what it holds; none if it is one itself."""
+    """Return the nearest folder above `folder` that is a project's root by its files; none if it is one itself."""
     level = os.path.abspath(folder)
     for depth in range(_MOST_LEVELS):
         if any(os.path.exists(os.path.join(level, mark)) for mark in _ROOT_MARKS):
@@ -117,7 +117,7 @@ def _stated_by_files(folder: str, beginnings: tuple[str, ...], prefix: str = "")
 def _own(text: str, folder: str) -> Iterator[tuple[str, str, int]]:
     """Yield the release of a framework's checkout, where `text` is its pyproject.toml or setup.py.
 
-    It is marked as a checkout's: what is in it may have come after that release.
+    It is marked as a checkout's: its code may be newer than that release.
     """
     project = re.search(r"^\[project\]\n(?:[^\[\n][^\n]*\n|\n)*", text, re.MULTILINE)
     for found in _pattern(r"^name ?= ?[\"']NAME[\"']").finditer(project[0] if project else ""):
@@ -170,7 +170,7 @@ def _named(found: re.Match[str]) -> str:
 
 
 def _in_comments(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield what comments state: `# axolotl 0.18`, but not `# since axolotl 0.18` or `# axolotl 0.18 or newer`."""
+    """Yield releases that comments state: `# axolotl 0.18`, not `# since axolotl 0.18` or `# axolotl 0.18 or newer`."""
     pattern = _pattern(r"(?<![\w./-])NAME[ :]+NUMBER")
     for comment in re.finditer(r"#[^\n]*", text):
         for name, version, at in _found(pattern, comment[0]):
@@ -182,7 +182,7 @@ def _in_comments(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def _in_image(held: Mapping[str, Any], tag: str) -> Iterator[tuple[str, str]]:
-    """Yield what an image with this `tag` holds, as far as the tag says; `held` is what is known of the image."""
+    """Yield the releases in an image with this `tag`, as far as the tag says; `held` are known facts of the image."""
     release = re.match(r"(?:main-)?v?(\d+\.\d+(?:\.\d+)*)", tag)
     if release is None:
         return

@@ -1,4 +1,4 @@
-"""An input: its text, which is parsed once, and what kind of text it is."""
+"""An input: its text, which is parsed once, and its kind."""
 
 import os
 import re
@@ -34,7 +34,7 @@ _DOTTED = re.compile(r"^\s*[+~]*[a-z_]+(?:\.\w+)+=")
 
 
 class Kind(Enum):
-    """What an input is written in."""
+    """The format of an input."""
 
     YAML = "yaml"
     JSON = "json"
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What the input is called in an answer: its name, and the recipe in it."""
+        """The input's name in an answer: its name, and the recipe in it."""
         return f"{self.name}::{self.recipe}" if self.recipe else self.name
 
     def for_recipe(self, recipe: str) -> "Source":
@@ -130,14 +130,14 @@ class Source:
 
     @cached_property
     def commands(self) -> "list[Command]":
-        """What a shell script runs, in order, and last its variables alone (`shell.script.run`)."""
+        """The commands of a shell script, in order, and last its variables alone (`shell.script.run`)."""
         from skill_tools.configs.shell.script import run
 
         return run(self.text, name=self.name, folder=self.folder)
 
     @cached_property
     def kind(self) -> Kind:
-        """What the text is: by the file's suffix, else by its first impression."""
+        """The kind of the text: by the file's suffix, else by its first impression."""
         suffix = _SUFFIXES.get(Path(self.name).suffix.lower())
         return Kind(suffix) if suffix else _impression(self.text)
 
@@ -197,7 +197,7 @@ def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
 
 
 def _not_json(text: str, name: str) -> UnusableInput | None:
-    """Return what Python's own parser says of a text that is no JSON; None where it is one."""
+    """Return the error of Python's own parser for a text that is no JSON; None where it is one."""
     import json
 
     try:

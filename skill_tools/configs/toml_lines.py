@@ -1,6 +1,6 @@
 """Parses TOML into plain values that know their line and column.
 
-The standard `tomllib` says what the values are; it keeps no places. `_Places` walks the same text and notes where
+The standard `tomllib` reads the values; it keeps no places. `_Places` walks the same text and notes where
 each key and each element stands, reading values only to skip them. Text that it cannot read is left to `tomllib`,
 whose error the user sees.
 """
@@ -41,7 +41,7 @@ def parse(text: str, filename: str) -> Documents:
 
 
 def _node(value: object, path: Path, around: tuple[int, int], places: dict[Path, tuple[int, int]]) -> Node:
-    """Return `value` as a node at its place; what has none of its own stands where its section does."""
+    """Return `value` as a node at its place; one without a place of its own stands where its section does."""
     line, column = place = places.get(path, around)
     if isinstance(value, dict):
         return Node(
@@ -210,7 +210,7 @@ class _Places:
         )
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Step over what `pattern` matches; return whether that was anything."""
+        """Step over a match of `pattern`; return whether there was one."""
         match = pattern.match(self._text, self._at)
         start, self._at = self._at, match.end() if match else self._at
         return self._at > start

@@ -68,7 +68,7 @@ def _in_doubt(node: Node, file: str, draft: Draft | None, which: str) -> Node:
 def _hear_loaders(
     source: Source, documents: Documents, loaders: frozenset[Loader], draft: Draft | None
 ) -> None:
-    """Raise what every one of `loaders` refuses; note in the draft what only some do, or read differently."""
+    """Raise a refusal of all `loaders`; note in the draft those of some, and differences in reading."""
     for refusal in documents.refusals:
         if loaders <= refusal.loaders:
             raise refusal.error
@@ -134,7 +134,7 @@ def _write(
     value_of: Value,
     report_unknown: bool,
 ) -> bool:
-    """Write one entry; return whether what lies below it should be read."""
+    """Write one entry; return whether those below it should be read."""
     place = Place(file, node.line, node.column)
     spelling = spell(path)
     for loser in node.shadowed:

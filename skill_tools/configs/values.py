@@ -1,7 +1,7 @@
 """Converts a written value to the type of its key, as each framework does.
 
 Most parsers convert text (`"2e-5"`, `"4"`); some frameworks take the values of their loader and convert only dtypes.
-A value that cannot be converted is left as it is, and the caller is told what was expected.
+A value that cannot be converted is left as it is, and the caller is told the expectation.
 """
 
 import re
@@ -33,7 +33,7 @@ _EXPECTED = {
 
 
 class Unreadable(Enum):
-    """The value of what an input computes only when it runs: an interpolation, a shell variable, a call."""
+    """The value of an expression that an input computes when it runs: an interpolation, a shell variable, a call."""
 
     UNREADABLE = "unreadable"
 
@@ -49,9 +49,9 @@ class Typed(NamedTuple):
 
 
 def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Typed:
-    """Return `value` in the type of `key`, or as it is with what was expected. None fits every type.
+    """Return `value` in the type of `key`, or as it is with the expectation. None fits every type.
 
-    `converts_text` says that the framework turns text such as `"4"` into what the key holds.
+    `converts_text` says that the framework turns text such as `"4"` into the key's type.
     """
     kind = key.type_in(framework)
     if value is None:
@@ -67,7 +67,7 @@ def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Ty
 
 
 def as_pydantic(kind: str, value: object) -> object:
-    """Return what pydantic's lax mode reads as a number of `kind` beyond what parsers of arguments do."""
+    """Return the number of `kind` that pydantic's lax mode reads where parsers of arguments read none."""
     if isinstance(value, bool) and kind in ("int", "float"):
         return int(value)
     if isinstance(value, str) and kind == "int" and _WHOLE.fullmatch(value):
@@ -116,7 +116,7 @@ def whole_number(text: str) -> int | None:
 
 
 def _from_text(kind: str, text: str) -> object:
-    """Convert text as a parser of arguments would; what does not convert stays text."""
+    """Convert text as a parser of arguments would; other text stays."""
     match kind:
         case "int" | "float":
             return _number(text, whole=kind == "int")

@@ -4,7 +4,7 @@ PyYAML's own composer recurses, and its constructors forget where a value stood.
 the parser's event stream with an explicit stack, so that nesting cannot exhaust Python's stack, and counts
 what aliases expand to, so that an alias bomb is refused before it is unrolled. It follows PyYAML's safe loader
 otherwise: merge keys, last duplicate wins, no tag is ever turned into an object. Frameworks load with one of several
-loaders; what some of them refuse is read all the same, and `Documents.refusals` says who does not.
+loaders; texts that some of them refuse are read all the same, and `Documents.refusals` says who does not.
 """
 
 import re
@@ -98,7 +98,7 @@ def parse(text: str, filename: str, *, last_merge_wins: bool | None = None) -> D
 
 
 def _by_the_other(built: Callable[[type], Documents], loader: type, refusal: Refusal) -> Documents:
-    """Return what `loader` makes of a text that the other one refuses; raises what that said where it refuses too."""
+    """Return `loader`'s reading of a text that the other one refuses; raises the other's error where it refuses too."""
     try:
         documents = built(loader)
     except yaml.YAMLError:
@@ -286,7 +286,7 @@ class _Builder:
         return value
 
     def _merged(self, frame: _Frame) -> dict[str, Node]:
-        """Return what the merge keys of a mapping stand for; unknown where releases of PyYAML differ on it."""
+        """Return the entries of a mapping's merge keys; unknown where releases of PyYAML differ on them."""
         first, last = _first_of_list_wins(frame.merges), self._last_of_list_wins(frame.merges)
         if self._last_merge_wins is not None:
             return last if self._last_merge_wins else first
@@ -299,7 +299,7 @@ class _Builder:
         return first
 
     def _last_of_list_wins(self, merges: list[list[dict[str, Node]]]) -> dict[str, Node]:
-        """Return what PyYAML from 6.0.4 makes of them: the last wins, but what was merged once is not merged again.
+        """Return the reading of PyYAML from 6.0.4: the last wins, but a mapping merged once is not merged again.
 
         It knows a pair again by the identity of its key's text, which Python shares for a single Latin-1 character, and
         a mapping that merges keeps the pairs that its own keys win over.
@@ -384,7 +384,7 @@ class _Builder:
 
 
 def _first_of_list_wins(merges: list[list[dict[str, Node]]]) -> dict[str, Node]:
-    """Return what PyYAML up to 6.0.3 makes of merge keys: a later key wins, in its list the first mapping."""
+    """Return the reading of merge keys by PyYAML up to 6.0.3: a later key wins, in its list the first mapping."""
     return {name: node for each in merges for mapping in reversed(each) for name, node in mapping.items()}
 
 

@@ -1,6 +1,6 @@
 """Plain values that know their line and column, as YAML, JSON and TOML give them.
 
-Apart from the parsers because what reads a JSON file or a script works with such values too, and importing PyYAML takes
+Apart from the parsers because readers of JSON files and scripts work with such values too, and importing PyYAML takes
 an eighth of a lint.
 """
 
@@ -15,7 +15,7 @@ MAX_NODES = 100_000
 
 
 class Loader(Enum):
-    """What turns a text into values; the members are loaders of one release or another."""
+    """The loader that turns a text into values; the members are loaders of one release or another."""
 
     SAFE = "PyYAML's safe loader"
     FULL = "PyYAML's full loader"
@@ -58,7 +58,7 @@ class Node(NamedTuple):
     """A value and its place, from 1: in a mapping that of its key, else its own.
 
     `value` is a scalar, `list[Node]` or `dict[str, Node]`; `text` is a scalar as it was written, `bare` without quotes
-    and tag. `shadowed` holds the earlier values of a duplicate key, `size` and `height` what the node expands to.
+    and tag. `shadowed` holds the earlier values of a duplicate key, `size` and `height` those of its expansion.
     """
 
     value: object

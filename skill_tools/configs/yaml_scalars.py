@@ -2,7 +2,7 @@
 
 Axolotl loads with PyYAML's safe loader (YAML 1.1: `yes` is true, `1e-4` is a string); Megatron Bridge loads with
 OmegaConf, which adds a wider grammar for floats (`1e-4` is a number) and leaves dates as text. PyYAML's own
-constructors do the conversion; what they refuse is refused here.
+constructors do the conversion; their refusals are refusals here.
 """
 
 import re

@@ -52,7 +52,7 @@ def _words(node: ast.expr, value: object, program: str) -> Iterator[Word]:
     if value and isinstance(value[0], str) and value[0].startswith("-"):
         yield Word(
             program, node.lineno, node.col_offset + 1
-        )  # an argument parser gets what follows its program
+        )  # an argument parser gets the words behind its program
     parts = node.elts if isinstance(node, ast.List) and len(node.elts) == len(value) else [node] * len(value)
     for part, item in zip(parts, value, strict=True):
         known = isinstance(item, str | int | float)

@@ -1,7 +1,7 @@
-"""Finds the objects of given classes that a Python file makes, with what each is given: `TrainingArguments(lr=2e-5)`.
+"""Finds the objects of given classes that a Python file makes, with their arguments: `TrainingArguments(lr=2e-5)`.
 
 The file is followed as `statements` follows a recipe: constants, functions and dataclasses of the same file are known;
-an import, a command line and a computed value are not. What is set on the object afterwards is its field too.
+an import, a command line and a computed value are not. An attribute set on the object afterwards is its field too.
 """
 
 from collections.abc import Collection
@@ -28,7 +28,7 @@ class Construction(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether a field that nobody sets here may be set by what is not followed, so that it has no known value."""
+        """Whether a field that nobody sets here may be set by unfollowed code, so that it has no known value."""
         return self.section.is_open
 
     def values(self) -> list[tuple[str, object, Place]]:

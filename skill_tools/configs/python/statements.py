@@ -1,6 +1,6 @@
 """Follows the statements of a Python recipe, and the functions of the same file that it calls.
 
-Nothing is imported or run. A branch that cannot be decided is followed with doubt: what it assigns becomes
+Nothing is imported or run. A branch that cannot be decided is followed with doubt: a value that it assigns becomes
 unreadable. The number of statements and the depth of calls are bounded.
 """
 
@@ -107,7 +107,7 @@ class Interpreter:
         return best if best is not None and best.fields.keys() & _SECTIONS else None
 
     def run_everything(self) -> None:
-        """Follow the script, then each function and method that it did not call: what they are given is not known."""
+        """Follow the script, then each function and method that it did not call: their arguments are not known."""
         with self._not_too_deep():
             self._follow(self._module.body)
             for node in self._module.body:
@@ -118,7 +118,7 @@ class Interpreter:
 
     @contextmanager
     def _not_too_deep(self) -> Iterator[None]:
-        """Refuse what nests so deeply that following it would exhaust Python's stack."""
+        """Refuse code that nests so deeply that following it would exhaust Python's stack."""
         try:
             yield
         except RecursionError as error:
@@ -253,7 +253,7 @@ class Interpreter:
         return self._object(last, node, arguments, keywords)
 
     def _lengthen(self, owner: list[object], node: ast.Call) -> None:
-        """Do what `append` and `extend` do to a list; what may be added is one part that cannot be read."""
+        """Change a list as `append` and `extend` do; a possible addition is one part that cannot be read."""
         value = self._expressions.evaluate(node.args[0])
         if len(owner) >= MAX_PARTS or self._doubts:
             value = [UNREADABLE]
@@ -271,7 +271,7 @@ class Interpreter:
     def _object(
         self, name: str, node: ast.Call, arguments: list[object], keywords: dict[str, object]
     ) -> Section:
-        """Build what a constructor makes; a class of this file brings its defaults along."""
+        """Build the object of a constructor; a class of this file brings its defaults along."""
         section = Section(made_by=name or "?", is_literal=name == "dict")
         if not (name[:1].isupper() or name == "dict" or name in self._watched):
             return section

@@ -1,4 +1,4 @@
-"""Parses Python text into its tree, and names what stands in it; nothing is imported, compiled or run."""
+"""Parses Python text into its tree, and names its parts; nothing is imported, compiled or run."""
 
 import ast
 import warnings
@@ -36,7 +36,7 @@ def dotted_name(node: ast.expr) -> str:
 
 
 def last_name(node: ast.expr) -> str:
-    """Return the last name of what is called or inherited: `b` of `a.b` and of `f().b`, else the empty text."""
+    """Return the last name of a called or inherited object: `b` of `a.b` and of `f().b`, else the empty text."""
     return dotted_name(node).rpartition(".")[2] or (node.attr if isinstance(node, ast.Attribute) else "")
 
 

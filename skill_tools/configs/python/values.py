@@ -61,7 +61,7 @@ class Section:
         self.fields.setdefault(name, []).append((value, place))
 
     def spread(self, value: object) -> None:
-        """Take over the fields of `value`, as `**` and `update` do; what cannot be read may hold any field."""
+        """Take over the fields of `value`, as `**` and `update` do; an unreadable one may hold any field."""
         if isinstance(value, Section):
             for name, values in list(value.fields.items()):
                 self.set(name, *values[-1])

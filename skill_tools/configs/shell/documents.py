@@ -25,7 +25,7 @@ _MOST = 8
 
 
 def written(source: Source) -> Iterator[tuple[str, Source]]:
-    """Yield each file that a script writes from a here-document: its path, normalised, and what it then holds.
+    """Yield each file that a script writes from a here-document: its path, normalised, and its text.
 
     A variable that the script does not assign by a plain text stays `${NAME}`.
     """

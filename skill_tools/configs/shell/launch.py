@@ -18,7 +18,7 @@ from skill_tools.errors import UnusableInput
 
 _OPTIONS = ("ARGS", "OPTS", "OPTION", "FLAGS", "PARAMS", "EXTRA")
 _FILES = (".yaml", ".yml", ".json", ".toml")
-_DEFAULT = re.compile(r"\$\{\w+:?-([^{}$]+)\}")  # of what the script itself is given
+_DEFAULT = re.compile(r"\$\{\w+:?-([^{}$]+)\}")  # of the script's own arguments
 # They handle files and start nothing.
 _HANDLERS = frozenset(
     {"cat", "cp", "echo", "grep", "head", "ln", "ls", "mv", "rm", "sed", "tee", "wget", "yq"}
@@ -28,7 +28,7 @@ _HANDLERS = frozenset(
 class Flag(NamedTuple):
     """A flag with the values after it, as argparse groups them.
 
-    `written` is what stands in the input, `known` says that all of it is read and nothing is left to fill in, and
+    `written` is the text of the input, `known` says that all of it is read and nothing is left to fill in, and
     `joined` that the first value stands behind an equals sign, so that argparse takes no other.
     """
 
@@ -59,7 +59,7 @@ def training_command(source: Source, knows: Callable[[str], bool], *, whole: boo
 
 
 def program_end(command: Command) -> int:
-    """Return where the arguments of the Python program begin; what stands before them is the launcher's.
+    """Return where the arguments of the Python program begin; the words before them are the launcher's.
 
     A launcher may be a module itself, but no script: a second one is a value, as is the script in `reward=x.py`.
     """

@@ -67,7 +67,7 @@ class _Block:
 def run(text: str, *, name: str, folder: Path | None = None) -> list[Command]:
     """Return the commands of `text` in order, each with the environment exported up to it.
 
-    Files that it sources are read too, from `folder`, where the script lies; what they set stands where they are
+    Files that it sources are read too, from `folder`, where the script lies; their settings stand where they are
     sourced.
     The last one is no command of the script: its words are all that the variables hold, for a file that only
     sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in sight.

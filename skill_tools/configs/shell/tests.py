@@ -17,7 +17,7 @@ _OPENING = {"[", "[[", "test"}
 
 
 def evaluate(words: Sequence[Argument]) -> bool | None:
-    """Return what the test command says, or None when that cannot be known or `words` are another command."""
+    """Return the answer of the test command, or None when that cannot be known or `words` are another command."""
     if not words or words[0].text not in _OPENING:
         return {"true": True, "false": False, ":": True}.get(words[0].text) if words else None
     is_pattern = words[0].text == "[["

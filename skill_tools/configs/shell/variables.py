@@ -1,7 +1,7 @@
-"""Variables and arrays of a script, and what a word becomes when they are expanded.
+"""Variables and arrays of a script, and the expansion of words with them.
 
 A value is a list of fields, a field a list of pieces; each piece keeps the place where its text stands in the
-script, so that `$ARGS` leads to the line that put the flag into it. What is not known stays as its own text, marked
+script, so that `$ARGS` leads to the line that put the flag into it. An unknown part stays as its own text, marked
 as not resolved.
 """
 
@@ -68,7 +68,7 @@ def as_argument(field: Field, *, certain: bool = True) -> Argument:
 def words_inside(fields: Iterable[Field]) -> list[Argument]:
     """Return the words of the command lines that stand in `fields`, as the shell that gets them as text splits them.
 
-    Their quotes are gone and their variables not known. What a `$(..)` gives is one word, whatever blanks it holds.
+    Their quotes are gone and their variables not known. The output of a `$(..)` is one word, whatever blanks it holds.
     """
     found: list[Argument] = []
     depth = 0
@@ -164,7 +164,7 @@ class Variables:
         self._values[name] = []
 
     def assign(self, assignment: Assignment, *, certain: bool) -> None:
-        """Carry out an assignment; in a branch that may not run, what it changes is no longer certain."""
+        """Carry out an assignment; in a branch that may not run, the variable is no longer certain."""
         name, earlier = assignment.name, self._values.get(assignment.name, [])
         if assignment.fields is not None:
             fields = assignment.fields if certain else [_doubt(field) for field in assignment.fields]
@@ -233,7 +233,7 @@ class Variables:
         return _join(self.expand(Word(quoted), depth))
 
     def _parameter(self, part: Part, depth: int) -> list[Field]:
-        """Return what stands for `$name` or `${name...}`: its fields, or its own text when it is not known."""
+        """Return the value of `$name` or `${name...}`: its fields, or its own text when it is not known."""
         if part.text in _FOLDERS and part.text not in self._values:
             return [[Piece(".", part.line, part.column)]]
         unknown = [[Piece(f"${{{part.text}}}", part.line, part.column, resolved=False)]]

@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[^ \t\r\n;&|()<>\"'\\$`#]+")
 
 
 class Part(NamedTuple):
-    """A piece of a word: literal text, an expansion (`text` is what stands in its braces), or a command's output."""
+    """A piece of a word: literal text, an expansion (`text` is that in its braces), or a command's output."""
 
     kind: str
     text: str
