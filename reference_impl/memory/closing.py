@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
@@ -81,6 +81,22 @@ def register_undoably(
 ) -> None:
     """Call torch's method `register` with a hook; `steps` gets the call that takes it off."""
     do_undoably(lambda: register(hook, **options).remove, steps)
+
+
+def register_first(
+    register: Callable[..., RemovableHandle],
+    hooks: Any,
+    hook: Callable[..., object],
+    steps: list[Callable[[], None]],
+) -> None:
+    """Register as `register_undoably`, in front of all `hooks` of that kind, where torch has no `prepend`."""
+
+    def do() -> Callable[[], None]:
+        handle = register(hook)
+        hooks.move_to_end(handle.id, last=False)
+        return handle.remove
+
+    do_undoably(do, steps)
 
 
 def close_behind(error: BaseException | None, close: Callable[[], None]) -> None:

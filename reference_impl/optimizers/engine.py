@@ -16,17 +16,18 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.forward_waits import forgetful
+from reference_impl.optimizers.forward_waits import Wait
 from reference_impl.optimizers.gradients.clip_decision import decide
 from reference_impl.optimizers.gradients.of_step import StepGradients
 from reference_impl.optimizers.gradients.scale import take_scale
 from reference_impl.optimizers.gradients.used import UsedGradients, noted_of, standing_on, written_while_read
 from reference_impl.optimizers.layout import Member, check_kept
-from reference_impl.optimizers.module_load import count_own, written, written_on_its_way
+from reference_impl.optimizers.model_hooks import forgetful
 from reference_impl.optimizers.parameter_state import OptimizerState
 from reference_impl.optimizers.readers import AttachedModel, StepSite
 from reference_impl.optimizers.shares import Shares
@@ -34,6 +35,7 @@ from reference_impl.optimizers.state_dict import StateWrites
 from reference_impl.optimizers.step import Failures, Status, StepPlan, as_one, in_turn, snapshot
 from reference_impl.optimizers.writes.aliased import AliasedWeights
 from reference_impl.optimizers.writes.awaited import let_wait
+from reference_impl.optimizers.writes.module_load import CheckLoad, count_own, written, written_on_its_way
 
 
 class Owner(Protocol):
@@ -272,6 +274,18 @@ class Engine:
 
     # Readers of weights wait for updates.
 
+    def attach(self, model: nn.Module, *, refresh_masters: Wait, check_load: CheckLoad) -> None:
+        """Let `model` wait for the weights of the members, see `AttachedModel.attach`."""
+        self.attached.attach(
+            model,
+            self.members,
+            device=self.device,
+            wait_for=self.wait_for_forward,
+            refresh_masters=refresh_masters,
+            check_load=check_load,
+            noting_status=self._failures.noting_status_on_error,
+        )
+
     @property
     def returns_early(self) -> bool:
         """Whether `step()` returns before weights are new, because a model waits for them."""
@@ -308,6 +322,14 @@ class Engine:
             if found:
                 self.check_between_steps(lambda: checks.used_in_between(found[0]))
         self.wait_for(listed)
+
+    def check_unbegun(self, members: Iterable[Member]) -> None:
+        """Raise RuntimeError before `step()` where backward has begun to update one of `members`, new or not."""
+        begun = self.gradients.begun if self.shares is not None else None
+        if begun is not None:
+            found = next((member for member in members if member in begun.arrivals), None)
+            if found is not None:
+                self.check_between_steps(lambda: checks.used_in_between(found))
 
     def wait_for_forward(self, members: Iterable[Member]) -> None:
         """Wait as `wait_for_use`, for the model, which backward may run again."""

@@ -31,7 +31,8 @@ from reference_impl.memory.transforms import outside_transforms
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.module_load import ModuleLoad
+from reference_impl.optimizers.model_hooks import ModelHook, forgetful
+from reference_impl.optimizers.writes.module_load import CheckLoad, hook_loads, owned
 
 _P = ParamSpec("_P")
 
@@ -59,6 +60,7 @@ class ForwardWaits:
         device: where they are.
         wait_for: makes the live current stream wait for members.
         refresh_masters: makes the masters of members from their parameters.
+        check_load: see `module_load.hook_loads`.
         noting_status: gathers are made to wait inside it, so that the optimizer hears of a lost device.
         gates: False where gathers cannot wait, because step() does.
     """
@@ -71,6 +73,7 @@ class ForwardWaits:
         device: Device,
         wait_for: Wait,
         refresh_masters: Wait,
+        check_load: CheckLoad,
         noting_status: Callable[[], AbstractContextManager[None]] = nullcontext,
         gates: bool = True,
     ) -> None:
@@ -86,7 +89,6 @@ class ForwardWaits:
         self._teacher: int | None = None
         self.has_run_since_step = self.has_compiled = False
         self._wait = outside_transforms(forgetful(wait_for))
-        refresh = forgetful(refresh_masters)
         everyone = list(members.values())
 
         def finish() -> None:
@@ -102,17 +104,21 @@ class ForwardWaits:
         checks.check_in_model(model, members)
         try:
             for module in model.modules():
-                own = _owned(module, members)
+                own = owned(module, members)
                 if own:
-                    load = ModuleLoad(own, wait_outside, refresh)
                     wait = ModelHook(partial(_called_with, wait_outside, own))
                     register_undoably(module.register_state_dict_pre_hook, wait, self._undo)
-                    before, after = ModelHook(load.before), ModelHook(load.after)
-                    register_undoably(module.register_load_state_dict_pre_hook, before, self._undo)
-                    register_undoably(module.register_load_state_dict_post_hook, after, self._undo)
                 read_here = self._not_gathered(_read_in_forward(module, members))
                 if read_here:
                     self._wait_first(module, self._forward_hook(read_here), own=own, finish=finish)
+            hook_loads(
+                model,
+                members,
+                check=forgetful(check_load),
+                wait=wait_outside,
+                refresh=forgetful(refresh_masters),
+                undo=self._undo,
+            )
             for gate in self._gates:
                 for module in gate.group.modules:
                     hook = self._gate_hook(gate)
@@ -121,7 +127,7 @@ class ForwardWaits:
                 reduced = [members[param] for param in parallel.parameters() if param in members]
                 _before_buckets_are_written(parallel, reduced, self._wait, self._undo)
             start = self._start_hook(self._not_gathered(everyone))
-            self._wait_first(model, start, own=_owned(model, members), finish=finish)
+            self._wait_first(model, start, own=owned(model, members), finish=finish)
         except BaseException:
             self.close()
             raise
@@ -377,66 +383,6 @@ class Gates:
                 gate.opened = self._step
 
 
-class ModelHook:
-    """A hook on a module that stays behind: a copy or a pickle of the module has one that does nothing instead.
-
-    So a copied model is independent of the optimizer, and loads where this package is not installed. Copying waits for
-    new weights by `finish`; the module's `own` members have been copied by then, so a deep copy takes these again.
-    """
-
-    __slots__ = ("_finish", "_own", "_run")
-
-    def __init__(
-        self,
-        run: Callable[..., None],
-        *,
-        own: Sequence[Member] = (),
-        finish: Callable[[], None] | None = None,
-    ) -> None:
-        self._run = run
-        self._own = own
-        self._finish = finish
-
-    def __call__(self, *arguments: Any) -> None:
-        """Run the hook."""
-        self._run(*arguments)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        """Return a function that takes anything and does nothing."""
-        late = [member.param for member in self._own if member.pending and id(member.param) in memo]
-        if self._finish is not None:
-            self._finish()
-        for param in late:
-            memo[id(param)].detach().copy_(param.detach())
-        return nullcontext().__exit__
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Become the standard library's function that takes anything and does nothing.
-
-        Raises RuntimeError when new weights were on their way to parameters that are in the pickle by now.
-        """
-        if any(member.pending for member in self._own):
-            raise RuntimeError(
-                "a model was pickled while new weights were on their way; expected finished ones; try "
-                "optimizer.synchronize() before"
-            )
-        if self._finish is not None:
-            self._finish()
-        return getattr, (nullcontext(), "__exit__")
-
-
-def forgetful(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: _P.args, **named: _P.kwargs) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*arguments, **named)
-
-    return call
-
-
 def _before_buckets_are_written(
     parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait, undo: list[Callable[[], None]]
 ) -> None:
@@ -473,16 +419,9 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
-def _owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
-    """Return the members that `module` owns itself, without its children's."""
-    return [members[p] for p in module._parameters.values() if p is not None and p in members]
-
-
 def _read_in_forward(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
     """Return the members that the forward of `module` reads itself: its own, and those of children without one."""
-    return list(
-        dict.fromkeys(member for each in _without_forward(module) for member in _owned(each, members))
-    )
+    return list(dict.fromkeys(member for each in _without_forward(module) for member in owned(each, members)))
 
 
 def _without_forward(module: nn.Module) -> Iterator[nn.Module]:

@@ -320,14 +320,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         Under FSDP2 gathers wait for their own shards; call it after `fully_shard`. State_dicts wait too, and loading
         one refreshes masters. Raises ValueError under FSDP1 and for parameters that the model does not have.
         """
-        self._engine.attached.attach(
-            model,
-            self._members,
-            device=self._device,
-            wait_for=self._engine.wait_for_forward,
-            refresh_masters=self._refresh,
-            noting_status=self._failures.noting_status_on_error,
-        )
+        self._engine.attach(model, refresh_masters=self._refresh, check_load=self._check_load)
 
     @in_turn
     def detach(self) -> None:
@@ -358,6 +351,10 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     def refresh_written(self, params: Iterable[torch.Tensor]) -> None:
         """Make new masters of weights that the user has written where they live."""
         self._engine.remake_masters([self._members[param] for param in params])
+
+    def _check_load(self, inside: Sequence[Member], remade: Sequence[Member]) -> None:
+        """Raise RuntimeError where a load may not come now, see `CheckLoad`."""
+        self._engine.check_unbegun(inside)
 
     def _refresh(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from their parameters."""

@@ -217,6 +217,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
     def _is_accumulating(self) -> bool:
         return self._accumulating or self._asks_whether_accumulating()
 
+    def _check_load(self, inside: Sequence[Member], remade: Sequence[Member]) -> None:
+        super()._check_load(inside, remade)
+        checks.check_refresh(remade)
+
     def _refresh(self, members: Sequence[Member]) -> None:
         checks.check_refresh(members)
         self._engine.writes.make(lambda: self._engine.open.refresh_masters(members))

@@ -19,9 +19,9 @@ from reference_impl.distributed.mesh import local_of, shard_like
 from reference_impl.optimizers.algorithms import Algorithm, AnyAlgorithm
 from reference_impl.optimizers.guarded import GuardedTensor
 from reference_impl.optimizers.layout import MASTER, STEP, Member
-from reference_impl.optimizers.module_load import note_loaded
 from reference_impl.optimizers.saved_checks import check_state
 from reference_impl.optimizers.step import without_gradients
+from reference_impl.optimizers.writes.module_load import note_loaded
 
 
 class StateParts(Protocol):

@@ -19,6 +19,7 @@ from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits, Wait
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.writes.module_load import CheckLoad
 
 
 class AttachedModel:
@@ -36,6 +37,7 @@ class AttachedModel:
         device: Device,
         wait_for: Wait,
         refresh_masters: Wait,
+        check_load: CheckLoad,
         noting_status: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Let `model` wait from now on, and no other; see `ForwardWaits`, whose errors this raises."""
@@ -54,6 +56,7 @@ class AttachedModel:
                 device=device,
                 wait_for=wait_for,
                 refresh_masters=refresh_masters,
+                check_load=check_load,
                 noting_status=noting_status,
                 gates=missing is None,
             )

@@ -22,10 +22,10 @@ from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.update_time import Split
 from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.standing import StandingGradients
 from reference_impl.optimizers.hosted import HostedOptimizer
+from reference_impl.optimizers.model_hooks import forgetful
 from reference_impl.optimizers.options import States, form_of
 from reference_impl.optimizers.placement import SplitPlacement
 from reference_impl.optimizers.shares import Shares

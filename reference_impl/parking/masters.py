@@ -16,7 +16,7 @@ import torch
 from reference_impl.memory.absent import is_absent
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.module_load import written
+from reference_impl.optimizers.writes.module_load import written
 
 
 class MastersOfParked:

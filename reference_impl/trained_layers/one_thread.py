@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from reference_impl.memory.closing import do_undoably, register_undoably
+from reference_impl.memory.closing import register_first, register_undoably
 
 _NO_BACKWARD = -1
 
@@ -60,7 +58,8 @@ class OneThread:
             (module.register_state_dict_pre_hook, module._state_dict_pre_hooks, self._before_state_dict),
             (module.register_load_state_dict_pre_hook, module._load_state_dict_pre_hooks, self._before_load),
         ):
-            do_undoably(partial(_register_first, register, hooks, hook), undo)
+            # In front of FSDP2's hooks, which reshard.
+            register_first(register, hooks, hook, undo)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self.check("runs a model whose shards stream", trains=torch.is_grad_enabled(), runs=True)
@@ -70,12 +69,3 @@ class OneThread:
 
     def _before_load(self, *_: Any) -> None:
         self.check("calls load_state_dict() of a model whose shards stream", trains=True)
-
-
-def _register_first(
-    register: Callable[[Callable[..., None]], RemovableHandle], hooks: Any, hook: Callable[..., None]
-) -> Callable[[], None]:
-    """Register `hook` in front of all `hooks`, FSDP2's included, which reshards; return a call that undoes it."""
-    handle = register(hook)
-    hooks.move_to_end(handle.id, last=False)
-    return handle.remove

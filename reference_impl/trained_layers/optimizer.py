@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from reference_impl.device import Device
-from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.model_hooks import forgetful
 from reference_impl.optimizers.options import CpuUpdate, Streaming
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import Wrapped, wrapped_in

@@ -19,9 +19,9 @@ from reference_impl.device import Device
 from reference_impl.distributed.ddp import Reduced, ReducedGradients, data_parallels, foreign_hook
 from reference_impl.memory.closing import register_undoably, undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.forward_waits import forgetful
 from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.model_hooks import forgetful
 
 
 def hook_gradients(

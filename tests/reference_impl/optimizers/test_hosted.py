@@ -30,6 +30,9 @@ class Waiter:
     def refresh(self, members):
         self.refreshed.append(list(members))
 
+    def check_load(self, inside, remade):
+        pass
+
 
 @pytest.fixture
 def waited_for():
@@ -38,7 +41,12 @@ def waited_for():
     members = {layer.weight: Member(layer.weight, 0, order, 0) for order, layer in enumerate(model.values())}
     waiter = Waiter()
     waits = ForwardWaits(
-        model, members, device=Device.of("cpu"), wait_for=waiter.wait_for, refresh_masters=waiter.refresh
+        model,
+        members,
+        device=Device.of("cpu"),
+        wait_for=waiter.wait_for,
+        refresh_masters=waiter.refresh,
+        check_load=waiter.check_load,
     )
     return model, list(members.values()), waiter, waits
 

@@ -173,6 +173,29 @@ def test_no_model_is_used_between_a_backward_that_updates_and_its_step(device, m
     assert all(map(torch.equal, uses, none))
 
 
+@pytest.mark.parametrize("of_layer", [False, True])
+@pytest.mark.parametrize("make", [attached, in_backward, blocks_in_backward])
+def test_a_load_that_is_refused_before_step_has_written_nothing(device, make, of_layer):
+    """Neither a weight whose update has begun, nor a module in front of it that the optimizer does not know."""
+
+    def counting(model):
+        model.register_buffer("seen", torch.zeros(1, device=device.torch_device))
+        return make(model)
+
+    def refused(model):
+        loaded = model[1] if of_layer else model
+        ones = {
+            name: torch.ones(each.shape)
+            for name, each in (*loaded.named_parameters(), *model.named_buffers())
+        }
+        with pytest.raises(RuntimeError, match=r"between backward and step\(\)"):
+            loaded.load_state_dict(ones, strict=False)
+        assert not model.seen
+
+    with_loads, without = (trained(device, counting, before_step=each) for each in (refused, None))
+    assert all(map(torch.equal, with_loads, without))
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_memory_of_a_gradient_that_has_left_is_refused_by_name(device, is_used):
     model = made(device)

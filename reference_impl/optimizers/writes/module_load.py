@@ -1,14 +1,16 @@
 """Writes to weights by others than the optimizer, and how masters follow: a load of a module, or any write.
 
-Around a load of a module there are hooks. Masters that were loaded before stay: torch's `set_state_dict` loads the
-optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write is found in
-the next step, by autograd's counter, which the optimizer's own writes do not move but by `count_own`. Writes
+Around a load of a module there are hooks, and in front of it one on each module that holds others, so that a load that
+may not come now is refused before any module is written. Masters that were loaded before stay: torch's `set_state_dict`
+loads the optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write
+is found in the next step, by the counter of autograd, which writes of the optimizer move only by `count_own`. Writes
 that neither counter nor address show `writes` finds by comparing weights. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,69 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from reference_impl.memory.absent import is_absent
+from reference_impl.memory.closing import register_first, register_undoably
 from reference_impl.optimizers.layout import Member
+from reference_impl.optimizers.model_hooks import ModelHook
 
 _Call = Callable[[Sequence[Member]], None]
+# Raises where a load may not come now, given the members of the modules that it visits, and of those whose gradients
+# have left the ones whose masters it makes.
+CheckLoad = Callable[[Sequence[Member], Sequence[Member]], None]
+
+
+def hook_loads(
+    model: nn.Module,
+    members: Mapping[torch.Tensor, Member],
+    *,
+    check: CheckLoad,
+    wait: _Call,
+    refresh: _Call,
+    undo: list[Callable[[], None]],
+) -> None:
+    """Hook each load of `model` or a module of it, see `ModuleLoad`; `undo` gets the calls that take the hooks off."""
+    for module in model.modules():
+        inside = _named(module.named_parameters(remove_duplicate=False), members)
+        if inside:
+            refuse = ModelHook(partial(_check_inside, check, inside))
+            # In front of hooks that bring weights for the load, and would not hear that it does not come.
+            register_first(
+                module.register_load_state_dict_pre_hook, module._load_state_dict_pre_hooks, refuse, undo
+            )
+        own = owned(module, members)
+        if own:
+            load = ModuleLoad(own, wait, refresh)
+            before, after = ModelHook(load.before), ModelHook(load.after)
+            register_undoably(module.register_load_state_dict_pre_hook, before, undo)
+            register_undoably(module.register_load_state_dict_post_hook, after, undo)
+
+
+def owned(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
+    """Return the members that `module` owns itself, without its children's."""
+    return list(_named(module._parameters.items(), members).values())
+
+
+def _named(
+    params: Iterable[tuple[str, torch.Tensor | None]], members: Mapping[torch.Tensor, Member]
+) -> dict[str, Member]:
+    return {name: members[param] for name, param in params if param is not None and param in members}
+
+
+def _check_inside(
+    check: CheckLoad,
+    inside: Mapping[str, Member],
+    _module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Check a load of a module with the members `inside`, before anything of it is written."""
+    values = {member: state_dict.get(prefix + name) for name, member in inside.items()}
+    remade = [
+        member
+        for member, value in values.items()
+        if member.arrival is not None and value is not None and not _is_kept(member, value)
+    ]
+    check(list(values), remade)
 
 
 class ModuleLoad:
@@ -37,11 +99,7 @@ class ModuleLoad:
         values = {member: state_dict.get(prefix + names.get(id(member.param), "")) for member in self._own}
         self._versions = {member: _version(member) for member in self._own}
         self._named = [member for member, value in values.items() if value is not None]
-        self._kept = [
-            member
-            for member in self._named
-            if member.loaded_version == self._versions[member] and _rounds_to_weight(values[member], member)
-        ]
+        self._kept = [member for member in self._named if _is_kept(member, values[member])]
 
     def after(self, *_: Any) -> None:
         """Make masters of the written weights, but for those that are kept."""
@@ -102,6 +160,11 @@ def note_loaded(member: Member, master: Any) -> None:
     belongs = member.dtype != torch.float32 and _rounds_to_weight(master, member)
     member.is_apart = isinstance(master, torch.Tensor) and member.dtype != torch.float32 and not belongs
     member.loaded_version = _version(member) if belongs else None
+
+
+def _is_kept(member: Member, value: Any) -> bool:
+    """Return whether the master of `member`, which was loaded before, stays where `value` is loaded as its weight."""
+    return member.loaded_version == _version(member) and _rounds_to_weight(value, member)
 
 
 def _rounds_to_weight(value: Any, member: Member) -> bool:
