@@ -6,7 +6,7 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,18 @@ from reference_impl.memory.closing import register_undoably
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.engine import Engine
 
-# Those of all optimizers that have not been collected.
-_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, Engine] = weakref.WeakKeyDictionary()
+# Those of all optimizers that have not been collected; an engine has its optimizer, and would keep it here for ever.
+_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
 def note_owner(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     """Note that `optimizer` trains the members of its `engine` until that is closed."""
-    _engines[optimizer] = engine
+    _engines[optimizer] = weakref.ref(engine)
+
+
+def _living() -> Iterator[Engine]:
+    """Yield the engines of all optimizers."""
+    return (engine for each in list(_engines.values()) if (engine := each()) is not None)
 
 
 def check_untrained(params: Iterable[torch.Tensor], *, but_by: Engine | None = None) -> None:
@@ -30,9 +35,7 @@ def check_untrained(params: Iterable[torch.Tensor], *, but_by: Engine | None = N
     checks.check_unshared(
         list(params),
         lambda param: any(
-            param in each.members
-            for each in list(_engines.values())
-            if each is not but_by and not each.is_closed
+            param in each.members for each in _living() if each is not but_by and not each.is_closed
         ),
     )
 
@@ -45,7 +48,8 @@ def take_place(
 
     def refuse(*_: Any) -> None:
         found = here()
-        if found is not None and not _engines[found].is_closed:
+        engine = None if found is None else _engines[found]()
+        if engine is not None and not engine.is_closed:
             raise checks.has_no_states(name, type(found).__name__)
 
     def note_step(*_: Any) -> None:
@@ -67,7 +71,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if not _engines or optimizer in _engines:
         return
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for each in list(_engines.values()):
+    for each in _living():
         for member in (each.members[param] for param in stepped if param in each.members):
             member.version = -1
 

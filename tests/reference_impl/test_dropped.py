@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, TrainableLayerStreamer
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.memory.disk import DiskSpace
 from reference_impl.memory.host import host_book, host_storages
@@ -153,3 +154,47 @@ def test_a_write_that_is_under_way_ends_first(tmp_path, monkeypatch):
         gc.collect()
         leave.set()
         assert comes_back_to(before)
+
+
+def of_hybrid(model):
+    optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-2, split=(0.3, 0.4, 0.3))
+    optimizer.attach(model)
+    return optimizer, optimizer.close
+
+
+def that_updates(model):
+    optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-2, backward_overlap="update")
+    optimizer.attach(model)
+    return optimizer, optimizer.close
+
+
+def of_states(model):
+    optimizer = OptimizerStateOffloader(torch.optim.AdamW(model.parameters(), fused=True))
+    return optimizer, optimizer.close
+
+
+def of_layers(model):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    streamer = TrainableLayerStreamer(model, torch.optim.AdamW(trained, fused=True))
+    return streamer.optimizer, streamer.close
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
+@pytest.mark.parametrize("make", [of_hybrid, that_updates, of_states, of_layers])
+def test_a_trained_model_is_collected(make, is_closed):
+    """Its weights would stay on the device: what looks for the optimizer of a parameter keeps none alive."""
+    model = Model().requires_grad_()
+    optimizer, close = make(model)
+    for _ in range(2):
+        model(torch.ones(4, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if is_closed:
+        close()
+    left = [weakref.ref(each) for each in (model, optimizer, *model.parameters())]
+    del model, optimizer, close
+    # A thread that ends has its last job until then.
+    deadline = time.monotonic() + 60
+    while [gc.collect(), *(ref() for ref in left)][1:] != [None] * len(left):
+        assert time.monotonic() < deadline, [type(ref()) for ref in left]
+        time.sleep(0.01)
