@@ -178,8 +178,8 @@ class _Run:
     def _unsaid(self, error: BaseException) -> str:
         """Return what is missing where `step()` says which state its error has left; empty if nothing is."""
         states = ("untouched", "begun", "broken")
-        if not _is_ours(error):
-            # As where GradScaler looks for infinities.
+        if not _is_in_step(error):
+            # As where GradScaler looks for infinities, in a stand-in too.
             return ""
         if isinstance(self._case.fault, TooDeep) or (
             isinstance(self._case.fault, NoMemory) and _calls_of_ours(error) <= _CALLS_BEFORE_NOTES
@@ -201,8 +201,8 @@ class _Run:
         status = getattr(self._optimizer, "status", None)
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
-        self._trainee.recover(interrupted=self._is_interrupted)
         try:
+            self._trainee.recover(interrupted=self._is_interrupted)
             closed = self._act(step, phase, status)
             if closed is not None:
                 return closed
@@ -402,8 +402,13 @@ def all_of(error: BaseException | None) -> str:
     return said
 
 
-def _is_ours(error: BaseException) -> bool:
-    return _calls_of_ours(error) > 0
+def _is_in_step(error: BaseException) -> bool:
+    """Return whether `error` has come through an optimizer's `step()`, which `optimizers.step.hooked` has wrapped."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(
+        frame.name == "call" and frame.filename.endswith("/reference_impl/optimizers/step.py")
+        for frame in frames
+    )
 
 
 def _calls_of_ours(error: BaseException) -> int:

@@ -190,6 +190,8 @@ class Trainee:
         self.batches = [each.to(self.device.torch_device) for each in ids]
         self.optimizer: Any = None
         self.scaler = self._new_scaler()
+        # Whether `scaler.update()` has been called, and has not returned.
+        self._is_scale_due = False
         self.average: Any = None
         if self.is_built:
             self.build()
@@ -305,7 +307,9 @@ class Trainee:
     def step(self) -> None:
         """Take a step."""
         self.scaler.step(self.optimizer)
+        self._is_scale_due = True
         self.scaler.update()
+        self._is_scale_due = False
 
     def take_average(self) -> None:
         """Average the weights, if the loop does."""
@@ -327,11 +331,15 @@ class Trainee:
     def recover(self, *, interrupted: bool) -> None:
         """Do what GradScaler and FSDP2 ask of a loop that has caught an error.
 
-        A scaler that was interrupted may believe that the next step has been taken. Of FSDP2, `reset_iter_state` of
+        A scaler that was interrupted may believe that the next step has been taken, and one whose `update()` has failed
+        takes no other step before it. Of FSDP2, `reset_iter_state` of
         torch 2.13 leaves out a group of whose parameters only some are whole, and the gradients of whole parameters.
         """
         if interrupted:
             self.scaler = self._new_scaler()
+        elif self._is_scale_due:
+            self.scaler.update()
+        self._is_scale_due = False
         if self.setting.kind != "shards":
             return
         modules = (*self.model.layers, self.model)

@@ -121,17 +121,21 @@ class GradientStandIn(torch.Tensor):
 
     def scale_by(self, factor: torch.Tensor | float) -> None:
         """Record that the gradient is scaled by `factor`, which nobody changes afterwards."""
+        self.check_unused()
         if self.dropped:
             return
-        if self.used:
+        if self.kept_part is not None:
+            self.kept_part.mul_(factor)
+        self.factors.append(factor)
+
+    def check_unused(self) -> None:
+        """Raise RuntimeError where an update has begun to use the gradient, so that it can be scaled no more."""
+        if self.used and not self.dropped:
             raise RuntimeError(
                 f"a gradient of shape {tuple(self.shape)} was scaled after an update had begun to use it; expected "
                 "scaling between backward and step(), and none with backward_overlap='update'; try "
                 "backward_overlap='gradients'"
             )
-        if self.kept_part is not None:
-            self.kept_part.mul_(factor)
-        self.factors.append(factor)
 
     def use(self) -> None:
         """Let go of the kept part: the step owns the gradient from here on."""
@@ -291,9 +295,13 @@ def _mul(gradient: torch.Tensor, factor: Any) -> torch.Tensor:
 
 
 def _foreach_mul(gradients: Sequence[torch.Tensor], factors: Any) -> None:
-    listed = factors if isinstance(factors, list | tuple) else [_scalar_of(factors)] * len(gradients)
+    several = isinstance(factors, list | tuple)
+    listed = list(map(_scalar_of, factors)) if several else [_scalar_of(factors)] * len(gradients)
+    for stand_in in _stand_ins(gradients):
+        stand_in.check_unused()
+    # From here on nothing allocates: some would be scaled, and others not.
     for gradient, factor in zip(gradients, listed, strict=True):
-        gradient.mul_(factor)
+        gradient.scale_by(factor) if isinstance(gradient, GradientStandIn) else gradient.mul_(factor)
 
 
 def _zero(gradient: GradientStandIn) -> GradientStandIn:
@@ -338,14 +346,22 @@ def _div_by_number(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Do as `GradScaler.unscale_`; a gradient has an infinite or undefined element where its norm is none."""
+    """Do as `GradScaler.unscale_`; a gradient has an infinite or undefined element where its norm is none.
+
+    Nothing is scaled where it raises: GradScaler would scale all of them again.
+    """
+    stand_ins = [gradient for gradient in gradients if isinstance(gradient, GradientStandIn)]
     here = [gradient for gradient in gradients if not isinstance(gradient, GradientStandIn)]
+    for stand_in in stand_ins:
+        stand_in.check_unused()
+    overflows = [~torch.isfinite(stand_in.scaled_norm()) for stand_in in stand_ins]
+    overflow = torch.stack(overflows).any().to(found_inf.dtype)
+    factor = _scalar_of(inverse_scale.reshape(()))
     if here:
         torch._amp_foreach_non_finite_check_and_unscale_(here, found_inf, inverse_scale)
-    for gradient in gradients:
-        if isinstance(gradient, GradientStandIn):
-            found_inf.copy_(torch.maximum(found_inf, ~torch.isfinite(gradient.scaled_norm())))
-            gradient.scale_by(_scalar_of(inverse_scale.reshape(())))
+    torch.maximum(found_inf, overflow, out=found_inf)
+    for stand_in in stand_ins:
+        stand_in.scale_by(factor)
 
 
 def _same(gradient: GradientStandIn, *_: object, **__: object) -> GradientStandIn:

@@ -1,13 +1,16 @@
 """What stands on `param.grad` for a gradient that has left, in loops of other people."""
 
+import contextlib
 import copy
 import pickle
 
 import pytest
 import torch
+from begun_steps import allocates
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, assert_same_weights, hybrid, reference, train, twins
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_impl import HybridDeviceOptimizer
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
@@ -294,6 +297,49 @@ def test_what_is_added_to_a_gradient_in_place_counts(device, make, fraction, alp
             opt.zero_grad()
     assert all(map(torch.equal, norms[model], norms[plain]))
     assert_same_weights(model, plain)
+
+
+class FullDevice(TorchDispatchMode):
+    """Has no memory for the operator that comes `at`-th of those that allocate."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if GradientStandIn in types:
+            # Its own operators come here.
+            return NotImplemented
+        self.left -= allocates(func)
+        if self.left == 0 and allocates(func):
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+        return func(*args, **(kwargs or {}))
+
+
+def unscaled_behind(failures, device, make):
+    """Return the weights after a step whose `unscale_` is called again when one of its operators has failed."""
+    model, _ = twins(device)
+    optimizer = make(model, offload_fraction=0.7, backward_overlap="gradients", max_grad_norm=0.1)
+    scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**8)
+    (x,) = batches(device.torch_device, 1)
+    scaler.scale(model(x).float().square().mean()).backward()
+    with contextlib.suppress(torch.OutOfMemoryError), FullDevice(failures):
+        scaler.unscale_(optimizer)
+        return None
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    optimizer.synchronize()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_gradients_are_unscaled_once_though_unscaling_has_failed_in_its_midst(device, make):
+    expected = unscaled_behind(1, device, make)
+    for at in range(2, 200):
+        found = unscaled_behind(at, device, make)
+        if found is None:
+            break
+        assert all(map(torch.equal, found, expected)), at
+    assert at > 5
 
 
 def test_values_cannot_be_clipped_behind_its_back(device, make):
