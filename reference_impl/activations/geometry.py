@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import nn
 
+from reference_impl.memory.absent import storage_of
+
 # A view that spans this share of its storage moves the storage; at this density its span moves as it is.
 _WHOLE_SHARE = 0.25
 _DENSE_SHARE = 0.5
@@ -193,7 +195,5 @@ def _storages_of(module: nn.Module) -> set[int]:
     # Without their names, which the host would put together for every layer of every forward.
     listed = ((*each._parameters.values(), *each._buffers.values()) for each in module.modules())
     tensors = (tensor for each in listed for tensor in each if tensor is not None)
-    # Sealed weights stay sealed (`memory.absent`).
-    with torch._C.DisableTorchFunctionSubclass():
-        # A sharded parameter keeps its bytes in a local tensor.
-        return {getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata for tensor in tensors}
+    # A sharded parameter keeps its bytes in a local tensor.
+    return {storage_of(getattr(tensor, "_local_tensor", tensor))._cdata for tensor in tensors}

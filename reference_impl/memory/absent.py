@@ -18,11 +18,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+_T = TypeVar("_T")
 
 # These read elements of the tensor, in the form of another tensor.
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -107,8 +109,17 @@ def own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Return the storage of `tensor` to whoever does not write it: a seal stays whole, and one that is away answers."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()
+    return unanswered(tensor.untyped_storage)
+
+
+def unanswered(func: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
+    """Return what `func` returns where no class of tensors answers for torch: neither a seal nor an absent one does.
+
+    Torch's function does it as one bytecode. An interrupt at either end of its context manager would leave the thread
+    without answers from then on: nobody would wait for a weight that is on its way.
+    """
+    result: _T = torch._C._disabled_torch_function_impl(func, (), args, kwargs)
+    return result
 
 
 @functools.cache
@@ -121,8 +132,7 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
             return f"<{name}, not on the device>"
         if function == "detach":
             # A state_dict has it: the same tensor in another object, absent as well.
-            with torch._C.DisableTorchFunctionSubclass():
-                alias: torch.Tensor = func(*args, **(kwargs or {}))
+            alias: torch.Tensor = unanswered(func, *args, **(kwargs or {}))
             # The parts of one that wraps others are new, too.
             aliases = vars(args[0]).setdefault(_ALIASES, [])
             for each in (alias, *parts_of_wrapper(alias)):
@@ -132,8 +142,7 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
             return alias
         if not describes(func):
             raise RuntimeError(f"{name} is not on the device; {remedy}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return unanswered(func, *args, **(kwargs or {}))
 
     return _class("Absent", present_class, answer, _is_absent=True)
 
@@ -153,8 +162,7 @@ def _sealed_class(present_class: type[torch.Tensor]) -> type[torch.Tensor]:
                 if isinstance(each, torch.Tensor) and is_sealed(each):
                     mark_present(each)
             return func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return unanswered(func, *args, **(kwargs or {}))
 
     return _class("Sealed", present_class, answer, _is_sealed=True)
 

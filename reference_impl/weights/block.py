@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of
+from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of, unanswered
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
@@ -134,8 +134,7 @@ class StreamedBlock(VisitingBlock):
         HostMemoryError, and leaves the tensors as they were.
         """
         # Memory moves here. A weight that somebody is still to make would be made in between, in memory that then goes.
-        with torch._C.DisableTorchFunctionSubclass():
-            self._take(storages, slot_bytes)
+        unanswered(self._take, storages, slot_bytes)
 
     def _take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
         offsets, size_bytes = layout(storages)
@@ -307,11 +306,12 @@ class StreamedBlock(VisitingBlock):
         for watched in self._watched:
             mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)
 
+    def _changed_name(self, base_address: int) -> str | None:
+        return next((w.name for w in self._watched if w.has_changed(base_address)), None)
+
     def _refuse_changes(self) -> None:
-        base_address = self._flat.data_ptr()
         # Sealed tensors answer in Python otherwise.
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = next((w.name for w in self._watched if w.has_changed(base_address)), None)
+        changed = unanswered(self._changed_name, self._flat.data_ptr())
         if changed is None:
             changed = next((place.storage.names[0] for place in self._found_written()), None)
         if changed is not None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from reference_impl.memory.absent import storage_of
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.writes.awaited import AwaitedParameter
 
@@ -62,8 +63,7 @@ def _countable(members: Iterable[Member]) -> Iterator[Member]:
 
 
 def _memory(member: Member) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
-        return int(member.param.untyped_storage()._cdata)
+    return int(storage_of(member.param)._cdata)
 
 
 def _uses(members: Iterable[Member]) -> dict[Member, int]:

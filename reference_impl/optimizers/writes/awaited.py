@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from reference_impl.memory.absent import unanswered
+
 # Attributes, some of them written, and methods that say nothing of a weight's elements, and give no way to them.
 _WRITTEN = ("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _ATTRIBUTES = (
@@ -94,8 +96,7 @@ class AwaitedParameter(nn.Parameter):
             if all(waited):
                 result = func(*args, **kwargs)
                 return nn.Parameter(result) if func is torch.Tensor.detach and _makes_parameter() else result
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        return unanswered(func, *args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as any use does: torch calls no `__torch_function__` of this one."""

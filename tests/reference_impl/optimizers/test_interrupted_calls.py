@@ -14,7 +14,9 @@ from layers_trainee import decoder, streamed
 from optimizer_reference import batches
 from optimizer_training import hybrid, streaming, twins
 
+from reference_impl.memory.absent import storage_of
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers.writes.awaited import AwaitedParameter
 from reference_impl.verification.model import decoder_loss
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back", "raises_keyboard_interrupt")
@@ -121,6 +123,26 @@ def test_gradient_mode_and_the_turn_come_back(device, build, call, places):
     bytecodes = run(0)
     assert bytecodes > 20
     for nth in spread(bytecodes, places):
+        run(nth)
+
+
+def test_classes_of_tensors_go_on_to_answer(device):
+    """Where they do not, nobody in this thread waits for weights that are on their way, of whatever optimizer."""
+
+    def run(nth):
+        param = torch.nn.Parameter(torch.ones(2, device=device.torch_device))
+        param.__class__ = AwaitedParameter
+        reached = interrupted(
+            nth, lambda: (param.shape, storage_of(param)), ("writes/awaited.py", "memory/absent.py")
+        )
+        answer = torch._C._is_torch_function_enabled()
+        torch._C.DisableTorchFunctionSubclass().__exit__(None, None, None)
+        assert answer, nth
+        return reached
+
+    bytecodes = run(0)
+    assert bytecodes > 20
+    for nth in range(1, bytecodes + 1):
         run(nth)
 
 
