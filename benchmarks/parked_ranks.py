@@ -1,8 +1,8 @@
 """Seconds in which all ranks of a host park and restore their training at once, beside the link's.
 
 `torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,
-parks it between steps, and prints the slowest rank. The link is measured by all ranks together, in both directions, so
-that `ratio` says how much longer parking takes than its bytes. `left_gb` is what the driver counts as taken on a
+parks it between steps, and prints the slowest rank. `ratio` is to one copy of as many bytes out and back, by all ranks
+at once, over as much pinned memory: two GPUs fill the host's memory more slowly than a small buffer, which caches hold. `left_gb` is what the driver counts as taken on a
 rank's device while it is parked. After the timed rounds another process takes all free memory of each rank's GPU while
 both are parked, writes it and gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in
 docs/distributed.md.
@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from caches import forget_caches
 from distributed import leave, of_all_ranks, rates
 from distributed_rows import Layout, loss_of, rows
 from parking import take_all
 
 from reference_impl import park
 from reference_impl.device import Device
+from reference_impl.memory.slab import Slab
 from reference_impl.parking import ParkedTraining
 from reference_impl.verification.model import DecoderShape
 
@@ -79,7 +81,10 @@ def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) ->
 
     taken_gb = shared_with_another(parked, train) if device.is_accelerator else 0.0
     parked.close()
+    del model, optimizer
+    forget_caches(device)
     return {
+        "link_s": link_seconds(moved_bytes, device),
         "away_s": away,
         "back_s": back,
         "bytes": moved_bytes,
@@ -87,6 +92,25 @@ def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) ->
         "taken_gb": taken_gb,
         "loss": losses,
     }
+
+
+def link_seconds(size_bytes: int, device: Device) -> tuple[float, float]:
+    """Return how long one copy of `size_bytes` out of the device takes, and one back."""
+    slab = Slab(device, size_bytes, remedy="a host with more memory")
+    part = torch.empty(min(size_bytes, 2**30), dtype=torch.uint8, device=device.torch_device)
+    places = slab.bytes[:size_bytes].split(part.numel())
+
+    def out() -> None:
+        for place in places:
+            place.copy_(part[: place.numel()], non_blocking=True)
+
+    def back() -> None:
+        for place in places:
+            part[: place.numel()].copy_(place, non_blocking=True)
+
+    found = [min(seconds(act, device) for _ in range(3)) for act in (out, back)]
+    slab.close()
+    return found[0], found[1]
 
 
 def shared_with_another(parked: ParkedTraining, train: Callable[[], None]) -> float:
@@ -107,15 +131,14 @@ def shared_with_another(parked: ParkedTraining, train: Callable[[], None]) -> fl
     return min(taken_bytes) / 1e9
 
 
-def line(engine: str, ranks: list[dict[str, Any]], machine: list[dict[str, Any]]) -> dict[str, object]:
+def line(engine: str, ranks: list[dict[str, Any]]) -> dict[str, object]:
     """Return a line of the table: the slowest rank, rounds after the first."""
     found: dict[str, object] = {"row": f"{engine}, {len(ranks)} ranks", "gb": ranks[0]["bytes"] / 1e9}
-    for name, rate in (("away", "d2h"), ("back", "h2d")):
+    for way, name in enumerate(("away", "back")):
         found[f"{name}_first_s"] = max(rank[f"{name}_s"][0] for rank in ranks)
         found[f"{name}_s"] = max(statistics.median(rank[f"{name}_s"][1:]) for rank in ranks)
-        if all(f"{rate}_gb_per_s" in each for each in machine):
-            link = max(r["bytes"] / 1e9 / m[f"{rate}_gb_per_s"] for r, m in zip(ranks, machine, strict=True))
-            found[f"{name}_ratio"] = float(str(found[f"{name}_s"])) / link
+        found[f"{name}_link_s"] = max(rank["link_s"][way] for rank in ranks)
+        found[f"{name}_ratio"] = float(str(found[f"{name}_s"])) / float(str(found[f"{name}_link_s"]))
     found["left_gb"] = max(rank["left_gb"] for rank in ranks)
     return {**found, "taken_gb": min(rank["taken_gb"] for rank in ranks), "loss": ranks[0]["loss"]}
 
@@ -143,7 +166,7 @@ def main() -> None:
     for engine in args.engines.split(","):
         ranks = of_all_ranks(measure(Layout(engine), shape, device, tokens))
         if dist.get_rank() == 0:
-            print(json.dumps(line(engine, ranks, machine)), flush=True)
+            print(json.dumps(line(engine, ranks)), flush=True)
     dist.barrier()
     leave()
 
