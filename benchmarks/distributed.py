@@ -288,8 +288,6 @@ def main() -> None:
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
-        # It would fill what `torch.empty` returns, which is a kernel for each.
-        torch.utils.deterministic.fill_uninitialized_memory = False
     device = Device.of("cuda" if is_cuda else "cpu")
     # Torch's offloading reduces on the host what it keeps there.
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(minutes=3))

@@ -2,10 +2,9 @@
 
 `torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,
 parks it between steps, and prints the slowest rank. `ratio` is to one copy of as many bytes out and back, by all ranks
-at once, over as much pinned memory: two GPUs fill the host's memory more slowly than a small buffer, which caches hold. `left_gb` is what the driver counts as taken on a
-rank's device while it is parked. After the timed rounds another process takes all free memory of each rank's GPU while
-both are parked, writes it and gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in
-docs/distributed.md.
+at once, over as much pinned memory. `left_gb` is what the driver counts as taken on a rank's device while it is parked.
+After the timed rounds another process takes all free memory of each rank's GPU while both are parked, writes it and
+gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in docs/distributed.md.
 """
 
 from __future__ import annotations
@@ -81,10 +80,7 @@ def measure(layout: Layout, shape: DecoderShape, device: Device, tokens: int) ->
 
     taken_gb = shared_with_another(parked, train) if device.is_accelerator else 0.0
     parked.close()
-    del model, optimizer
-    forget_caches(device)
     return {
-        "link_s": link_seconds(moved_bytes, device),
         "away_s": away,
         "back_s": back,
         "bytes": moved_bytes,
@@ -108,9 +104,9 @@ def link_seconds(size_bytes: int, device: Device) -> tuple[float, float]:
         for place in places:
             part[: place.numel()].copy_(place, non_blocking=True)
 
-    found = [min(seconds(act, device) for _ in range(3)) for act in (out, back)]
+    out_s, back_s = (min(seconds(act, device) for _ in range(3)) for act in (out, back))
     slab.close()
-    return found[0], found[1]
+    return out_s, back_s
 
 
 def shared_with_another(parked: ParkedTraining, train: Callable[[], None]) -> float:
@@ -164,7 +160,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(json.dumps(machine))
     for engine in args.engines.split(","):
-        ranks = of_all_ranks(measure(Layout(engine), shape, device, tokens))
+        mine = measure(Layout(engine), shape, device, tokens)
+        forget_caches(device)
+        ranks = of_all_ranks(mine | {"link_s": link_seconds(mine["bytes"], device)})
         if dist.get_rank() == 0:
             print(json.dumps(line(engine, ranks)), flush=True)
     dist.barrier()
