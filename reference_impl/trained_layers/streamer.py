@@ -243,8 +243,12 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     def gathered(self, layer: nn.Module | None = None) -> AbstractContextManager[None]:
         """Have the weights of `layer`, or of all blocks, as ordinary device tensors, to read or change them.
 
-        Masters of weights that were changed are made anew from them afterwards.
+        Masters of weights that were changed are made anew from them afterwards. Raises RuntimeError for weights whose
+        update backward has begun, before `step()`: they are new too early.
         """
+        members = self.optimizer._engine.members
+        params = members if layer is None else layer.parameters()
+        self.optimizer._engine.check_unbegun(members[param] for param in params if param in members)
         return self._weights.gathered(layer)
 
     def close(self) -> None:

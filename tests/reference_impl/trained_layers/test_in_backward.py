@@ -122,9 +122,14 @@ def test_between_backward_and_step_nothing_is_dropped_saved_or_added(device):
                 call()
         with pytest.raises(RuntimeError, match="between backward and step"):
             model(ids[1])
+        for layer in (None, model.layers[1]):
+            with pytest.raises(RuntimeError, match="between backward and step"):
+                streamer.gathered(layer)
         with pytest.raises(RuntimeError, match="second gradient"):
             second.backward()
         optimizer.step()
+        with streamer.gathered():
+            pass
         assert optimizer.status == "begun"
         optimizer.zero_grad()
         assert optimizer.status == "untouched"
