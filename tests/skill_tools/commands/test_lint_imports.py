@@ -35,7 +35,8 @@ SCRIPT = "from transformers import TrainingArguments\nargs = TrainingArguments('
 FILES = {
     "bridge.yaml": (
         "model: {num_layers: 32, cpu_offloading: true}\noptimizer: {optimizer_cpu_offload: true}\n",
-        [YAML, {"dialects.megatron": "bridge_compose bridge_inputs"}],
+        # Overrides are read as Hydra reads them, where a command has some.
+        [YAML, {"configs": "hydra", "dialects.megatron": "bridge_compose bridge_inputs"}],
     ),
     "axolotl.yaml": (
         "base_model: Qwen/Qwen3-8B\nadapter: lora\nlayer_offloading: true\nmicro_batch_size: 1\n",
