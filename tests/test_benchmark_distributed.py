@@ -9,7 +9,7 @@ from skill_tools.bundle import root
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 16), ("ddp", 4)])
+@pytest.mark.parametrize(("engine", "count"), [("fsdp2", 17), ("ddp", 4)])
 def test_all_rows_train_alike_in_one_process_group(tmp_path, engine, count):
     pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
     out = tmp_path / "distributed.json"
