@@ -123,6 +123,6 @@ def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:
 def _mentions(rule: Rule, line: str) -> int:
     """Count how many of the rule's own keys the line names, in any spelling."""
     keys = load_keys()
-    own = set(rule.condition.names) if rule.when else set()
+    own = set(rule.condition.names) if rule.tree else set()
     spellings = {spelling for key in own & keys.keys() for spelling in keys[key].spelling.values()}
     return sum(1 for word in (*spellings, *rule.spellings, *own) if len(word) > 3 and word in line)

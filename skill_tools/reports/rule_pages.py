@@ -99,8 +99,8 @@ def index_page(rules: Sequence[Rule]) -> str:
 
 
 def _condition(rule: Rule) -> str:
-    if rule.when:
-        return f"\n\nFound when `{' '.join(rule.when.split())}`."
+    if rule.tree:
+        return f"\n\nFound when `{rule.when}`."
     if rule.check == "log":
         return "\n\nNo configuration shows it; it is recognised by its text in a log."
     return "\n\nFound while the input is read."

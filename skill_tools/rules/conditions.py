@@ -69,6 +69,20 @@ def names_in(tree: list[Any]) -> Iterator[str]:
                 yield from names_in(part)
 
 
+def guard_of(tree: list[Any]) -> str:
+    """Return a name that must be true for the condition to hold, or "" if no name alone is one.
+
+    It lets the linter pass over most rules without looking at the rest of them.
+    """
+    return next(iter(names_needed(tree)), "")
+
+
+def names_needed(tree: list[Any]) -> list[str]:
+    """Return the names each of which must be true for the condition of `tree` to hold; none where that is empty."""
+    parts = tree[1:] if tree[:1] == ["and"] else [tree] if tree else []
+    return [part[1] for part in parts if part[0] == "name"]
+
+
 def parse(text: str) -> Condition:
     """Make a condition of its text; raises `grammar.ConditionError` for anything outside the language."""
     from skill_tools.rules.grammar import tree_of

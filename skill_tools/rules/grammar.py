@@ -11,10 +11,12 @@ the name `torch<2.3`.
 """
 
 import ast
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from skill_tools.rules.predicates import PREDICATES
+from skill_tools.rules.values import RELEASE
 
 Tree = list[Any]
 
@@ -23,6 +25,15 @@ _SYMBOLS: Mapping[type[ast.AST], str] = {
     ast.In: "in", ast.NotIn: "not in", ast.Is: "is", ast.IsNot: "is not",
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%",
     ast.BitAnd: "&",
+}  # fmt: skip
+
+
+_COMPARED = 4  # the place of a comparison in `_BINDS`
+# How tightly a tree's head binds its parts in the text, as Python's operators do; nothing else needs brackets.
+_BINDS: Mapping[str, int] = {
+    "or": 1, "and": 2, "not": 3,
+    **dict.fromkeys(("==", "!=", "<", "<=", ">", ">=", "in", "not in", "is", "is not"), _COMPARED),
+    "&": 5, "+": 6, "-": 6, "*": 7, "/": 7, "//": 7, "%": 7,
 }  # fmt: skip
 
 
@@ -39,18 +50,39 @@ def tree_of(text: str) -> Tree:
     return _tree(parsed.body)
 
 
-def guard_of(tree: Tree) -> str:
-    """Return a name that must be true for the condition to hold, or "" if no name alone is one.
+def text_of(tree: Tree) -> str:
+    """Return the text of `tree`, of which `tree_of` makes the same tree again."""
+    match tree:
+        case ["value", constant]:
+            return _constant(constant)
+        case ["name", name]:
+            asked = RELEASE.match(name)
+            return f'release("{asked[1]}", "{asked[2]}")' if asked else str(name)
+        case ["list", *parts]:
+            return f"[{', '.join(map(text_of, parts))}]"
+        case ["call", function, *arguments]:
+            return f"{function}({', '.join(map(text_of, arguments))})"
+        case ["not", part]:
+            return f"not {_bracketed(part, _BINDS['not'])}"
+        case ["-", ["value", 0], part]:
+            return f"-{_bracketed(part, _BINDS['*'] + 1)}"
+        case ["and" | "or" as word, *parts]:
+            return f" {word} ".join(_bracketed(part, _BINDS[word] + 1) for part in parts)
+    symbol, left, right = tree
+    # Python chains comparisons, so one in another needs brackets on both sides.
+    loosest = _BINDS[symbol] + (_BINDS[symbol] == _COMPARED)
+    return f"{_bracketed(left, loosest)} {symbol} {_bracketed(right, _BINDS[symbol] + 1)}"
 
-    It lets the linter pass over most rules without looking at the rest of them.
-    """
-    return next(iter(names_needed(tree)), "")
+
+def _bracketed(tree: Tree, loosest: int) -> str:
+    """Return the text of a part, in brackets where it binds less than `loosest`."""
+    return text_of(tree) if _BINDS.get(tree[0], loosest) >= loosest else f"({text_of(tree)})"
 
 
-def names_needed(tree: Tree) -> list[str]:
-    """Return the names each of which must be true for the condition to hold."""
-    parts = tree[1:] if tree[0] == "and" else [tree]
-    return [part[1] for part in parts if part[0] == "name"]
+def _constant(constant: object) -> str:
+    if isinstance(constant, list):
+        return f"[{', '.join(map(_constant, constant))}]"
+    return json.dumps(constant, ensure_ascii=False) if isinstance(constant, str) else repr(constant)
 
 
 def _tree(node: ast.expr) -> Tree:

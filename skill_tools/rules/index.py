@@ -63,12 +63,15 @@ def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rule as a lint reads it; its examples are in a file of their own, which no lint loads."""
-    return {**{name: value for name, value in entry.items() if name != "examples"}, "compiled": derived}
+    """Return a rule as a lint reads it.
+
+    Its examples are in a file of their own, which no lint loads; the condition's tree says what its text did.
+    """
+    return {**_without(entry, "examples", "when"), "compiled": derived}
 
 
 def _without(entry: Mapping[str, Any], *parts: str) -> dict[str, Any]:
-    """Return a fact as `diagnose` reads it; its example, or the code that it quotes, is for people and tests."""
+    """Return a fact without the parts that no command reads, or that are said a second time."""
     return {name: value for name, value in entry.items() if name not in parts}
 
 

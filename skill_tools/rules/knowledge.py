@@ -12,7 +12,7 @@ from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.dialects import registry
-from skill_tools.rules.conditions import Condition, build, names_in
+from skill_tools.rules.conditions import Condition, build, guard_of, names_in, names_needed
 from skill_tools.rules.finding import Evidence, Severity
 from skill_tools.rules.values import key_of, unset
 from skill_tools.rules.versions import conditional, holds_today
@@ -44,9 +44,9 @@ class Example(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One fact about configurations; either `when` (a condition) or `check` (`input`, `log`) is set.
+    """One fact about configurations; either `tree` (a condition) or `check` (`input`, `log`) is set.
 
-    `tree` is `when` parsed (`grammar`); `guard` is a name that must be true for it to hold, if there is one.
+    `tree` is a condition as `grammar` parses it; `guard` is a name that must be true for it to hold, if there is one.
     `keys` are those that it reads. `quiet` names the frameworks in which it cannot hold as long as nobody sets any of
     them, whatever the release: nearly all configurations set few keys of the many.
     `conditional` is the part of `versions` that some known release does not satisfy; `holds_today` says whether the
@@ -58,7 +58,6 @@ class Rule(NamedTuple):
     title: str
     mechanism: str
     dialects: tuple[str, ...]
-    when: str
     tree: list[Any]
     guard: str
     keys: frozenset[str]
@@ -87,10 +86,17 @@ class Rule(NamedTuple):
 
     @property
     def condition(self) -> Condition:
-        """The condition of `when`, built once; only for rules that have one."""
-        if self.when not in _BUILT:
-            _BUILT[self.when] = build(self.tree)
-        return _BUILT[self.when]
+        """The condition of `tree`, built once; only for rules that have one."""
+        if id(self.tree) not in _BUILT:
+            _BUILT[id(self.tree)] = self.tree, build(self.tree)
+        return _BUILT[id(self.tree)][1]
+
+    @property
+    def when(self) -> str:
+        """The text of `tree`, for people; empty without one."""
+        from skill_tools.rules.grammar import text_of
+
+        return text_of(self.tree) if self.tree else ""
 
     @property
     def text(self) -> tuple[str, ...]:
@@ -104,7 +110,8 @@ class Rule(NamedTuple):
         return f"offload explain {self.id}"
 
 
-_BUILT: dict[str, Condition] = {}
+# The condition of each tree, by its identity: the tree beside it keeps that from another one.
+_BUILT: dict[int, tuple[list[Any], Condition]] = {}
 
 
 @knowledge.derived
@@ -163,11 +170,11 @@ def compiled(
     releases: Mapping[str, Any] | None = None,
     keys: Mapping[str, Key] | None = None,
 ) -> dict[str, Any]:
-    """Return the parts derived from a rule's entry once and kept in the index: tree, guard, conditional versions.
+    """Return the parts derived from a rule's entry once and kept in the index: tree, conditional versions.
 
     `releases` is the content of `releases.yaml` and `keys` are all keys; by default those of the index.
     """
-    from skill_tools.rules.grammar import guard_of, names_needed, tree_of
+    from skill_tools.rules.grammar import tree_of
 
     keys = load_keys() if keys is None else keys
     tree = tree_of(entry["when"]) if "when" in entry else []
@@ -177,7 +184,6 @@ def compiled(
     open_ends = conditional(entry.get("versions", {}), releases, lives=lives)
     return {
         "tree": tree,
-        "guard": guard_of(tree) if tree else "",
         "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else [],
         "conditional": open_ends,
         "holds_today": holds_today(open_ends, releases),
@@ -211,9 +217,8 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         title=entry["title"],
         mechanism=entry["mechanism"],
         dialects=tuple(entry["dialects"]),
-        when=entry.get("when", ""),
         tree=derived["tree"],
-        guard=derived["guard"],
+        guard=guard_of(derived["tree"]),
         keys=frozenset(map(key_of, names_in(derived["tree"]))),
         quiet=frozenset(derived["quiet"]),
         check=entry.get("check", ""),

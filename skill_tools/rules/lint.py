@@ -165,7 +165,7 @@ def _conditions(dialects: frozenset[str]) -> dict[str, Rule]:
 
 def _about(dialects: frozenset[str], rules: Iterable[Rule]) -> Iterator[Rule]:
     """Yield the rules with a condition that are about any of `dialects`."""
-    return (rule for rule in rules if rule.when and not dialects.isdisjoint(rule.dialects))
+    return (rule for rule in rules if rule.tree and not dialects.isdisjoint(rule.dialects))
 
 
 def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> Iterator[Rule]:
@@ -174,7 +174,7 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
     Slowness is worth no word where the framework has no key for the way out.
     """
     for rule in rules:
-        is_about_it = rule.when and any(
+        is_about_it = rule.tree and any(
             name in rule.dialects and rule.evidence.ref.startswith(code)
             for name, code in config.shares.items()
         )

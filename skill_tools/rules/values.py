@@ -17,7 +17,7 @@ from skill_tools.rules import versions as releases
 from skill_tools.rules.operations import UNKNOWN
 
 _IS_SET = re.compile(r"is_set\((.+)\)$")
-_RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
+RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 
 _HASHABLE = (bool, int, float, str)
@@ -30,7 +30,7 @@ def key_of(name: str) -> str:
     """Return the key behind a condition's name: `is_set(x)` is about x; a release is its package."""
     if name.isidentifier():
         return name
-    asked = _IS_SET.match(name) or _RELEASE.match(name)
+    asked = _IS_SET.match(name) or RELEASE.match(name)
     return asked[1] if asked else name
 
 
@@ -85,7 +85,7 @@ class Scope(dict[str, object]):
             return default(self.known_keys[name], self._decider(name), self.versions, self.config.framework)
         if asked := _IS_SET.match(name):
             return self._is_set(asked[1])
-        if asked := _RELEASE.match(name):
+        if asked := RELEASE.match(name):
             found = releases.in_range(asked[1], asked[2], self.versions, self.config.framework)
             return UNKNOWN if found is releases.Standing.OPEN else found is releases.Standing.APPLIES
         return UNKNOWN

@@ -7,11 +7,13 @@ that Python puts together; what stands in braces may be anything.
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.diagnosis.texts import HOLE
+from skill_tools.rules.conditions import names_needed
 from skill_tools.rules.knowledge import load_rules
+from skill_tools.rules.values import RELEASE
 from skill_tools.rules.versions import admits
 
 _JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
@@ -39,7 +41,7 @@ class Lost(NamedTuple):
 def cited(package: str, release: str) -> Iterator[Citation]:
     """Yield what is cited of `package` for `release`: of rules and messages whose range has it."""
     for rule in load_rules():
-        ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.when, package))]
+        ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.tree, package))]
         if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):
             path, _, symbol = rule.evidence.ref.partition("::")
             yield Citation(rule.id, path, symbol, rule.evidence.quote)
@@ -54,17 +56,12 @@ def cited(package: str, release: str) -> Iterator[Citation]:
                     yield Citation(str(entry["id"]), path, symbol, words)
 
 
-def _asked_releases(when: str | None, package: str) -> Iterator[str]:
-    """Yield the ranges of a package without which a condition never holds, as its `release()` says."""
-    pending: list[ast.expr] = [ast.parse(when or "None", mode="eval").body]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, ast.BoolOp) and isinstance(part.op, ast.And):
-            pending += part.values
-        elif isinstance(part, ast.Call) and ast.unparse(part.func) == "release":
-            name, releases = (ast.literal_eval(word) for word in part.args)
-            if name == package:
-                yield releases
+def _asked_releases(tree: list[Any], package: str) -> Iterator[str]:
+    """Yield the ranges of a package without which the condition of `tree` never holds, as its `release()` says."""
+    for name in names_needed(tree):
+        asked = RELEASE.match(name)
+        if asked and asked[1] == package:
+            yield asked[2]
 
 
 def _is_of(versions: Mapping[str, str], package: str, release: str) -> bool:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skill_tools.rules.conditions import parse
-from skill_tools.rules.grammar import ConditionError
+from skill_tools.rules.grammar import ConditionError, text_of, tree_of
 from skill_tools.rules.operations import UNKNOWN
 
 NAMES = ("a", "b", "c", "env.D")
@@ -46,6 +46,27 @@ ANY = texts(
 
 class Environment:
     D: object
+
+
+@given(ANY)
+def test_a_trees_text_is_parsed_to_that_tree(text: str) -> None:
+    tree = tree_of(text)
+    assert tree_of(text_of(tree)) == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a  and (b or not (c and d.e))", "a and (b or not (c and d.e))"),
+        ("(a < b) == (c in ['x'])", '(a < b) == (c in ["x"])'),
+        ("(a - (b - c)) * (a + 1) % 2 == -1", "(a - (b - c)) * (a + 1) % 2 == -1"),
+        ("is_set(a.b) and not release('torch', '<2.3')", 'is_set(a.b) and not release("torch", "<2.3")'),
+        ("a and (b and c)", "a and (b and c)"),
+        ("len([a, 1]) > 1.5", "len([a, 1]) > 1.5"),
+    ],
+)
+def test_a_trees_text_has_no_more_brackets_than_it_needs(text: str, shown: str) -> None:
+    assert text_of(tree_of(text)) == shown
 
 
 @given(SIMPLE, WELL_TYPED)

@@ -13,7 +13,7 @@ from skill_tools.bundle import knowledge_path, schema_path
 from skill_tools.dialects import registry
 from skill_tools.knowledge import load_keys
 from skill_tools.rules.conditions import parse
-from skill_tools.rules.grammar import ConditionError
+from skill_tools.rules.grammar import ConditionError, text_of, tree_of
 from skill_tools.rules.knowledge import read_rule_files
 
 SCHEMA = json.loads(schema_path("rules").read_text(encoding="utf-8"))
@@ -57,6 +57,12 @@ def test_conditions_are_in_the_language_and_read_known_keys(path: Path) -> None:
         except ConditionError as error:
             problems.append(f"{entry['id']}: {error}")
     assert not problems, "\n".join(problems)
+
+
+@each_file
+def test_the_index_keeps_a_condition_without_its_text(path: Path) -> None:
+    trees = [tree_of(entry["when"]) for entry in entries_of(path) if "when" in entry]
+    assert [tree for tree in trees if tree_of(text_of(tree)) != tree] == []
 
 
 @each_file
