@@ -2,7 +2,9 @@
 
 - section: a DeepSpeed configuration inside another, inline or as a file that is named there; its keys are canonical
   under `deepspeed.` wherever they stand
+- python_script: the dict that a script gives `deepspeed.initialize`
 """
 
 DEEPSPEED = "deepspeed"
 EMBEDDED = (DEEPSPEED,)  # what a draft embeds that may hold such a section
+MAKES_ENGINE = "deepspeed.initialize"  # what a script without a trainer calls

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed JSON, or the one that a launch line names: `deepspeed train.py --deepspeed X.json`.
+"""Reads a DeepSpeed JSON, the one that a launch line names (`deepspeed train.py --deepspeed X.json`), or a script's.
 
 The other arguments of such a line are the script's own and are not judged. Apart because a lint asks the dialect for
 evidence alone.
@@ -15,7 +15,7 @@ from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.errors import Unrecognised, UnusableInput
 
 _OPTIONS = frozenset({"--deepspeed", "--deepspeed_config"})
-_EXPECTED = "one DeepSpeed JSON, or a launch line that names one"
+_EXPECTED = "one DeepSpeed JSON, or a launch line or script that names or holds one"
 _ATTEMPT = "the JSON that --deepspeed or --deepspeed_config names, alone"
 
 
@@ -33,6 +33,10 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             section.write_file(draft, source)
         case Kind.SHELL:
             _write_script(draft, source)
+        case Kind.PYTHON:
+            from skill_tools.dialects.deepspeed.python_script import write
+
+            write(draft, source)
         case _:
             raise _not_one(source.name)
     return draft.finish()

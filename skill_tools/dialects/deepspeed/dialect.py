@@ -1,5 +1,9 @@
-"""DeepSpeed as a dialect: one JSON, read with comments and trailing commas as DeepSpeed itself reads it."""
+"""DeepSpeed as a dialect: one JSON, read with comments and trailing commas as DeepSpeed itself reads it.
 
+A script that gives `deepspeed.initialize` a dict holds such a JSON too.
+"""
+
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -9,7 +13,7 @@ from skill_tools.configs.keys import Key
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED
+from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, MAKES_ENGINE
 from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ _ENGINE = frozenset(
 )
 _OPTIONS = ("--deepspeed=", "--deepspeed_config=")
 _DECISIVE = 20
+_MAKES = re.compile(rf"\b{re.escape(MAKES_ENGINE)}\s*\((?=[^#]*\bconfig(?:_params)?\s*=)")
 
 
 class DeepSpeed(Dialect):
@@ -39,6 +44,7 @@ class DeepSpeed(Dialect):
     )
     marks = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
     shell_marks = (DEEPSPEED,)
+    python_marks = (MAKES_ENGINE,)
     embeds = EMBEDDED
     example_file = "ds_config.json"
     form = "in the JSON"
@@ -54,6 +60,19 @@ class DeepSpeed(Dialect):
         is_near = DEEPSPEED in text and ".json" in text
         is_named = is_near and any(map(_launches, text.replace("\\\n", " ").splitlines()))
         return Evidence(_DECISIVE, proof="a line of its launcher that names a JSON") if is_named else NONE
+
+    def evidence_in_python(self, text: str) -> Evidence:
+        """Take a script that makes DeepSpeed's engine itself, where no trainer is in it."""
+        return Evidence(1, proof=MAKES_ENGINE, yields=True) if _MAKES.search(text) else NONE
+
+    def recipes(self, source: Source) -> Sequence[Source]:
+        """Return each engine of a script whose configuration stands there; what is read elsewhere is nobody's here."""
+        if source.kind is not Kind.PYTHON or source.recipe is not None:
+            return (source,)
+        from skill_tools.dialects.deepspeed.python_script import engines
+
+        names = list(engines(source))
+        return [source.for_recipe(name) for name in names] if len(names) > 1 else [source][: len(names)]
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a `zero_optimization` that says what to shard or offload, or two batch sizes and a part of it."""
@@ -130,9 +149,10 @@ def _launches(line: str) -> bool:
 
 def _no_run() -> UnusableInput:
     return UnusableInput(
-        "a DeepSpeed JSON says neither which model is trained nor on which sequence length",
+        "a DeepSpeed configuration says neither which model is trained nor on which sequence length",
         expected="the trainer's own configuration, which names this file",
-        attempt="the YAML or script that has `deepspeed:` or --deepspeed",
+        attempt="the YAML or script that has `deepspeed:` or --deepspeed; for a loop of your own: offload plan "
+        "--framework pytorch --model NAME",
     )
 
 

@@ -15,10 +15,9 @@ from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Kind, Source
-from skill_tools.configs.tree import write_tree
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.yaml_lines import Node
 from skill_tools.dialects.deepspeed import DEEPSPEED, section
+from skill_tools.dialects.deepspeed.python_script import write_literal
 from skill_tools.dialects.lightning import (
     DEEPSPEED_STRATEGY,
     EMBEDDED,
@@ -254,14 +253,13 @@ def _write_arguments(draft: Draft, made: Construction, folders: Sequence[Path]) 
     ignored = [name for name in given if name in _ARGUMENTS and name not in _NOT_OF_THE_CONFIG]
     if ignored:
         draft.set_key("lightning.ignored_arguments", ignored, ignored[0], given[ignored[0]][1])
-    _write_config(draft, plain(config), place, folders)
+    _write_config(draft, config, place, folders)
 
 
 def _write_config(draft: Draft, config: object, place: Place, folders: Sequence[Path]) -> None:
     """Write the file or dict that takes the place of all arguments."""
-    if isinstance(config, dict):
-        write_tree(draft, _node(config, place), place.file, spell=lambda path: f"{DEEPSPEED}.{path}")
-        section.settle(draft)
+    if isinstance(config, Section):
+        write_literal(draft, config, place)
     elif isinstance(config, str):
         named = Setting(DEEPSPEED, config, "config", place)
         if not section.follow(draft, named, folders):
@@ -270,12 +268,6 @@ def _write_config(draft: Draft, config: object, place: Place, folders: Sequence[
         draft.section_may_be_set(DEEPSPEED)
     steps = f"{DEEPSPEED}.gradient_accumulation_steps"
     draft.set_key("lightning.config_accumulates", steps in draft, "config", place)
-
-
-def _node(value: object, place: Place) -> Node:
-    if isinstance(value, dict):
-        return Node({str(name): _node(each, place) for name, each in value.items()}, place.line, place.column)
-    return Node(value, place.line, place.column)
 
 
 def _write_deepspeed(draft: Draft, given: _Given, made: Place, written: str = "") -> None:
