@@ -109,31 +109,28 @@ class UninterruptedLock:
         lock: the lock that is taken; by default one that a thread cannot take twice.
     """
 
-    __slots__ = ("_lock", "_regions")
+    __slots__ = ("_lock", "_region")
+
+    # Of the holder, the last one: all regions of a thread end alike, and a lock may be taken twice by one.
+    _region: deferred_interrupts
 
     def __init__(self, lock: _Lock | None = None) -> None:
         self._lock = lock or threading.Lock()
-        # One for each time that the holder has taken it: a lock that can be taken twice is given back twice.
-        self._regions: list[deferred_interrupts] = []
 
     def __enter__(self) -> None:
         region = deferred_interrupts()
         region.__enter__()
         try:
             self._lock.acquire()
-            try:
-                self._regions.append(region)
-            except BaseException:
-                self._lock.release()
-                raise
         except BaseException:
             region.__exit__(None, None, None)
             raise
+        self._region = region
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        region = self._regions.pop()
+        region = self._region
         self._lock.release()
         region.__exit__(kind, error, trace)
 
@@ -149,12 +146,12 @@ class UninterruptedCondition(UninterruptedLock):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait, with the lock free, until another thread notifies, or as long. Its caller has the lock."""
-        # Whoever has the lock finds its own region last.
-        region = self._regions.pop()
+        # Others have the lock meanwhile. It comes back without memory: who ends the region must find it.
+        region = self._region
         try:
             self._condition.wait(timeout_s)
         finally:
-            self._regions.append(region)
+            self._region = region
 
     def notify(self, threads: int) -> None:
         """Wake as many of the `threads` that wait. Its caller has the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from python_faults import calls_counted
 
 from reference_impl.memory import interrupts
 from reference_impl.memory.interrupts import (
@@ -324,6 +326,28 @@ def test_a_wait_for_a_condition_ends_as_the_region_of_its_own_thread():
     thread.join()
     assert steps == ["other has the lock", "main is through"]
     assert_no_region_is_left()
+
+
+def test_a_wait_that_lacks_memory_gives_the_lock_back():
+    """In a thread that then ends: whoever closes the queue took the lock for ever."""
+
+    def fail(where: str) -> None:
+        raise MemoryError(where)
+
+    def wait(changed: UninterruptedCondition) -> None:
+        with suppress(MemoryError), changed:
+            changed.wait(0.0)
+
+    for nth in itertools.count(1):
+        changed = UninterruptedCondition()
+        with calls_counted(nth, fail, on_main=False) as count:
+            thread = threading.Thread(target=wait, args=[changed])
+            thread.start()
+            thread.join()
+        assert changed._condition.acquire(blocking=False), f"call {nth}"
+        if count[0] < nth:
+            break
+    assert nth > 4
 
 
 def test_a_signal_does_not_end_a_wait_that_it_comes_in():
