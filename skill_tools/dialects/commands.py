@@ -75,7 +75,7 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path], program
         _write_program(draft, command.words[end - 1], source.name)
     given = list(flags(command.words[end:], source.name))
     for flag in given:
-        if _spelling(draft, flag.name) == "--config_file" and flag.values:
+        if full_name(draft, flag.name) == "--config_file" and flag.values:
             _follow(draft, flag, folders)
     _write_flags(draft, given)
 
@@ -115,7 +115,7 @@ def _write_toml(draft: Draft, root: Node, file: str) -> None:
 
 def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
     for flag in given:
-        spelling = _spelling(draft, flag.name)
+        spelling = full_name(draft, flag.name)
         if not draft.accepts(spelling) or _is_of_others(draft, spelling):
             if "$" not in flag.name:
                 nearest = _with_section(draft, flag.name) or None
@@ -130,7 +130,7 @@ def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
         draft.set_key(key.name if key else spelling, value, flag.name, flag.place)
 
 
-def _spelling(draft: Draft, flag: str) -> str:
+def full_name(draft: Draft, flag: str) -> str:
     """Return the full name of an option, which argparse lets be cut short where only one fits."""
     if draft.accepts(flag):
         return flag

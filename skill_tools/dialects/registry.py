@@ -32,6 +32,7 @@ _MODULES = {
     "sd-scripts": "skill_tools.dialects.block_swap.sd_scripts",
     "onetrainer": "skill_tools.dialects.block_swap.onetrainer",
     "ai-toolkit": "skill_tools.dialects.block_swap.ai_toolkit",
+    "simpletuner": "skill_tools.dialects.block_swap.simpletuner",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",

@@ -5,7 +5,7 @@ alike wherever it runs.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -70,15 +70,22 @@ class _StandIns(MetaPathFinder, Loader):
 class Release:
     """While it is open, `own` packages come from `folder`; their modules and the mocks are put by for the next time.
 
-    `mocked` are modules of the framework itself that are stood in for. What is `real` should be imported before.
+    `mocked` are modules of the framework itself that are stood in for, `given` take the place of some by their names.
+    What is `real` should be imported before.
     """
 
     def __init__(
-        self, folder: Path, *, own: Sequence[str], real: Sequence[str] = (), mocked: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        own: Sequence[str],
+        real: Sequence[str] = (),
+        mocked: Sequence[str] = (),
+        given: Mapping[str, ModuleType] | None = None,
     ) -> None:
         self._folder, self._own = str(folder), own
         self._finder = _StandIns(own, real, mocked)
-        self._modules: dict[str, ModuleType] = {}
+        self._modules: dict[str, ModuleType] = dict(given or {})
         self._before: dict[str, ModuleType] = {}
 
     def __enter__(self) -> None:

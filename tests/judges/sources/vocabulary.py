@@ -107,6 +107,13 @@ def a_real(folder: Path) -> Iterator[str]:
     yield from importlib.import_module("a_real").Witness(folder).names()
 
 
+def simple_tuner(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield its one program with each option, and each other name that its file may have."""
+    yield from (
+        ("train", option) for option in importlib.import_module("simple_tuner").Witness(folder).options()
+    )
+
+
 def ai_toolkit(folder: Path) -> Iterator[str]:
     """Yield the names that the configuration classes of three sections ask for."""
     yield "network"
@@ -150,6 +157,7 @@ def main() -> None:
         "slime": slime,
         "radix_miles": radix_miles,
         "mind_speed": mind_speed,
+        "simple_tuner": simple_tuner,
     }[name]
     programs: dict[str, set[str]] = {}
     for program, option in (each for folder in folders for each in options(folder)):
@@ -166,7 +174,7 @@ def main() -> None:
     )
     print("# Written by tests/judges/sources/vocabulary.py.")
     print(
-        *(["\nprogram"] if name not in ("slime", "radix_miles", "mind_speed") else [""]),
+        *(["\nprogram"] if name not in ("slime", "radix_miles", "mind_speed", "simple_tuner") else [""]),
         *sorted(found),
         sep="\n",
     )
