@@ -1,4 +1,8 @@
-"""The fastest split on this machine, from the rates of a profile or of a short probe.
+"""The split of states into resident, streamed and updated on the CPU that takes least time under two budgets.
+
+The resident share costs only device memory, so it is as large as fits. The rest is a search along one line
+(`offload_arithmetic.update_time`). The rates are this machine's, from a profile or from a short probe; `layout` decides
+which elements go where.
 
 `reference_impl.probe` returns a profile, and `offload probe` writes one (`schema/profile.schema.json`). A profile of
 another machine is not used: the best split there may be the worst here. Explained in docs/optimizer-offloading.md.
@@ -21,17 +25,25 @@ import torch
 
 from offload_arithmetic.sizes import LEAST_GAIN
 from offload_arithmetic.states import StateBytes, state_bytes
-from offload_arithmetic.update_time import MachineRates, Split, host_bytes_per_s, whole_update_seconds
+from offload_arithmetic.update_time import (
+    MachineRates,
+    Split,
+    host_bytes_per_s,
+    resources_of,
+    slowest_s,
+    turning_points,
+    update_seconds,
+    whole_update_seconds,
+)
 from reference_impl.device import Device
 from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.cores import local_ranks
-from reference_impl.memory.host import available_bytes
+from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
 from reference_impl.optimizers.cpu.update import TASK_ELEMENTS
 from reference_impl.optimizers.cpu.workers import cpu_budget
 from reference_impl.optimizers.options import Budgets, Profile
-from reference_impl.optimizers.split import fastest_split
 
 _LOG = logging.getLogger(__name__)
 # Large against the start of a copy, small against the three seconds that a constructor may take.
@@ -103,6 +115,59 @@ def fastest_split_here(
         split = Split(resident, streamed, 1 - resident - streamed)
     _say(split, whole_update_seconds(split, elements, each, rates, hidden_bytes=hidden_bytes), elements)
     return split
+
+
+def fastest_split(
+    elements: int,
+    each: StateBytes,
+    rates: MachineRates,
+    *,
+    ring_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    hidden_bytes: int = 0,
+    least_gain: float = 0.0,
+) -> Split:
+    """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
+
+    `hidden_bytes` of states come in during backward, and as many go out during the next forward. Streamed states and
+    those that the CPU updates are mixed where that gains `least_gain` of the time that streaming alone takes with
+    nothing hidden.
+
+    Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
+    the states that leave the device.
+    """
+    everything = each.resident * elements
+    if device_bytes >= everything:
+        return Split(1.0, 0.0, 0.0)
+    if device_bytes < ring_bytes:
+        raise ValueError(
+            f"device_bytes is {device_bytes}; expected {ring_bytes} or more for the ring of the streamed share; "
+            "try that, smaller chunk_bytes, or split=(0, 0, 1)"
+        )
+    resident = (device_bytes - ring_bytes) / everything
+    leaving = 1 - resident
+    least, most = _cpu_range(leaving, elements, each, host_bytes)
+    resources = resources_of(leaving, elements, each, rates, hidden_bytes=hidden_bytes)
+    seconds = {cpu: slowest_s(resources, cpu) for cpu in turning_points(resources, least, most)}
+    unmixed_s = update_seconds(Split(resident, leaving - least, least), elements, each, rates)
+    good_s = min(seconds.values()) + least_gain * unmixed_s
+    cpu = next(cpu for cpu, taken_s in seconds.items() if taken_s <= good_s)
+    return Split(resident, leaving - cpu, cpu)
+
+
+def _cpu_range(leaving: float, elements: int, each: StateBytes, host_bytes: int) -> tuple[float, float]:
+    """Return the least and greatest CPU share with which the host can hold all offloaded states."""
+    streamed_only = each.streamed * leaving * elements
+    if streamed_only > host_bytes:
+        raise HostMemoryError(
+            needed_bytes=round(streamed_only),
+            available_bytes=host_bytes,
+            remedy=f"try a larger device_bytes, which keeps {1 - host_bytes / (each.streamed * elements):.0%}",
+        )
+    spare = (host_bytes - streamed_only) / elements
+    # Every element that the CPU takes from the stream costs the host this much more.
+    return 0.0, min(leaving, spare / (each.cpu_host - each.streamed))
 
 
 def machine_rates(

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dotted_names import values_at
+
 
 def run(text: str, files: dict[str, str], names: list[str]) -> dict[str, Any]:
     """Run `text` in a folder of its own with `files`; return the kind of its strategy and the config's `names`."""
@@ -25,19 +27,7 @@ def run(text: str, files: dict[str, str], names: list[str]) -> dict[str, Any]:
             os.chdir(before)
     strategy = scope["trainer"].strategy
     kind = {"DeepSpeedStrategy": "deepspeed", "FSDPStrategy": "fsdp"}.get(type(strategy).__name__, "ddp")
-    return {"strategy": kind, **_held(getattr(strategy, "config", None), names)}
-
-
-def _held(config: Any, names: list[str]) -> dict[str, Any]:
-    found = {}
-    for name in names:
-        section, _, last = name.rpartition(".")
-        node = config
-        for part in filter(None, section.split(".")):
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last in node:
-            found[name] = node[last]
-    return found
+    return {"strategy": kind, **values_at(getattr(strategy, "config", None), names)}
 
 
 @lru_cache

@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dotted_names import values_at
 from hf_arguments import NAMES
 from parser_answers import Answer, encoded
 
@@ -93,7 +94,7 @@ def deepspeed(question: dict[str, Any]) -> Any:
     tree = {
         section: {**held.model_dump(), **held.model_dump(by_alias=True)} for section, held in classes.items()
     }
-    held = _held(tree, question["names"])
+    held = values_at(tree, question["names"])
     return {name: getattr(value, "value", value) for name, value in held.items()}
 
 
@@ -108,7 +109,7 @@ def nemo_rl(question: dict[str, Any]) -> Any:
             Path(folder, name).write_text(text, encoding="utf-8")
         config = module.load_config(str(Path(folder, "run.yaml")))
     config = module.parse_hydra_overrides(config, question["words"])
-    return _held(OmegaConf.to_container(config), NAMES)
+    return values_at(OmegaConf.to_container(config), NAMES)
 
 
 def megatron_bridge(question: dict[str, Any]) -> Any:
@@ -174,7 +175,7 @@ def prime_rl(question: dict[str, Any]) -> Any:
     trainer = TrainerConfig.model_validate(merged.get("trainer", {}))
     return {
         name: bool(value) if name == FULL else value
-        for name, value in _held(trainer.model_dump(), NAMES).items()
+        for name, value in values_at(trainer.model_dump(), NAMES).items()
     }
 
 
@@ -198,20 +199,7 @@ def torchtitan(question: dict[str, Any]) -> Any:
     path = _written({"text": question["text"], "suffix": ".toml"})
     config = ConfigManager().parse_args(["--job.config_file", path, *question["words"]])
     sections = {section: vars(value) for section, value in vars(config).items() if hasattr(value, "__dict__")}
-    return _held(sections, NAMES)
-
-
-def _held(tree: Any, names: list[str]) -> dict[str, Any]:
-    """Return the values of dotted `names` in a tree of mappings; one that is not there is left out."""
-    found = {}
-    for name in names:
-        section, _, last = name.rpartition(".")
-        node = tree
-        for part in filter(None, section.split(".")):
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last in node:
-            found[name] = node[last]
-    return found
+    return values_at(sections, NAMES)
 
 
 @lru_cache

@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dotted_names import values_at
+
 _EMPTY = ("torchtune", "torchtune.config", "torchtune.utils", "torchtune.utils._logging", "torchtune.data")
 
 
@@ -25,14 +27,7 @@ def run(text: str, words: list[str], names: list[str]) -> dict[str, Any]:
     parser = parse.TuneRecipeArgumentParser(prog="recipe")
     given, overrides = parser.parse_known_args(["--config", str(path), *words])
     merged = utils._merge_yaml_and_cli_args(given, overrides)
-    root = OmegaConf.to_container(merged, resolve=True)
-    found = {}
-    for name in names:
-        section, _, last = name.rpartition(".")
-        node = root.get(section) if section else root
-        if isinstance(node, dict) and last in node:
-            found[name] = node[last]
-    return found
+    return values_at(OmegaConf.to_container(merged, resolve=True), names)
 
 
 @lru_cache

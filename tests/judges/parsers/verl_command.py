@@ -8,12 +8,13 @@ import copy
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
+
+from dotted_names import values_at
 
 _ABSENT = frozenset(
     {
@@ -100,7 +101,7 @@ def run(name: str, words: list[str], names: list[str]) -> dict[str, Any]:
     for section in (*sections, config.actor_rollout_ref.model, config.critic.get("model")):
         if section is not None and "_target_" in section:
             instantiate(section, _convert_="partial")
-    return dict(_held(OmegaConf.to_container(config, resolve=False), names))
+    return values_at(OmegaConf.to_container(config, resolve=False), names)
 
 
 def _require_fields(role: Any) -> None:
@@ -115,13 +116,3 @@ def _require_fields(role: Any) -> None:
     unexpected = names - {each.name for each in fields(role_class)}
     if unexpected:
         raise TypeError(f"unexpected keyword argument {unexpected}")
-
-
-def _held(tree: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        node = tree
-        *sections, last = name.split(".")
-        for part in sections:
-            node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and last in node:
-            yield name, node[last]

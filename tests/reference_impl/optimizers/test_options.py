@@ -117,7 +117,7 @@ for fraction in (0.0, 0.5, 1.0):
 def test_streaming_and_the_automatic_split_are_imported_only_when_asked_for():
     loaded = modules_after(STEPS)
     assert "reference_impl.optimizers.cpu.share" in loaded
-    unwanted = ("optimizers.streamed", "optimizers.split", "optimizers.auto_split", "verification")
+    unwanted = ("optimizers.streamed", "optimizers.auto_split", "verification")
     assert not [name for name in loaded if name.removeprefix("reference_impl.").startswith(unwanted)]
 
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_arithmetic.states import FORMS, WHOLE, StateBytes, state_bytes
-from offload_arithmetic.update_time import MachineRates, update_seconds, whole_update_seconds
+from offload_arithmetic.update_time import MachineRates, Split, update_seconds, whole_update_seconds
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.optimizers.split import Split, fastest_split
+from reference_impl.optimizers.auto_split import fastest_split
 
 ADAM = state_bytes([(10**9, 2)], moments=2)
 # Rows of the reference's section 5.4: link, host memory, CPU rate, then the expected seconds and shares of one 1e9.

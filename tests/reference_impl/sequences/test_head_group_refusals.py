@@ -17,9 +17,7 @@ from grouped_attention import (
 from torch import nn
 from torch.nn import functional
 
-from reference_impl import (
-    HeadGroups,
-)
+from reference_impl import HeadGroups
 from reference_impl.device import Device
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")

@@ -16,9 +16,7 @@ from grouped_attention import (
     model_of,
 )
 
-from reference_impl import (
-    HeadGroups,
-)
+from reference_impl import HeadGroups
 from reference_impl.activations.kept_results import ATTENTION, operation_of
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
