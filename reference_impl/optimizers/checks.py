@@ -425,7 +425,7 @@ def saved_in_between() -> RuntimeError:
     )
 
 
-def forward_before_begun_step() -> RuntimeError:
+def forward_before_step() -> RuntimeError:
     """Return the error for a backward over weights that a begun step, which has failed, has not made new."""
     return RuntimeError(
         "a backward came before the step that had begun was done, so its forward has used old weights; expected a call "
@@ -482,7 +482,7 @@ def used_is_replaced(param: torch.Tensor) -> RuntimeError:
     )
 
 
-def update_begun() -> RuntimeError:
+def dropped_in_between() -> RuntimeError:
     """Return the error for dropping gradients that backward has already used."""
     return RuntimeError(
         "zero_grad() came after a backward that had started the update; expected step() first; try "

@@ -119,12 +119,12 @@ class Engine:
             return "closed"
         if self._failures.first is not None or self.gradients.cut_short() is not None:
             return "broken"
-        if self.gradients.begun is not None or self.writes:
+        if self.gradients.backward_part is not None or self.writes:
             return "begun"
         # A program that has gone on from the last step asks about the next one.
         if self.attached.has_run_since_step:
             return "untouched"
-        used = self.shares.is_unqueued or self.used.are_all(self.members.values())
+        used = self.shares.has_unqueued or self.used.are_all(self.members.values())
         return "begun" if used else "untouched"
 
     def tell_status(self) -> Status:
@@ -151,8 +151,8 @@ class Engine:
     @property
     def is_between(self) -> bool:
         """Whether backward has begun to update, and no `step()` was called since."""
-        has_begun = self.gradients.begun is not None and self.gradients.rest is None
-        return has_begun and self.gradients.cut_short() is None
+        is_between = self.gradients.backward_part is not None and self.gradients.rest is None
+        return is_between and self.gradients.cut_short() is None
 
     def check_between_steps(self, refusal: Callable[[], Exception]) -> None:
         """Raise `refusal` between a backward that has begun to update and its step."""
@@ -194,15 +194,20 @@ class Engine:
 
     def take(self) -> None:
         """Prepare a step with the gradients that there are, and begin it."""
-        begun = self.gradients.begun
         gradients = self.gradients.to_use(self.members.values(), self.wait_in_step)
         plan = self._plan(gradients)
-        members = [*(() if begun is None else begun.arrivals), *gradients]
+        members = [*self.gradients.used_in_backward, *gradients]
         if plan.decision is None and not members:
             self.grad_norm = None
             return
         prepared = self.gradients.prepare(gradients, returns_early=self.returns_early)
-        self.open.prepare(plan, gradients, arrived=prepared.arrived, factors=prepared.factors, begun=begun)
+        self.open.prepare(
+            plan,
+            gradients,
+            arrived=prepared.arrived,
+            factors=prepared.factors,
+            backward_part=self.gradients.backward_part,
+        )
         standing = {**standing_on(self.members.values()), **prepared.stand_ins}
         if self.returns_early and self._follows_writes:
             self.aliased.note(gradients)
@@ -218,8 +223,8 @@ class Engine:
 
     def _plan(self, gradients: Mapping[Member, torch.Tensor]) -> StepPlan:
         """Decide over all gradients, on the device; where backward has begun to use them, it was decided before."""
-        if self.gradients.begun is not None:
-            plan = self.gradients.begun.plan
+        if self.gradients.backward_part is not None:
+            plan = self.gradients.backward_part.plan
             plan.check_unchanged(self._owner.param_groups, self._owner.defaults)
             return plan
         decision = decide(
@@ -265,7 +270,7 @@ class Engine:
 
         Raises RuntimeError where backward has begun to use them and no step came since.
         """
-        self.check_between_steps(checks.update_begun)
+        self.check_between_steps(checks.dropped_in_between)
         self.ready()
         self.used.forget()
         self.gradients.drop(self.members.values())
@@ -303,8 +308,8 @@ class Engine:
         if self.shares is None:
             # While this waited for its turn somebody has closed it, and finished all.
             return
-        begun = self.gradients.begun
-        if self.site.is_elsewhere and begun is not None and begun.queued and self.gradients.rest is None:
+        part = self.gradients.backward_part
+        if self.site.is_elsewhere and part is not None and part.queued and self.gradients.rest is None:
             # Of the CPU's share weights stay old until step(), or are new: nothing can be waited for meanwhile.
             return
         # Of the checks only these: every module of a model comes here in its forward.
@@ -316,20 +321,17 @@ class Engine:
 
     def wait_for_use(self, members: Iterable[Member]) -> None:
         """Wait as `wait_for`. Raises RuntimeError before `step()` for weights that backward has begun to update."""
-        listed, begun = list(members), self.gradients.begun if self.shares is not None else None
-        if begun is not None and not self.site.is_elsewhere:
-            found = [member for member in listed if member.pending and member in begun.arrivals]
-            if found:
-                self.check_between_steps(lambda: checks.used_in_between(found[0]))
+        listed = list(members)
+        if not self.site.is_elsewhere:
+            self.check_unused(member for member in listed if member.pending)
         self.wait_for(listed)
 
-    def check_unbegun(self, members: Iterable[Member]) -> None:
+    def check_unused(self, members: Iterable[Member]) -> None:
         """Raise RuntimeError before `step()` where backward has begun to update one of `members`, new or not."""
-        begun = self.gradients.begun if self.shares is not None else None
-        if begun is not None:
-            found = next((member for member in members if member in begun.arrivals), None)
-            if found is not None:
-                self.check_between_steps(lambda: checks.used_in_between(found))
+        used = self.gradients.used_in_backward
+        found = next((member for member in members if member in used), None) if used else None
+        if found is not None:
+            self.check_between_steps(lambda: checks.used_in_between(found))
 
     def wait_for_forward(self, members: Iterable[Member]) -> None:
         """Wait as `wait_for_use`, for the model, which backward may run again."""

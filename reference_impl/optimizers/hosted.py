@@ -354,7 +354,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     def _check_load(self, inside: Sequence[Member], remade: Sequence[Member]) -> None:
         """Raise RuntimeError where a load may not come now, see `CheckLoad`."""
-        self._engine.check_unbegun(inside)
+        self._engine.check_unused(inside)
 
     def _refresh(self, members: Sequence[Member]) -> None:
         """Make the masters of `members` from their parameters."""

@@ -169,7 +169,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         member = self._members[param]
         engine = self._engine
         if self._leaving.rest is not None and not engine.attached.waits:
-            raise checks.forward_before_begun_step()
+            raise checks.forward_before_step()
         if reduced is None and engine.attached and engine.open.prefetches:
             self.streamed.on_gradient(member)
         leaves = member.pieces and self._leaving.leave_in_backward(member, reduced)
@@ -182,21 +182,21 @@ class HybridDeviceOptimizer(HostedOptimizer):
 
     def _send(self, member: Member, reduced: torch.Tensor | None) -> None:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises."""
-        engine, begun = self._engine, self._leaving.begun
-        if begun is not None and member in begun.arrivals:
+        engine, part = self._engine, self._leaving.backward_part
+        if member in self._leaving.used_in_backward:
             raise checks.second_gradient(member)
         if self._leaving.send(member, reduced) and self._backward_overlap == "update":
-            for bucket in engine.open.completed_by(member, begun):
+            for bucket in engine.open.completed_by(member, sent=self._leaving.used_in_backward):
                 # A split member's other part is updated in step(), and both are published together.
-                if begun is None:
+                if part is None:
                     engine.follow_writes()
-                    begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
+                    part = CpuStep(StepPlan(snapshot(self.param_groups), None))
                 written = engine.open.compare(bucket)
                 if engine.returns_early and self._follows_writes:
                     engine.aliased.note(piece.member for piece in bucket.pieces)
                 with as_one():
-                    self._leaving.begun = begun
-                    engine.open.submit(bucket, begun, written)
+                    self._leaving.backward_part = part
+                    engine.open.submit(bucket, part, written)
                 # Whoever uses such a weight before step() would find it old or new.
                 engine.let_users_wait(piece.member for piece in bucket.pieces)
 

@@ -143,7 +143,7 @@ class Shares:
         *,
         arrived: Mapping[Member, Event],
         factors: Mapping[Member, Sequence[torch.Tensor | float]],
-        begun: CpuStep | None = None,
+        backward_part: CpuStep | None = None,
     ) -> None:
         """Prepare a step: allocate and send all that it needs. Changes nothing.
 
@@ -153,7 +153,7 @@ class Shares:
                 part on the device, or its stand-in.
             arrived: the events of the copies of gradients to the host.
             factors: factors of gradients on the host.
-            begun: the CPU's part, where backward has begun it: it takes further gradients.
+            backward_part: the CPU's part, where backward has begun it: it takes further gradients.
 
         Raises RuntimeError where the CPU would update a weight that is lent.
         """
@@ -163,7 +163,7 @@ class Shares:
             if member.home is not None and member.home.is_lent:
                 raise refuse_update(member.home.block_index)
         numbers, indices = factors_of(arrivals)
-        step = begun or CpuStep(plan, indices)
+        step = backward_part or CpuStep(plan, indices)
         buckets = [
             each for each in self.cpu.buckets_of([*step.arrivals, *arrivals]) if each not in step.queued
         ]
@@ -224,16 +224,15 @@ class Shares:
         streamed = self._streamed
         return streamed is not None and any(piece.member in streamed for piece in bucket.pieces)
 
-    def completed_by(self, member: Member, begun: CpuStep | None) -> list[Bucket]:
+    def completed_by(self, member: Member, *, sent: Collection[Member]) -> list[Bucket]:
         """Return the buckets of `member` whose gradients have all been sent off, and which no device shares.
 
-        A gradient that a step has `begun` to use was sent, too.
+        Gradients of `sent` have been, and are used already.
         """
-        own: Collection[Member] = () if begun is None else begun.arrivals
         return [
             bucket
             for bucket in self.cpu.buckets_of([member])
-            if all(p.member.arrival is not None or p.member in own for p in bucket.pieces)
+            if all(p.member.arrival is not None or p.member in sent for p in bucket.pieces)
             and not any(piece.member.on_device for piece in bucket.pieces)
         ]
 
@@ -272,9 +271,9 @@ class Shares:
         self.cpu.check()
 
     @property
-    def is_unqueued(self) -> bool:
+    def has_unqueued(self) -> bool:
         """Whether a step has begun that is not queued to its end: whoever waits for weights goes on with it."""
-        return self._streamed is not None and self._streamed.is_begun
+        return self._streamed is not None and self._streamed.unqueued > 0
 
     def is_on_its_way(self, member: Member) -> bool:
         """Return whether the begun step has still to write the weight of `member`, for which nobody has waited."""

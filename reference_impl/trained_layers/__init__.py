@@ -5,7 +5,6 @@ for backward. Terms:
 
 - home: the host memory of a block's weights; their streamer and their optimizer share the protocol
   `memory.weight_home`.
-- to settle: to finish the update of a block's weights that a step has begun.
 - shard: this rank's part of a parameter that FSDP2 has sharded; the shards of one gather stream together.
 - slice: a micro-batch inside a block's forward; segment: one slice's forward, computed again in backward.
 

@@ -134,7 +134,7 @@ class PassedGradients(LeavingGradients):
 
     def note_backward(self) -> None:
         """Note that this backward has begun to update, if it has."""
-        if self.begun is not None:
+        if self.backward_part is not None:
             self._backward = torch._C._current_graph_task_id()
 
     def end_backward(self) -> None:
@@ -143,7 +143,10 @@ class PassedGradients(LeavingGradients):
 
     def fail_backward(self) -> None:
         """Note an error, which ends this backward if it has begun to update."""
-        if self.begun is not None and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if (
+            self.backward_part is not None
+            and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD
+        ):
             self._has_failed = True
 
     def cut_short(self) -> Exception | None:
@@ -166,7 +169,7 @@ class PassedGradients(LeavingGradients):
 
         Raises RuntimeError for a second one, where the update has begun with the first.
         """
-        if self.begun is not None and member in self.begun.arrivals:
+        if member in self.used_in_backward:
             raise _second_gradient(member)
         param, found = member.param, member.gradient
         if isinstance(found, GradientStandIn) and found.is_stale:
@@ -184,12 +187,12 @@ class PassedGradients(LeavingGradients):
 
         Whoever has dropped a gradient before any was used has left out the batch.
         """
-        return {m: g for m, g in self._final.items() if _stands(m) or self.begun is not None}
+        return {m: g for m, g in self._final.items() if _stands(m) or self.backward_part is not None}
 
-    def begin_passed(self, begun: CpuStep, gradients: Iterable[Member]) -> None:
-        """Let the update that has `begun` own `gradients`; those that were dropped before are forgotten."""
-        begun.arrivals.update(dict.fromkeys(gradients, REACHED))
-        self.begun = begun
+    def begin_passed(self, part: CpuStep, gradients: Iterable[Member]) -> None:
+        """Let the step's `part` own `gradients`; those that were dropped before are forgotten."""
+        part.arrivals.update(dict.fromkeys(gradients, REACHED))
+        self.backward_part = part
         self._final.clear()
 
     def to_use(

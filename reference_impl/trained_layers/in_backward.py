@@ -79,15 +79,15 @@ class InBackwardOptimizer(HostedOptimizer):
             closers=undo,
         )
 
-    def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
+    def finish_update(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; all updates have been queued."""
         self._engine.check_broken()
         members = pending(self._members, params)
         if members or self._passed.rest is not None:
-            self._settle(members)
+            self._finish_update(members)
 
     @in_turn
-    def _settle(self, members: Sequence[Member]) -> None:
+    def _finish_update(self, members: Sequence[Member]) -> None:
         self._engine.ready()
         self._engine.wait_for(members)
 
@@ -114,7 +114,7 @@ class InBackwardOptimizer(HostedOptimizer):
     @in_turn
     def _update_passed(self) -> None:
         self._engine.ready()
-        if self._passed.begun is not None:
+        if self._passed.backward_part is not None:
             self._update()
             return
         # In step() it would be too late.
@@ -132,8 +132,7 @@ class InBackwardOptimizer(HostedOptimizer):
         Whoever uses a weight before `step()` that it has updated in place gets an error: it is new too early.
         """
         self._passed.end_backward()
-        begun = self._passed.begun
-        in_place = [] if begun is None else [member for member in begun.arrivals if member.home is None]
+        in_place = [member for member in self._passed.used_in_backward if member.home is None]
         for member in in_place:
             member.pending = True
         self._engine.let_users_wait(in_place)
@@ -145,13 +144,13 @@ class InBackwardOptimizer(HostedOptimizer):
             return
         # So gradients of two blocks are there at most, one's while they are made and another's while they are used.
         self._engine.wait_in_step([member for member in self._members.values() if member.pending])
-        begun = self._passed.begun
-        if begun is None:
+        part = self._passed.backward_part
+        if part is None:
             self._engine.follow_writes()
-            begun = CpuStep(StepPlan(snapshot(self.param_groups), None))
-        self._engine.open.prepare(begun.plan, gradients, arrived={}, factors={}, begun=begun)
+            part = CpuStep(StepPlan(snapshot(self.param_groups), None))
+        self._engine.open.prepare(part.plan, gradients, arrived={}, factors={}, backward_part=part)
         with as_one():
-            self._passed.begin_passed(begun, gradients)
+            self._passed.begin_passed(part, gradients)
             self._engine.open.begin()
         self.streamed.queue(gradients)
 

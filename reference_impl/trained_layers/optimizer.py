@@ -110,14 +110,14 @@ class TrainedLayersOptimizer(HostedOptimizer):
         """Return a context that notes the fate of the step on an error, and remembers that a device is lost."""
         return self._failures.noting_status_on_error()
 
-    def settle(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
+    def finish_update(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
         """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
         members = pending(self._members, params)
         if members or self.streamed.unqueued:
-            self._settle(members, ahead)
+            self._finish_update(members, ahead)
 
     @in_turn
-    def _settle(self, members: Sequence[Member], ahead: Iterable[torch.Tensor]) -> None:
+    def _finish_update(self, members: Sequence[Member], ahead: Iterable[torch.Tensor]) -> None:
         self._engine.ready()
         self._leaving.drain()
         self.streamed.queue(members)

@@ -123,7 +123,7 @@ class ShardStreamer(Shown, ClosedAtExit):
             Homes(device, storages, remedy=_REMEDY),
             shards,
             {param: name for name, param in model.named_parameters()},
-            settle=lambda params, ahead: self.optimizer.settle(params, ahead),
+            finish_update=lambda params, ahead: self.optimizer.finish_update(params, ahead),
             noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
         )
         self._undo.append(self._close_shards)

@@ -39,7 +39,7 @@ _ON_HOST = (
 )
 
 # Makes the weights of parameters new, as far as an update of them has begun; others that come next are passed too.
-Settle = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+FinishUpdate = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 
 class ShardBlock(VisitingBlock):
@@ -172,11 +172,11 @@ class StreamedShards:
         shards: Sequence[Sequence[Shard]],
         names: Mapping[torch.Tensor, str],
         *,
-        settle: Settle,
+        finish_update: FinishUpdate,
         noting_status_on_error: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._homes = homes
-        self._settle = settle
+        self._finish_update = finish_update
         self._noting_status_on_error = noting_status_on_error
         self._names = names
         self._device = device
@@ -253,7 +253,7 @@ class StreamedShards:
         """
         if param in self._lent:
             return param.detach()
-        self._settle_at_home([param])
+        self._finish_update_at_home([param])
         local = self.home_of[param].host
         # numpy has no strides for nothing.
         own = torch.from_numpy(local.view(torch.uint8).numpy()).view(local.dtype) if local.numel() else local
@@ -267,7 +267,7 @@ class StreamedShards:
     def lend(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Make `params` ordinary device tensors, once their updates are done; return those that were not."""
         away = [param for param in params if param not in self._lent]
-        self._settle_at_home(away)
+        self._finish_update_at_home(away)
         self._lend(away)
         return away
 
@@ -309,11 +309,11 @@ class StreamedShards:
                 name=self._names[param],
             )
 
-    def _settle_at_home(self, params: Iterable[torch.Tensor]) -> None:
+    def _finish_update_at_home(self, params: Iterable[torch.Tensor]) -> None:
         """Block until the weights of `params` are new at home."""
         blocks = dict.fromkeys(self._places[param][0] for param in params)
         for block in blocks:
-            self._settle(block.trained, [])
+            self._finish_update(block.trained, [])
         for block in blocks:
             block.wait_stored()
 
@@ -342,7 +342,7 @@ class StreamedShards:
                 in_backward = torch._C._current_graph_task_id() != -1
                 self.window.capacity = self._prefetch + (not in_backward)
                 self.window.before_gather(block, Kind.BACKWARD if in_backward else self._kind)
-                self._settle(block.trained, self.ahead)
+                self._finish_update(block.trained, self.ahead)
             return block.gather(index)
 
     def _after_gather(self, block: ShardBlock) -> None:

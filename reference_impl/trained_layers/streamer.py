@@ -167,7 +167,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 device=on,
                 homes=Homes(on, streamed, remedy=_REMEDY),
                 allowances=kept_bytes,
-                settle=lambda params, ahead: self.optimizer.settle(params, ahead),
+                finish_update=lambda params, ahead: self.optimizer.finish_update(params, ahead),
                 changed=lambda params: self.optimizer.refresh_written(params),
                 noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
                 passed=(lambda: in_backward.passed()) if updates else None,
@@ -248,7 +248,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         """
         members = self.optimizer._engine.members
         params = members if layer is None else layer.parameters()
-        self.optimizer._engine.check_unbegun(members[param] for param in params if param in members)
+        self.optimizer._engine.check_unused(members[param] for param in params if param in members)
         return self._weights.gathered(layer)
 
     def close(self) -> None:

@@ -82,8 +82,8 @@ class Loader:
     def load(self, target: torch.Tensor, host: torch.Tensor, *, after: Event) -> Started:
         """Start filling `target` from `host` behind the live current stream, once `after` is reached."""
         if self.device.is_pageable(host):
-            begun = self.device.record()
-            return self.in_turn(functools.partial(self.device.copy_in, target, host, after=(begun, after)))
+            start = self.device.record()
+            return self.in_turn(functools.partial(self.device.copy_in, target, host, after=(start, after)))
         event = self.device.copy_in(target, host, after=(self.device.record(), after))
         return lambda: event
 

@@ -169,9 +169,9 @@ class TrainedWeights(LayerStreamer):
     Args:
         model, modules, storages, device, allowances: see `LayerStreamer`.
         homes: the host memory of the weights.
-        settle: makes the weights of trained parameters new, on the device and at home, as far as the optimizer has
-            begun to change them; called with those of one block before anybody reads them. Where the block is on the
-            device for its forward, those of blocks that come next are passed too, as `ahead`.
+        finish_update: makes the weights of trained parameters new, on the device and at home, as far as the optimizer
+            has begun to change them; called with those of one block before anybody reads them. Where the block is on
+            the device for its forward, those of blocks that come next are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
         noting_status_on_error: weights come and go inside it, so that the optimizer hears of a lost device.
         passed: hears that backward is about to begin another block. A block that it has passed then lingers for the
@@ -189,14 +189,14 @@ class TrainedWeights(LayerStreamer):
         device: Device,
         homes: Homes,
         allowances: Sequence[int],
-        settle: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
+        finish_update: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
         changed: Callable[[list[torch.Tensor]], None],
         noting_status_on_error: Callable[[], AbstractContextManager[None]],
         passed: Callable[[], None] | None = None,
     ) -> None:
         self.homes = homes
         self.home_of: dict[torch.Tensor, Home] = {}
-        self._settle = settle
+        self._finish_update = finish_update
         self._changed = changed
         self._noting_status_on_error = noting_status_on_error
         self._passed = passed
@@ -224,7 +224,9 @@ class TrainedWeights(LayerStreamer):
         """See `LayerStreamer`; weights that never leave the device are new inside, too."""
         if not self._is_closed:
             params = (self._model if layer is None else layer).parameters()
-            self._settle([param for param in params if param.requires_grad and param not in self.home_of], [])
+            self._finish_update(
+                [param for param in params if param.requires_grad and param not in self.home_of], []
+            )
         with super().gathered(layer):
             yield
 
@@ -239,7 +241,7 @@ class TrainedWeights(LayerStreamer):
         with self._noting_status_on_error():
             super()._before_forward(block)
             if block.is_streamed:
-                self._settle(self._params[block.index], self._next_to_update(block))
+                self._finish_update(self._params[block.index], self._next_to_update(block))
 
     def _next_to_update(self, block: StreamedBlock) -> list[torch.Tensor]:
         """Return the parameters of blocks that come after `block`, but for the last, whose weights come in now.
@@ -282,15 +284,15 @@ class TrainedWeights(LayerStreamer):
 
     def _lend(self, block: StreamedBlock) -> None:
         if block.is_streamed:
-            self._settle_at_home([block])
+            self._finish_update_at_home([block])
         super()._lend(block)
 
     def _on_host(self, block: StreamedBlock, tensor: torch.Tensor) -> torch.Tensor:
-        self._settle_at_home([block])
+        self._finish_update_at_home([block])
         return super()._on_host(block, tensor)
 
-    def _settle_at_home(self, blocks: Iterable[StreamedBlock]) -> None:
+    def _finish_update_at_home(self, blocks: Iterable[StreamedBlock]) -> None:
         """Wait on the host until the weights of `blocks` are new at home."""
         for block in blocks:
-            self._settle(self._params[block.index], [])
+            self._finish_update(self._params[block.index], [])
             block.wait_stored()

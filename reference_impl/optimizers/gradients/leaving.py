@@ -201,7 +201,7 @@ class LeavingGradients(StepGradients):
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
         """Return gradients as `StepGradients.to_use`; those that have to go to the host and are here are sent."""
-        listed = [member for member in members if self.begun is None or member not in self.begun.arrivals]
+        listed = [member for member in members if member not in self.used_in_backward]
         wait_for(self.used_by_nobody(listed))
         used: dict[Member, torch.Tensor] = {}
         for member in listed:
@@ -286,7 +286,7 @@ class LeavingGradients(StepGradients):
 
         Of members whose update has begun in backward, a stand-in that somebody has replaced stays away.
         """
-        placed = ((member, unwrapped(member.param.grad)) for member in self._begun_members)
+        placed = ((member, unwrapped(member.param.grad)) for member in self.used_in_backward)
         found = {member: stands for member, stands in placed if isinstance(stands, GradientStandIn)}
         for member in gradients:
             now = unwrapped(member.param.grad)
@@ -309,7 +309,7 @@ class LeavingGradients(StepGradients):
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
         """Let the prepared step own its gradients, for which stand-ins are on their parameters now."""
-        self.begun = self.rest = None
+        self.backward_part = self.rest = None
         (members, stand_ins), self._prepared = self._prepared, ((), {})
         for member, stand_in in stand_ins.items():
             stand_in.use()
@@ -319,9 +319,9 @@ class LeavingGradients(StepGradients):
 
     def note_rest(self, members: Iterable[Member], *, checks_used: bool = True) -> None:
         """Note the rest of a step that backward has begun, see `StepGradients.note_rest`."""
-        if self.begun is not None and self.rest is None:
+        if self.backward_part is not None and self.rest is None:
             if checks_used:
-                self._check_used_stand(self.begun.arrivals)
+                self._check_used_stand(self.used_in_backward)
             self.rest = RestOfStep(members)
 
     def drop(self, members: Iterable[Member]) -> None:
@@ -335,11 +335,7 @@ class LeavingGradients(StepGradients):
 
     def forget(self) -> None:
         """Let go of all gradients."""
-        self.begun, self.rest, self._prepared = None, None, ((), {})
-
-    @property
-    def _begun_members(self) -> Iterable[Member]:
-        return () if self.begun is None else self.begun.arrivals
+        self.backward_part, self.rest, self._prepared = None, None, ((), {})
 
 
 def _has_stand_in(member: Member) -> bool:

@@ -9,7 +9,7 @@ Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,15 +33,20 @@ class StepGradients(ABC):
     """The gradients of the members of one optimizer: those of a step, and those that its update still reads.
 
     `measures` says that norms are taken, `may_leave` that gradients lose their values in backward. Where backward has
-    begun to update, `begun` is that part of the step, and `rest` has the gradients of the others, once `step()` was
-    called for them. `begins_whole` says that backward queues the whole update of each parameter that it begins.
+    begun to update, `backward_part` is that part of the step, and `rest` has the gradients of the others, once `step()`
+    was called for them. `begins_whole` says that backward queues the whole update of each parameter that it begins.
     """
 
     measures = True
     may_leave = False
     begins_whole = False
-    begun: CpuStep | None = None
+    backward_part: CpuStep | None = None
     rest: RestOfStep | None = None
+
+    @property
+    def used_in_backward(self) -> Collection[Member]:
+        """The members whose gradients backward has begun to use, before `step()`."""
+        return () if self.backward_part is None else self.backward_part.arrivals
 
     @abstractmethod
     def to_use(

@@ -103,7 +103,7 @@ class StreamedPipeline:
         self._unqueued: deque[Chunk] = deque()
         self._unloaded: dict[Slots, deque[Chunk]] = {}
         # The event behind which the step's updates run.
-        self._begun: Event = REACHED
+        self._step_start: Event = REACHED
         # By the first chunk of a step, the chunks of the step that came after it.
         self._following: dict[Chunk, list[Chunk]] = {}
         self.updated: dict[Member, Event] = {}
@@ -135,15 +135,10 @@ class StreamedPipeline:
 
     def synchronize(self) -> None:
         """Block until all that has been queued of the step has happened."""
-        for event in (self._begun, *self.updated.values()):
+        for event in (self._step_start, *self.updated.values()):
             event.synchronize()
         # Whoever reads many states, each of one parameter, would wait for all of them each time.
         self.updated.clear()
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a step has begun that is not queued to its end."""
-        return self._queue.step is not None
 
     def allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
         """Allocate the buffers of `chunks`, all there are, on the live current stream.
@@ -194,7 +189,7 @@ class StreamedPipeline:
                 self._following[first] = queue.chunks
             self._queue, self._unqueued = queue, deque(queue.chunks)
             queue.step.count(self._device)
-            self._begun = self._device.record()
+            self._step_start = self._device.record()
             self._note_unloaded()
             self._load_idle()
             if not queue.chunks:
@@ -251,7 +246,7 @@ class StreamedPipeline:
 
     def free_slots(self) -> None:
         """Free the slots until `plan`, unless a step has begun or chunks have come in: to the live current stream."""
-        if not self.is_begun and not self._loaded:
+        if not self._unqueued and not self._loaded:
             with deferred_interrupts():
                 self._slots.free()
                 self._gradient_slots.free()
@@ -318,7 +313,7 @@ class StreamedPipeline:
         buffer = chunk.storage if slot is None else chunk.states_in(slot.bytes)
         came_in = None if slot is None else chunk.gradients_in(slot.bytes)
         with self._device.on_update_stream():
-            for event in (self._begun, arrived, *visits):
+            for event in (self._step_start, arrived, *visits):
                 self._device.wait(event)
             self._update.run(chunk, buffer, step, self._queue.numbers, came_in)
             updated = self._device.record()

@@ -260,17 +260,12 @@ class StreamedShare:
 
     @property
     def unqueued(self) -> int:
-        """How many chunks of the step have not been queued yet."""
+        """How many chunks of the step have not been queued yet: `wait_for` and `finish` queue them."""
         return self._pipeline.unqueued
 
     def is_unqueued(self, member: Member) -> bool:
         """Whether a part of the step's update of `member` has not been queued yet."""
         return self._pipeline.is_unqueued(member)
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether a step has begun that is not queued to its end: `wait_for` and `finish` go on with it."""
-        return self._pipeline.is_begun
 
     @property
     def extra_bytes(self) -> int:

@@ -15,11 +15,14 @@ MODES = [False, True, True, False]
 
 @pytest.fixture
 def flush():
-    """Switches the mode; skips where the CPU has none."""
+    """Switches the mode, of one thread, with which torch's own kernels do alone; skips where the CPU has none."""
+    threads = torch.get_num_threads()
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormal numbers")
     torch.set_flush_denormal(False)
+    torch.set_num_threads(1)
     yield torch.set_flush_denormal
+    torch.set_num_threads(threads)
     torch.set_flush_denormal(False)
 
 

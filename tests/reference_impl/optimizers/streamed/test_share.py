@@ -189,7 +189,7 @@ def test_a_gradient_is_free_once_its_weight_is_waited_for(device, share):
         share.wait_for([member])
         assert [each() is not None for each in alive] == [place >= count for place in range(len(alive))]
         if count < len(members) // 2:
-            assert share.is_begun
+            assert share.unqueued
 
 
 def test_a_member_without_elements_is_counted_although_its_step_began_late(device, share):
