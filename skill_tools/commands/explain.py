@@ -85,6 +85,12 @@ def _list_json(rules: tuple[Rule, ...]) -> str:
     return json.dumps([_data(rule) for rule in rules], indent=2, ensure_ascii=False)
 
 
+def _also(rule: Rule) -> dict[str, object]:
+    """Return the evidence of releases that have other words, where there is any."""
+    others = [each._asdict() | {"versions": dict(each.versions)} for each in rule.evidence_in]
+    return {"also": others} if others else {}
+
+
 def _data(rule: Rule) -> dict[str, object]:
     """Return the rule in the shape of `schema/rules.schema.json`, with the command that prints its page."""
     return {
@@ -100,7 +106,7 @@ def _data(rule: Rule) -> dict[str, object]:
         "message": rule.message,
         "versions": dict(rule.versions),
         "why": rule.why,
-        "evidence": {"tag": rule.evidence.tag, "ref": rule.evidence.ref, "quote": rule.evidence.quote},
+        "evidence": rule.evidence._asdict() | _also(rule),
         "next": rule.next,
         "fix": {
             "applicability": rule.fix.applicability,

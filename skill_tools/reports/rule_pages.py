@@ -14,7 +14,7 @@ from pathlib import Path
 from skill_tools.bundle import knowledge_path
 from skill_tools.dialects import registry
 from skill_tools.knowledge import load_yaml
-from skill_tools.rules.finding import CONSEQUENCES, Evidence
+from skill_tools.rules.finding import CONSEQUENCES
 from skill_tools.rules.knowledge import Example, Rule, load_rules_yaml
 
 _TAG = {
@@ -66,7 +66,7 @@ def page(rule: Rule) -> str:
         *[_examples(framework, example) for framework, example in rule.examples.items()],
         f"## Versions\n\n{_versions(rule)}",
         f"## Fix\n\n{_fix(rule)}",
-        f"## Evidence\n\n{_evidence(rule.evidence)}",
+        f"## Evidence\n\n{_evidence(rule)}",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -139,8 +139,13 @@ def _fix(rule: Rule) -> str:
     return "\n\n".join([*lines, *(["\n".join(changes)] if changes else [])])
 
 
-def _evidence(evidence: Evidence) -> str:
-    return f"{_TAG[evidence.tag].capitalize()}: `{evidence.ref}`\n\n{_quote(evidence.quote)}"
+def _evidence(rule: Rule) -> str:
+    tag, ref, quote = rule.evidence
+    parts = [f"{_TAG[tag].capitalize()}: `{ref}`\n\n{_quote(quote)}"]
+    for each in rule.evidence_in:
+        releases = ", ".join(f"{name}{of}" for name, of in each.versions.items())
+        parts.append(f"In {releases}: `{each.ref}`\n\n{_quote(each.quote)}")
+    return "\n\n".join(parts)
 
 
 def _sentence(text: str) -> str:

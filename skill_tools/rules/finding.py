@@ -52,6 +52,14 @@ class Evidence(NamedTuple):
     quote: str
 
 
+class EvidenceIn(NamedTuple):
+    """What the same belief rests on in releases whose code has other words: their range, symbol and quote."""
+
+    versions: Mapping[str, str]
+    ref: str
+    quote: str
+
+
 class Next(NamedTuple):
     """A finding that there will be once the remedy of another is in: its rule, its words and its own remedy."""
 

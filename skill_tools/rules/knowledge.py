@@ -13,7 +13,7 @@ from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.dialects import registry
 from skill_tools.rules.conditions import Condition, build, guard_of, names_in, names_needed
-from skill_tools.rules.finding import Evidence, Severity
+from skill_tools.rules.finding import Evidence, EvidenceIn, Severity
 from skill_tools.rules.values import key_of, unset
 from skill_tools.rules.versions import conditional, holds_today
 
@@ -74,6 +74,7 @@ class Rule(NamedTuple):
     yields_to: tuple[str, ...]
     why: str
     evidence: Evidence
+    evidence_in: tuple[EvidenceIn, ...]
     next: str
     fix: RuleFix
     given_examples: Mapping[str, Mapping[str, Any]]
@@ -232,7 +233,8 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         spellings=tuple(entry.get("spellings", ())),
         yields_to=tuple(entry.get("yields_to", ())),
         why=entry["why"],
-        evidence=Evidence(**entry["evidence"]),
+        evidence=Evidence(*(entry["evidence"][part] for part in Evidence._fields)),
+        evidence_in=tuple(EvidenceIn(**each) for each in entry["evidence"].get("also", ())),
         next=entry["next"],
         fix=_fix(entry["fix"]),
         given_examples=entry.get("examples", {}),

@@ -43,8 +43,12 @@ def cited(package: str, release: str) -> Iterator[Citation]:
     for rule in load_rules():
         ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.tree, package))]
         if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):
-            path, _, symbol = rule.evidence.ref.partition("::")
-            yield Citation(rule.id, path, symbol, rule.evidence.quote)
+            of_release = (
+                each for each in rule.evidence_in if admits(each.versions.get(package, "<0"), release)
+            )
+            where = next(of_release, rule.evidence)
+            path, _, symbol = where.ref.partition("::")
+            yield Citation(rule.id, path, symbol, where.quote)
     for entry in knowledge.load_messages():
         source = str(entry.get("source", ""))
         if not source.startswith("http") and _is_of(entry.get("versions", {}), package, release):

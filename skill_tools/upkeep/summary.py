@@ -16,6 +16,7 @@ OFFLOAD = re.compile(
     re.IGNORECASE,
 )
 _ELSEWHERE = re.compile(r"(?:^|/)(?:models|tests?|examples?|benchmarks?)/")
+_OF_EACH_FILE = ""  # where files of a release disagree, as recipes do, none holds a default
 _LOGGERS = frozenset({"debug", "info", "warning", "warn", "error", "warning_once", "log", "info_once"})
 
 
@@ -131,5 +132,5 @@ def _read_yaml(found: Summary, path: str, text: str) -> None:
         name, value = pending.pop()
         if isinstance(value, dict):
             pending += [(f"{name}.{key}" if name else str(key), below) for key, below in value.items()]
-        elif name:
-            found.fields[name] = repr(value)
+        elif name and found.fields.setdefault(name, repr(value)) != repr(value):
+            found.fields[name] = _OF_EACH_FILE

@@ -19,12 +19,15 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.yaml_lines import as_omegaconf, plain
 from skill_tools.dialects.torchtitan import TORCHTITAN
 from skill_tools.errors import UnusableInput
+from skill_tools.nearest import nearest
 
 _OVERRIDES = "<overrides>"
 _FILE, _MODULE = "torchtitan.file", "torchtitan.module"
 _CONFIG_OPTION = "job.config_file"
 _OWN_FIELDS = frozenset({"custom_config_module", "custom_args_module"})
 _PROGRAM = re.compile(r"torchtitan\.train$|torchtitan/train\.py$|run_train\.sh$|torchtitan.*train\.py$")
+_OFFLOADS = ("training.enable_cpu_offload", "training.no_enable_cpu_offload")
+_A_SLIP = 0.9
 _SHAPES = {
     ("deepseek_v3", "671B"): "deepseek-v3",
     ("llama4", "17bx16e"): "llama-4-scout",
@@ -145,7 +148,7 @@ def _write_option(draft: Draft, name: str, text: object, written: str, place: Pl
         draft.set_key(canonical, _value(kind, text, is_on=not is_off), written, place)
         if expected := _refusal(kind, text):
             draft.refuse_type(canonical, expected)
-    elif "offload" in field:
+    elif "offload" in field or nearest(spelling, _OFFLOADS, likeness=_A_SLIP):
         draft.note_unknown(written, place)
 
 

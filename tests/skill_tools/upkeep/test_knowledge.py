@@ -124,6 +124,21 @@ def test_a_rule_that_asks_for_a_release_is_cited_in_no_other() -> None:
     assert ("titan-toml-gone" in cited["0.2.2"], "titan-toml-gone" in cited["0.3.0"]) == (False, True)
 
 
+def test_each_release_is_asked_for_the_words_that_it_has() -> None:
+    cited = {
+        release: next(each for each in quotes.cited("torchtitan", release) if each.id == "titan-offload-key")
+        for release in ("0.2.2", "0.3.0")
+    }
+    assert cited["0.2.2"].path == "torchtitan/models/llama3/infra/parallelize.py"
+    assert cited["0.3.0"].path == "torchtitan/distributed/fsdp.py"
+
+
+def test_recipes_that_disagree_hold_no_default() -> None:
+    text = "enable_activation_offloading: {}\nfsdp_cpu_offload: true\n"
+    recipes = {f"torchtune/configs/{name}.yaml": text.format(name) for name in ("true", "false")}
+    assert summarize(recipes).fields == {"enable_activation_offloading": "", "fsdp_cpu_offload": "True"}
+
+
 def test_archives_of_every_kind_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"deepspeed/__init__.py": "", "deepspeed/config.py": NEW}
     packed = tmp_path / "deepspeed.tar.gz"
