@@ -230,6 +230,31 @@ def without_gradients(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     return call
 
 
+def as_steps_run(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Run `function` without gradients, as `without_gradients`, and out of inference mode, in which a caller may be.
+
+    Torch's context manager would leave its guard to the traceback of an interrupt that comes behind its begin. The
+    guard sets the thread back once that is dropped: gradients are off from then on.
+    """
+
+    @without_gradients
+    @functools.wraps(function)
+    def call(*args: _P.args, **named: _P.kwargs) -> _Result:
+        guard = torch._C._InferenceMode(False)
+        try:
+            try:
+                guard.__enter__()
+                # The guard has set it anew.
+                torch._C._set_grad_enabled(False)
+                return function(*args, **named)
+            finally:
+                guard.__exit__(None, None, None)
+        finally:
+            guard.__exit__(None, None, None)
+
+    return call
+
+
 def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
     """Let one thread at a time run `method` of an optimizer, in no gradient mode; its errors tell the fate of a step.
 

@@ -206,7 +206,10 @@ class _Seen:
             made = [each for each in tree_flatten(call(inputs))[0] if isinstance(each, torch.Tensor)]
         if not self.heads:
             raise _undivided(
-                self._name, "runs no kernel of attention", "try attn_implementation='sdpa', or leaving it out"
+                self._name,
+                "runs no kernel of attention",
+                "try attn_implementation='sdpa' in bfloat16 (on a GPU it has no kernel for float64, nor for grouped "
+                "heads in float32), or leaving it out",
             )
         if len(made) != 1:
             raise _undivided(self._name, f"returns {len(made)} tensors")

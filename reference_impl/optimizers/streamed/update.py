@@ -22,6 +22,7 @@ from offload_arithmetic.states import scratch_bytes
 from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
+from reference_impl.optimizers.step import as_steps_run
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.chunk_masters import ChunkMasters
 from reference_impl.optimizers.streamed.chunks import (
@@ -79,13 +80,15 @@ class ChunkUpdate:
                 (chunk.pieces[0].member.param.dtype, chunk.fields, self._joins(chunk)): chunk
                 for chunk in chunks
             }
-            # As they will run: the compiler builds another one for each mode.
-            with torch.inference_mode(False), torch.no_grad():
-                for chunk in kinds.values():
-                    self._build(chunk)
+            for chunk in kinds.values():
+                self._build(chunk)
 
+    @as_steps_run
     def _build(self, chunk: Chunk) -> None:
-        """Update a few elements like those of `chunk`, so that its kernels are there."""
+        """Update a few elements like those of `chunk`, so that its kernels are there.
+
+        In the mode in which they will run: the compiler builds another one for each.
+        """
         member, numel = chunk.pieces[0].member, alignment_of(chunk.fields)
         piece = Piece(member, 0, numel, 0)
         weight = torch.zeros(numel, dtype=member.param.dtype, device=self._device.torch_device)

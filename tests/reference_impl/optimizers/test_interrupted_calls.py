@@ -16,6 +16,7 @@ from optimizer_training import hybrid, streaming, twins
 
 from reference_impl.memory.absent import storage_of
 from reference_impl.memory.host import host_book
+from reference_impl.optimizers.step import as_steps_run
 from reference_impl.optimizers.writes.awaited import AwaitedParameter
 from reference_impl.verification.model import decoder_loss
 
@@ -123,6 +124,27 @@ def test_gradient_mode_and_the_turn_come_back(device, build, call, places):
     bytecodes = run(0)
     assert bytecodes > 20
     for nth in spread(bytecodes, places):
+        run(nth)
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_the_mode_of_steps_is_left_again(infers):
+    """Behind a call that an interrupt ends, and once its traceback is gone, which may have torch's guard."""
+
+    def run(nth):
+        call = as_steps_run(lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        with torch.inference_mode(infers):
+            found = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+            reached = interrupted(nth, lambda: modes.append(call()), ("optimizers/step.py", "grad_mode.py"))
+            gc.collect()
+            assert [torch.is_grad_enabled(), torch.is_inference_mode_enabled()] == found, nth
+        return reached
+
+    modes = []
+    bytecodes = run(0)
+    assert modes == [(False, False)]
+    assert bytecodes > 20
+    for nth in range(1, bytecodes + 1):
         run(nth)
 
 

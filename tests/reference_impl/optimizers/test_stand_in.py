@@ -318,7 +318,8 @@ class FullDevice(TorchDispatchMode):
 
 def unscaled_behind(failures, device, make):
     """Return the weights after a step whose `unscale_` is called again when one of its operators has failed."""
-    model, _ = twins(device)
+    # On a GPU torch unscales no gradients in bf16.
+    model, _ = twins(device, torch.float32)
     optimizer = make(model, offload_fraction=0.7, backward_overlap="gradients", max_grad_norm=0.1)
     scaler = torch.amp.GradScaler(device.torch_device.type, init_scale=2.0**8)
     (x,) = batches(device.torch_device, 1)

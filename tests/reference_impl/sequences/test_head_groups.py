@@ -1,11 +1,14 @@
 """`HeadGroups` against the same attention of all heads at once: values, what is computed, and what lives."""
 
+from functools import partial
+
 import pytest
 import torch
 from for_each import for_each
 from grouped_attention import (
     ATTENTIONS,
     FEATURES,
+    HEADS,
     HIDDEN,
     SHORT,
     TOKENS,
@@ -171,19 +174,21 @@ def test_a_groups_tensors_live_and_not_those_of_all_heads(device):
 
 
 def test_gradients_of_two_batches_add_up(device):
-    model = model_of(Grouped, device, torch.float64)
+    # On a GPU attention has kernels for as many heads of keys in fp32, and none in fp64.
+    dtype, tolerance = (torch.float32, 1e-4) if device.is_accelerator else (torch.float64, 1e-12)
+    model = model_of(partial(Grouped, kv_heads=HEADS), device, dtype)
 
     def accumulated():
         model.zero_grad()
         for tokens in (TOKENS, TOKENS - 1):
-            x = torch.linspace(-1, 1, 2 * tokens * HIDDEN, dtype=torch.float64, device=device.torch_device)
+            x = torch.linspace(-1, 1, 2 * tokens * HIDDEN, dtype=dtype, device=device.torch_device)
             model(x.view(2, tokens, HIDDEN)).sin().sum().backward()
         return [param.grad.clone() for param in model.parameters()]
 
     expected = accumulated()
     with groups_of(model):
         for ours, theirs in zip(accumulated(), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 @for_each(["attention", "model"])
