@@ -11,13 +11,14 @@ from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.syntax import dotted_name, last_name
-from skill_tools.configs.python.values import Section
+from skill_tools.configs.python.values import Section, plain
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.fsdp2 import FSDP2, POLICY, SHARDS
 from skill_tools.errors import UnusableInput
 
 _GROUP, _CLIP = "init_process_group", "clip_grad_norm_"
+_HOOK = "register_post_accumulate_grad_hook"
 _OURS = ("HybridDeviceOptimizer", "OptimizerStateOffloader", "ShardStreamer")
 _BACKEND = "fsdp2.backend"
 _THREADS = ("OMP_NUM_THREADS", "set_num_threads")
@@ -35,11 +36,12 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     draft = Draft(FSDP2)
     draft.complete = True
     draft.take(source)
-    made = constructions(source, {SHARDS, POLICY, _GROUP, _CLIP, *_OURS})
+    made = constructions(source, {SHARDS, POLICY, _GROUP, _CLIP, _HOOK, *_OURS})
     _write_policy(draft, [each for each in made if each.kind == SHARDS])
     _write_backend(draft, [each for each in made if each.kind == _GROUP])
-    for each in [each for each in made if each.kind == _CLIP][:1]:
-        draft.set_key("fsdp2.clips", True, _CLIP, each.place)
+    for key, call in (("fsdp2.clips", _CLIP), ("fsdp2.grad_hooks", _HOOK)):
+        for each in [each for each in made if each.kind == call][:1]:
+            draft.set_key(key, True, call, each.place)
     _write_mixed(draft, source)
     draft.set_key(
         "fsdp2.threads", any(name in source.text for name in _THREADS), _THREADS[0], Place(source.name, 1, 1)
@@ -61,6 +63,11 @@ def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
         draft.leave_open("fsdp2.offload_policy")
     elif policies == {POLICY}:
         draft.set_key("fsdp2.offload_policy", True, "offload_policy", given[0][1])
+        for value, place in given:
+            if isinstance(value, Section) and "pin_memory" in value.fields:
+                draft.set_key(
+                    "fsdp2.pin_memory", plain(value.fields["pin_memory"][-1][0]), "pin_memory", place
+                )
 
 
 def _write_mixed(draft: Draft, source: Source) -> None:

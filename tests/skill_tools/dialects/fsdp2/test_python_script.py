@@ -126,3 +126,19 @@ def test_clipping_takes_no_plain_gradients_beside_sharded_ones(
     verdict = lint(read_text(f"{text}{more}\n", "train.py"), versions={})
     assert ("fs2-clip-mixed" in {each.rule for each in verdict.findings}) is (expected is True)
     assert ("fs2-clip-mixed" in {each.rule for each in verdict.undecided}) is (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "pins"), [("CPUOffloadPolicy()", True), ("CPUOffloadPolicy(pin_memory=False)", False)]
+)
+def test_a_hook_of_gradients_is_seen_beside_what_the_policy_pins(policy: str, pins: bool) -> None:
+    text = (
+        "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\n"
+        f"fully_shard(model, offload_policy={policy})\n"
+        "for each in model.parameters():\n    each.register_post_accumulate_grad_hook(update)\n"
+    )
+    config = read_text(text, "train.py")
+    assert config.value("fsdp2.grad_hooks") is True
+    for release, is_wrong in (("2.12.1", pins), ("2.13.0", False)):
+        found = {each.rule for each in lint(config, versions={"torch": release}).findings}
+        assert ("fs2-offload-grad-hooks" in found) is is_wrong
