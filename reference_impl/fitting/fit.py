@@ -35,7 +35,7 @@ from reference_impl.fitting.search import Search, fastest
 from reference_impl.fitting.trial import Loss, Task
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
 from reference_impl.memory.host import available_bytes
-from reference_impl.memory.shown import Shown, size
+from reference_impl.memory.shown import Shown, counted, size
 from reference_impl.optimizers.checks import norm_of
 from reference_impl.verification.apply import AppliedPlan, Given, optimizers_in
 from reference_impl.verification.hugging_face import without_caches
@@ -75,7 +75,7 @@ class Fitted(Shown, ClosedAtExit):
             "peak on the device": f"{size(found['peak_device_bytes'])} of {size(found['gpu_budget_bytes'])}",
             "host memory": size(found["peak_host_bytes"]),
             "step": f"{found['step_s']:.3f} s",
-            "tried": f"{found['plans']} plans in {found['steps']} steps",
+            "tried": f"{counted(found['plans'], 'plan')} in {counted(found['steps'], 'step')}",
         }
 
     def close(self) -> None:

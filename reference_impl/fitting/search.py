@@ -20,6 +20,7 @@ from reference_impl.fitting.before import Before
 from reference_impl.fitting.planner import Plan, Planner, RefusedPlanError
 from reference_impl.fitting.progress import Say, silent
 from reference_impl.fitting.trial import Task, Trial
+from reference_impl.memory.shown import counted
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Settled:
         return (
             f"fit: {self.plan['recommendation']['option']['label']}: {self.trial.peak_device_bytes / 2**30:.2f} of "
             f"{budget_bytes / 2**30:.2f} GiB on the device, {self.trial.peak_host_bytes / 2**30:.2f} GiB on the host, "
-            f"{self.trial.step_s:.3f} s a step; {self.plans} plans in {self.steps} steps"
+            f"{self.trial.step_s:.3f} s a step; {counted(self.plans, 'plan')} in {counted(self.steps, 'step')}"
             + (_RETRIED if self.trial.retried else "")
             + "".join(f"; {reason}" for reason in self.plan["recommendation"].get("reasons", ()))
         )

@@ -226,7 +226,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
                 for each in (error, error.__cause__):
                     if each is not None:
                         traceback.clear_frames(each.__traceback__)
-                        # A frame that is cleared has its function yet, and so what a closure holds: the arguments of a
+                        # A frame that is cleared has its function yet, and so a closure's values: the arguments of a
                         # module.
                         each.__traceback__ = None
                 # Torch's CPU engine has the nodes of a failed backward until the next one, and they their weights.

@@ -19,6 +19,11 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes / 1e9:.2f} GB" if abs(size_bytes) >= _SMALL_BYTES else f"{size_bytes / 1e6:.3g} MB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, whose plural ends in s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def table(title: str, facts: Mapping[str, str]) -> str:
     """Return HTML of `facts` under a title; a notebook's own style is kept."""
     rows = "".join(

@@ -166,7 +166,7 @@ class Slab:
             if self.is_pinned:
                 device.pin(self.bytes)
         except BaseException:
-            # Memory may be missing for what follows the registration, which would outlive the pages.
+            # Memory may be missing behind the registration, which would outlive the pages.
             if self.is_pinned and self.bytes.is_pinned():
                 device.unpin(self.bytes.data_ptr())
             host_book.add(reserved=-self.size_bytes)

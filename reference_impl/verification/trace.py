@@ -52,17 +52,17 @@ class Held(NamedTuple):
 class TracedStep:
     """Memory and work of one step of a model beside its weights, its gradients' optimizer and the inputs, in bytes.
 
-    `weights_bytes` is what the weights are, `weights_allocated_bytes` what CUDA's allocator makes of them,
-    `gradients_bytes` the gradients of those that are trained, if each has one; `without_gradients` of their elements
-    got none. `blocks_without_backward` stand before the first that is trained. `layer_bytes` is what each block leaves
-    alive when its forward ends. `peaks` is the most alive in each span: "forward and loss" ends where the last block's
-    backward begins, then each block's backward is one, and "end of backward" is what follows that of the first block.
-    Finished gradients are in it; they are not in `peaks_without_gradients`, which holds where each leaves as it is
-    finished, as under `HybridDeviceOptimizer`.
-    `flops` counts matrix products and attention, `moved_bytes` what all other kernels read and write, `kernels` both.
-    `saved_by` is what lives when the loss is there, by the operation that made it; `alive_at_peak` what makes up the
-    highest of `peaks`, the largest first, with the modules in whose forward it was made: "gradients" are the finished
-    ones, and "backward" all else that backward made. `assumptions` lists the statements that were taken for granted.
+    `weights_bytes` are the bytes of the weights, `weights_allocated_bytes` those that CUDA's allocator takes for them.
+    `gradients_bytes` are those of the trained weights' gradients, if each has one; `without_gradients` of the elements
+    got none. `blocks_without_backward` stand before the first block that is trained. `layer_bytes` stay alive of each
+    block when its forward ends. `peaks` are the most bytes alive in each span: "forward and loss" ends where the last
+    block's backward begins, each block's backward is one span, and "end of backward" follows that of the first block.
+    Finished gradients count in `peaks`, and not in `peaks_without_gradients`, which holds where each gradient leaves as
+    it is finished, as under `HybridDeviceOptimizer`.
+    `flops` counts matrix products and attention, `moved_bytes` the reads and writes of all other kernels, `kernels`
+    both. `saved_by` are the bytes alive behind the loss, by the operation that made them. `alive_at_peak` are those of
+    the highest peak, the largest first, by the modules in whose forward they were made: "gradients" are the finished
+    ones, and "backward" made all others. `assumptions` lists the statements that were taken for granted.
     """
 
     weights_bytes: int
@@ -108,8 +108,8 @@ def trace(
     then raises, as a test for ids out of range does, all is answered the other way; `assumptions` say it.
 
     The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
-    are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on what tensors
-    hold; and what the model itself raises.
+    are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on values of
+    tensors; and the model's own errors.
     """
     usual = not _is_padded(batch)
     temporaries = CUDA_TEMPORARIES if on_cuda else None
@@ -139,7 +139,7 @@ def _traced(
     checkpointing: bool,
     attention: Attention,
 ) -> TracedStep:
-    """Return what `ledger` counts in a step of a copy of `model`; `answered` says how it answers questions."""
+    """Return the counts of `ledger` in a step of a copy of `model`; `answered` says how it answers questions."""
     copied = _on_meta(model)
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []

@@ -55,7 +55,7 @@ class NoKernelError(RuntimeError):
 class TraceLedger(TorchDispatchMode):
     """Live bytes on `meta`, operation by operation, in named spans.
 
-    `live_bytes` counts what was born while the ledger was open and `gradient_bytes` what of it are finished gradients;
+    `live_bytes` counts storages born while the ledger was open, and `gradient_bytes` the finished gradients among them;
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
     gradient leaves when it is finished. `flops` and `moved_bytes` count operations of kernels, and bytes that they read
     and write; `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for
@@ -136,7 +136,7 @@ class TraceLedger(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
-            # Torch says so of what depends on values, and of kernels that nobody has described.
+            # Torch says so of results that depend on values, and of kernels that nobody has described.
             if func.namespace == "aten":
                 raise _unknown(f"what `{func}` returns, which depends on the values of a tensor") from error
             raise NoKernelError(
@@ -165,7 +165,7 @@ class TraceLedger(TorchDispatchMode):
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
     def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
-        """Record the results of `operation`: first what it has freed already, then the storages of `tensors`."""
+        """Record the results of `operation`: first the storages that it has freed already, then those of `tensors`."""
         module = self.modules[-1] if self.modules else ""
         if temporary_bytes:
             now = self._operations
@@ -280,9 +280,10 @@ def _registered(packet: Any) -> Callable[..., int]:
 def _attention(query: int, causal: int, *, score_products: int, value_products: int) -> Callable[..., int]:
     """Return the counter of an attention kernel, by the heads of its query, which may be more than those of its keys.
 
-    Torch's registry refuses such shapes before 2.12, and counts causal attention in full; a kernel leaves out what the
-    mask hides. `query` and `causal` are the places of the arguments, by the schemas of `native_functions.yaml`. Of the
-    kernel's matrix products, `score_products` are as long as a key and `value_products` as a value.
+    Torch's registry refuses such shapes before 2.12, and counts causal attention in full; a kernel leaves out the pairs
+    that the mask hides. `query` and `causal` are the places of the arguments, by the schemas of
+    `native_functions.yaml`. Of the kernel's matrix products, `score_products` are as long as a key and `value_products`
+    as a value.
     """
 
     def flops(args: Any, kwargs: Any, result: Any) -> int:

@@ -1,8 +1,8 @@
 """A model profile: memory and work of a step of a model at any batch and length, from traces at a few shapes.
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
-their gradients do not grow, activations grow with tokens, and what attention saves of its scores or masks with tokens
-times length. Four traces give the three numbers, for a table of positions, which sequences share, grows with the length
+their gradients do not grow, activations grow with tokens, and scores or masks that attention saves with tokens times
+length. Four traces give the three numbers, for a table of positions, which sequences share, grows with the length
 alone. Where each sequence has something of a fixed size, such as images, `+ c * sequences` is added.
 
 Explained in docs/tracing.md.
@@ -67,8 +67,8 @@ def profile_batch(
 ) -> dict[str, Any]:
     """Return the profile of `model` for this `batch`, of `tokens` a sequence, and no other: no size grows.
 
-    `on_cuda` is as in `trace`. The model itself is counted, so that a plan needs no description of it. Raises what
-    `trace` raises, and ValueError for a model without blocks, or one that runs a block twice.
+    `on_cuda` is as in `trace`. The model itself is counted, so that a plan needs no description of it. Raises the
+    errors of `trace`, and ValueError for a model without blocks, or one that runs a block twice.
     """
 
     def stays(size: int) -> dict[str, float]:

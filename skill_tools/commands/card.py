@@ -1,6 +1,6 @@
 """Keep the card, the documents and the knowledge in sync. For contributors, in a checkout.
 
-  offload card check     report what is wrong, and change nothing
+  offload card check     report faults, and change nothing
   offload card render    write the documents and the index that differ from their data
   offload card pages     build docs/rules/, a page per rule; the folder is not kept in git
 
@@ -23,7 +23,7 @@ from skill_tools.errors import UnusableInput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the one argument: what to do."""
+    """Add the one argument: the action."""
     parser.add_argument(
         "action",
         choices=("check", "render", "pages"),
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, render or build; return 0, or 1 when `check` found problems."""
     top = root()
-    if not (top / "tests").is_dir():  # which neither a wheel has nor what an agent installs
+    if not (top / "tests").is_dir():  # which neither a wheel has nor an agent's copy
         raise UnusableInput(
             f"{top} is no checkout",
             expected="the repository with its docs/",
@@ -117,7 +117,7 @@ def _help_texts() -> Mapping[str, str]:
 
 
 def _output(words: Sequence[str]) -> str:
-    """Return what the command prints, run in this process with `words` as its arguments."""
+    """Return the output of the command, run in this process with `words` as its arguments."""
     command = dict(_modules())[words[0]]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

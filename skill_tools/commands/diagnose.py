@@ -8,11 +8,11 @@
 The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
 known model (--model) or its sizes (--overrides) are enough for the plan.
 
-Where nothing failed, the losses, norms, rewards and divergences that the log prints are read: what is wrong with them,
-since which step, and which known faults give such numbers. A report in words is read too.
+Where nothing failed, the losses, norms, rewards and divergences that the log prints are read: their anomalies, since
+which step, and which known faults give such numbers. A report in words is read too.
 
-Of a memory snapshot of torch's (_dump_snapshot) it says who held what at the peak, or where memory ran out; of two,
-what has changed. The file is read, never executed.
+Of a memory snapshot of torch's (_dump_snapshot) it prints each owner's bytes at the peak, or where memory ran out; of
+two, the difference. The file is read, never executed.
 
 Exit codes: 0 nothing failed and nothing is known of it, 1 something failed, is known or is wrong with the
 configuration, 2 unusable input, 3 a fault of this tool.
@@ -46,7 +46,7 @@ from skill_tools.snapshots.snapshot import is_snapshot, read_snapshot
 from skill_tools.units import gib
 
 _SAMPLE = 1 << 16
-_LESS = 0.9  # of what a run that the host killed needs by prediction
+_LESS = 0.9  # of the host memory that a killed run needs by prediction
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the log says; return 1 when something was recognised, else 0."""
+    """Print the diagnosis of the log; return 1 when something was recognised, else 0."""
     plan_request.check(args)
     if args.log not in (None, "-") and is_snapshot(args.log):
         return _snapshots(args)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _snapshots(args: argparse.Namespace) -> int:
-    """Print who held what in one snapshot, or what differs between two; 0, or 1 where memory ran out."""
+    """Print each owner's bytes in one snapshot, or the difference of two; 0, or 1 where memory ran out."""
     from offload_watch.report import planned
     from skill_tools.reports import snapshots
 
@@ -188,7 +188,7 @@ def _known_gpu(name: str) -> str | None:
 
 
 class _Read(NamedTuple):
-    """What the run's configuration was read as, what lint says of it, and the releases that it states."""
+    """The run's configuration as it was read, its findings, and the releases that it states."""
 
     framework: str
     config: Config | None = None
@@ -212,7 +212,7 @@ def _texts(paths: Sequence[str]) -> dict[str, str]:
 def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     """Read and lint the configuration; a loop of the user's own has none, and its log says enough by itself.
 
-    `ran` are the releases that the log states; what the user or the configuration states goes before them.
+    `ran` are the releases that the log states; those of the user or the configuration go before them.
     """
     said = {**ran, **{name: each.version for name, each in releases.stated_by_user(args).items()}}
     if not args.inputs:
@@ -286,7 +286,7 @@ def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
 def _plan_within(
     args: argparse.Namespace, found: Diagnosis, gpu_bytes: int, predicted: Predicted
 ) -> tuple[Plan, str]:
-    """Plan for what the GPU holds, less what the run needed beyond its prediction."""
+    """Plan for the GPU's memory, less the memory that the run needed beyond its prediction."""
     needed = predicted.memory.allocated_bytes
     beyond = diagnosis.beyond_bytes(found, needed)
     args.gpu_memory = f"{max(gpu_bytes - beyond, 1)}bytes"

@@ -1,4 +1,4 @@
-"""Explain rules: what each means, why it holds, wrong and right examples, and what to do.
+"""Explain rules: the meaning of each, its reason, wrong and right examples, and the change.
 
 Of a key, under any of its names (`offload_optimizer.device`, `optimizer-offload-fraction`), it says in a few lines
 how each framework spells it, its type, default and releases, and the rules about it.

@@ -1,12 +1,12 @@
-"""Compare a release of a framework with what is recorded of it. Reads its files, and runs none of them.
+"""Compare a release of a framework with the records of it. Reads its files, and runs none of them.
 
   offload knowledge diff transformers==5.24.0 transformers-5.24.0-py3-none-any.whl
   offload knowledge diff transformers==5.24.0 NEW.whl --since OLD.whl
 
 The first names offload fields and flags that are not recorded, recorded defaults that are others now, and rules whose
-quote or symbol is gone. With --since it adds what differs between two releases: fields, flags, defaults, messages, log
-texts and private names. A source is a wheel, a source archive, a folder, or what --save wrote; without one the
-installed distribution is read.
+quote or symbol is gone. With --since it adds the difference of two releases: fields, flags, defaults, messages, log
+texts and private names. A source is a wheel, a source archive, a folder, or a file of --save; without one the installed
+distribution is read.
 
 Exit codes: 0 nothing differs, 1 something does, 2 unusable input, 3 a fault of this tool.
 """
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what differs."""
-    if not (Path(__file__).parent.parent / "upkeep").is_dir():  # which stays out of what an agent installs
+    """Print the differences."""
+    if not (Path(__file__).parent.parent / "upkeep").is_dir():  # which an agent's copy does not have
         raise UnusableInput(
             "this copy of the skill compares no releases",
             expected="the installed package or a checkout",
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _summary(package: str, release: str, source: Path) -> Any:
-    """Return what an earlier release says: from its files, or from what `--save` wrote of it."""
+    """Return the facts of an earlier release: from its files, or from the file that `--save` wrote of it."""
     from skill_tools.upkeep.release_files import read_release
     from skill_tools.upkeep.summary import Summary, summarize
 

@@ -1,8 +1,8 @@
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
 Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line
-overrides. A file's content must prove which framework it belongs to; the first line says what it was read as. Each
-file is a configuration of its own. A folder stands for all files in it, a Python file for each recipe in it. With
+overrides. A file's content must prove which framework it belongs to; the first line names that framework. Each file is
+a configuration of its own. A folder stands for all files in it, a Python file for each recipe in it. With
 --overrides or --compose all files are one configuration, composed in the framework's own precedence:
 
   offload lint run.yaml other.yaml configs/
@@ -10,7 +10,7 @@ file is a configuration of its own. A folder stands for all files in it, a Pytho
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
 Releases come from --target and --versions, else from the input's comments and installs, else from requirements, lock
-files, Dockerfiles and compose files beside it, else from what its project's root pins; the first line says which, and
+files, Dockerfiles and compose files beside it, else from the pins of its project's root; the first line says which, and
 where they are stated.
 
 Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
@@ -171,7 +171,7 @@ class Linted:
         self._newest_known: dict[str, str] = {}
 
     def take(self, group: Group) -> None:
-        """Lint the configurations in `group`; what cannot be used is kept as an error, or passed over."""
+        """Lint the configurations in `group`; an unusable input is kept as an error, or passed over."""
         pass_over = group.found or self._args.skip_unrecognized
         self._here = nearest_settings(os.path.dirname(group.names[0]) if group.names else "", self._settings)
         try:
@@ -299,7 +299,7 @@ class Linted:
         self._read.append(ReadAs(" + ".join(titles), dialect.name, dialect.label, reading.proof, named))
 
     def _linted(self, reading: Reading) -> tuple[Config, LintResult]:
-        """Compose, lint, and leave out what the user suppressed."""
+        """Compose, lint, and leave out the findings that the user suppressed."""
         config = reading.compose(overrides=self._args.overrides)
         result = lint(config, versions=_versions(self._stated(config, reading)))
         selection = self._here.selection.below(self._selection)
@@ -320,7 +320,7 @@ class Linted:
         return {**of_input, **self._here.targets, **self._stated_by_user}
 
     def _repair(self, reading: Reading, found: LintResult) -> LintResult:
-        """Fix the sources on disk and return what is left, or print the difference and return `found`."""
+        """Fix the sources on disk and return the findings that stay, or print the difference and return `found`."""
         from skill_tools.rules.fixes import unified_diff
         from skill_tools.rules.repair import repair
 
@@ -435,7 +435,7 @@ def _files(result: LintResult) -> set[str]:
 
 
 def _baseline(path: str) -> Callable[[LintResult], tuple[LintResult, int]]:
-    """Return what takes from a result the findings that the baseline at `path` accepts, and counts them."""
+    """Return a function that takes the findings that the baseline at `path` accepts from a result, and counts them."""
     from skill_tools.reports.baseline import load_baseline, without_accepted
 
     return partial(without_accepted, baseline=load_baseline(path))

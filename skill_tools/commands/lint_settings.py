@@ -27,7 +27,7 @@ KEYS = ("select", "ignore", "per-file-ignores", "target", "framework", "fail-on"
 
 
 class Settings(NamedTuple):
-    """What one file says; `targets` are releases by distribution, each with the file as where it is stated."""
+    """The settings of one file; `targets` are releases by distribution, each with the file as where it is stated."""
 
     selection: Selection = Selection()
     targets: Mapping[str, Stated] = MappingProxyType({})
@@ -36,7 +36,7 @@ class Settings(NamedTuple):
 
 
 def selection_of(select: list[str] | None, ignore: list[str]) -> Selection:
-    """Return what `--select` and `--ignore` say; raises `UnusableInput` for a name that no rule has."""
+    """Return the rules of `--select` and `--ignore`; raises `UnusableInput` for a name that no rule has."""
     if select is None and not ignore:
         return Selection()
     known = [rule.id for rule in load_rules()]
@@ -94,7 +94,7 @@ def _table(path: str, text: str) -> dict[str, object]:
 
 
 def _settings(table: object, where: str, folder: str) -> Settings:
-    """Return the settings in `table`, which stands at `where` in `folder`; raises `UnusableInput` for what is none."""
+    """Return the settings in `table`, which stands at `where` in `folder`; raises `UnusableInput` for others."""
     if not isinstance(table, dict):
         raise _wrong(where, "offload", "a table")
     for key in table:

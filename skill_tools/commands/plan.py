@@ -27,7 +27,7 @@ FORMATS = ("concise", "json", "markdown")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the inputs, what describes the run, and the output."""
+    """Add the arguments of the inputs, of the run and of the output."""
     parser.add_argument(
         "inputs", nargs="*", metavar="FILE", help="configuration files; a model's config.json, or its folder"
     )
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
-    """Return what --write writes and --diff shows, which it prints here; none of either, or where nothing fits."""
+    """Return the change that --write makes and --diff prints here; None without either, or where nothing fits."""
     if not (args.write or args.diff) or plan.recommendation is None:
         return {}
     if args.what_if:
@@ -135,7 +135,7 @@ def show(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
-    """Print the card's decision table, say on stderr what is missing, and end as unusable input does."""
+    """Print the card's decision table, name the missing sizes on stderr, and end as unusable input does."""
     from skill_tools.planning.search import situations
     from skill_tools.reports import plans, plans_json
 
@@ -153,7 +153,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
 
 
 def _nothing_fits(plan: Plan, *, are_shown: bool) -> UnusableInput:
-    """Return what to say where no plan fits; `are_shown` says that the ways to fit were printed."""
+    """Return the message where no plan fits; `are_shown` says that the ways to fit were printed."""
     floor = plan.floor.memory
     needs = f"{at_least_gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"

@@ -1,4 +1,4 @@
-"""What `plan` and `diagnose` have in common: the arguments that describe a run, and the plan made from them."""
+"""The common part of `plan` and `diagnose`: the arguments that describe a run, and the plan made from them."""
 
 import argparse
 import os
@@ -39,7 +39,7 @@ _NO_BF16 = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the budgets, the machine, and what the configuration does not say."""
+    """Add the arguments of budgets and machine, and of sizes that the configuration does not state."""
     # A log's host is not that of a machine with such a GPU, and its card's capacity says which cards it may be.
     parser.set_defaults(takes_host_of_gpu=True, gpu_capacity_bytes=None)
     budgets = parser.add_argument_group("budgets and machine")
@@ -153,14 +153,14 @@ def _is_file(word: str) -> bool:
 
 
 class Predicted(NamedTuple):
-    """What the run takes as it stands, and the budget that it is asked to keep."""
+    """The memory of the run as it stands, and the budget that it is asked to keep."""
 
     memory: Memory
     budget: Budget
 
 
 def predict(args: argparse.Namespace, inputs: Sequence[str]) -> Predicted:
-    """Return what the run takes as it stands, without a search: a plan's `as_it_is` says the same."""
+    """Return the memory of the run as it stands, without a search: a plan's `as_it_is` says the same."""
     asked = _asked(args, inputs, what_if=args.what_if)
     (built, _, budget), _ = asked.prepare(asked.config, None)
     mode = registry.named(built.dialect).current(asked.config, built)
@@ -184,7 +184,7 @@ def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[Ass
 
 
 def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
-    """Say what the recommendation was before the what-if, for comparison."""
+    """Print the recommendation before the what-if, for comparison."""
     best, now = before.recommendation, plan.recommendation
     if best is None:
         return "without the what-if", "nothing legal fits"
@@ -208,7 +208,7 @@ class _Asked(NamedTuple):
     by_trace: bool
 
     def prepare(self, config: Config, gpus: int | None) -> tuple[Prepared, tuple[Assumption, ...]]:
-        """Return the run of `config`, its machine and its budget, and notes on what nobody has said."""
+        """Return the run of `config`, its machine and its budget, and notes on sizes that nobody has stated."""
         args = self.args
         asked = _run(args, self.files, config, self.shape, gpus=gpus or args.gpus)
         built = _traced(args, asked, names_the_model=self.by_trace)
@@ -284,7 +284,7 @@ def _restriction(args: argparse.Namespace) -> Restriction:
 
 
 def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:
-    """Return the shape and where it came from; where a name is missing or unknown, the error says what lists them."""
+    """Return the shape and where it came from; where a name is missing or unknown, the error says how to list them."""
     try:
         return shape_sources.shape_of(config, model=model, config_json=config_json)
     except UnusableInput as error:
@@ -366,7 +366,7 @@ def _is_card_of(kept: Machine, capacity_bytes: int) -> bool:
 
 
 def _present(built: TrainingRun) -> Machine:
-    """Return the known machine with the card that torch finds here, less what other processes hold of it."""
+    """Return the known machine with the card that torch finds here, less the memory that other processes hold of it."""
     from skill_tools.commands.verify import chosen_device
     from skill_tools.planning.cost import kept_profile
 
@@ -413,7 +413,7 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
 
 
 def _of_files(config: Config) -> Iterator[Assumption]:
-    """Yield what is taken for granted because a file does not count."""
+    """Yield the assumptions that are made because a file does not count."""
     for note in config.missing_file_notes():
         yield Assumption(note, About.MISSING_FILE, "give that file")
     for note in config.unread_file_notes():

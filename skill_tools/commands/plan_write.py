@@ -23,7 +23,7 @@ def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
     if plan.patch is None or not plan.patch.settings:
         return {}
     keys, wanted = load_keys(), plan.patch.settings
-    variables, _ = exports(wanted)  # what goes to the environment has no place in a file
+    variables, _ = exports(wanted)  # an environment variable has no place in a file
     is_written_here = not variables and wanted.keys() <= keys.keys()
     texts = repaired(config, RuleFix("safe", "the plan", wanted), keys) if is_written_here else {}
     if not texts:

@@ -83,7 +83,7 @@ def check(targets: Iterable[str]) -> None:
 
 
 def _unknown(name: str) -> UnusableInput:
-    """Return what to say of a name that, as a typo, would weaken findings silently."""
+    """Return the message about a name that, as a typo, would weaken findings silently."""
     near = nearest(name, _known(), count=1) or list(_known())
     return UnusableInput(
         f"--target {name}: no rule knows this distribution",

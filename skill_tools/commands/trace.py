@@ -5,9 +5,9 @@
   offload trace config.json --lora-rank 16      the frozen model with peft's adapters
   offload trace config.json --images 1          with an image in each sequence, of a model that takes images
 
-It prints the peak beyond the weights with and without checkpointing, and what is saved for backward. Optimizer states
-are not in it: `offload plan` adds them. Exit codes: 0 traced, 2 unusable input, or no torch or transformers, 3 a fault
-of this tool.
+It prints the peak beyond the weights with and without checkpointing, and the tensors saved for backward. Optimizer
+states are not in it: `offload plan` adds them. Exit codes: 0 traced, 2 unusable input, or no torch or transformers, 3 a
+fault of this tool.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trace, print and write; raises `UnusableInput` for what cannot be traced."""
+    """Trace, print and write; raises `UnusableInput` for a model that cannot be traced."""
     given = {"--sequences": args.sequences, "--tokens": args.tokens, "--lora-rank": args.lora_rank or 1}
     for option, value in given.items():
         if not 1 <= value <= 2**20:
@@ -152,7 +152,7 @@ def _profile(
 
 
 def _instead(entries: dict[str, Any], config: str) -> str:
-    """Return what to do with a model that cannot be traced: a formula describes decoders alone."""
+    """Return the advice for a model that cannot be traced: a formula describes decoders alone."""
     try:
         shape_sources.from_entries(entries, config)
     except UnusableInput:
@@ -161,7 +161,7 @@ def _instead(entries: dict[str, Any], config: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says, without what it expected and without long lists."""
+    """Return an error's first statement, without its expectation and without long lists."""
     said = (str(error).splitlines() or [type(error).__name__])[0].partition("; expected")[0]
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 

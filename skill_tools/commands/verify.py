@@ -2,7 +2,7 @@
 
   offload verify                    on the CUDA device if there is one, else on its CPU twin
   offload verify --device cpu --format json
-  offload verify --pinned-memory 1GB  under a limit on pinned host memory: what exceeds it is pageable
+  offload verify --pinned-memory 1GB  under a limit on pinned host memory: further memory is pageable
   offload verify --plan plan.json   the plan's own model, with and without the plan: predicted and measured
 
 Exit codes: 0 every loss agrees (bitwise where promised, else within 0.001) and every peak is within 5 percent of the
@@ -70,7 +70,7 @@ def chosen_device(name: str | None) -> Any:
 
 @contextmanager
 def _limit(amount: str | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Limit what is page-locked to `amount`; yield what says how much was. Raises `UnusableInput`."""
+    """Limit page-locked memory to `amount`; yield a function that says how much there was. Raises `UnusableInput`."""
     if amount is None:
         yield dict
         return

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--every", type=float, default=10, metavar="S", help="seconds between lines in a pipe; default: 10"
     )
     parser.usage = "offload watch [--plan FILE] [--every S] -- PROGRAM [ARGUMENT ...]"
-    parser.set_defaults(program=[])  # what stands behind the two dashes
+    parser.set_defaults(program=[])  # the program and its arguments, behind the two dashes
 
 
 def run(args: argparse.Namespace) -> int:

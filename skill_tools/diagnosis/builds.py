@@ -1,4 +1,4 @@
-"""The first error of a compiler or linker in a log: what follows it, "Error building extension" too, is its aftermath.
+"""The first error of a compiler or linker in a log: later lines, "Error building extension" too, are its aftermath.
 
 Compilers speak the user's language, so an error is known by its place, `file:line:column:`, and by the word behind it.
 """
@@ -34,7 +34,7 @@ _BUILDS = (
 
 
 class BuildError(NamedTuple):
-    """The first error of a compiler or linker: its line in the log, its text, what it means, what mends it."""
+    """The first error of a compiler or linker: its line in the log, its text, its meaning and its remedy."""
 
     line: int
     text: str

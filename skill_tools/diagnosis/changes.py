@@ -1,6 +1,6 @@
-"""Says what to change in the words of the run's own framework.
+"""Words a change as the run's own framework spells it.
 
-What a message advises is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml`, which
+The advice of a message is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml`, which
 has each framework's settings. A DeepSpeed user is told the JSON's keys, and nobody else is.
 """
 
@@ -65,7 +65,7 @@ def _of_the_run(settings: Mapping[str, object], config: Config | None) -> tuple[
 
 
 def _has_a_place(key: str, config: Config) -> bool:
-    """Return whether a configuration sets something in the key's section; what is in no section always has one."""
+    """Return whether a configuration sets something in the key's section; a key in no section always has one."""
     section = key.rpartition(".")[0]
     if not section:
         return key not in config.settings

@@ -1,4 +1,4 @@
-"""Whose code a failure is in, what the configuration offloads there, and what would tell its causes apart.
+"""Whose code a failure is in, the offload of the configuration there, and an experiment that tells its causes apart.
 
 Apart because an answer that knows no cause still knows this much.
 """
@@ -26,7 +26,7 @@ _MOST = 3
 
 
 class Code(NamedTuple):
-    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and what would decide.
+    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and the deciding experiment.
 
     One without mechanisms is all code of a framework, which does much more than offload.
     """

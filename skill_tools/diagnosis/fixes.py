@@ -1,7 +1,7 @@
 """Faults of libraries that a later release mends, and which of them a failure shows.
 
 Each was read from the commit that mends it: the code that it changes, the functions in a traceback through which the
-fault is met, what the failure says, and the first release that has the commit. A fault is told where all that it asks
+fault is met, the text of the failure, and the first release that has the commit. A fault is told where all that it asks
 for is there and the run's release, where it is stated, is an older one. Facts are in `knowledge/fixes/*.yaml`.
 """
 
@@ -24,7 +24,7 @@ _EXACT = 3  # kinds of evidence that outweigh a text that says the same in any r
 class Fix(NamedTuple):
     """One fault. `code` are parts of files and `functions` names, of each of which a frame has one where it has any.
 
-    `texts` are what the failure says, any of them; of each group in `needs` one word stands in the run's files or log.
+    `texts` stand in the failure, any of them; of each group in `needs` one word stands in the run's files or log.
     `release` is the first of `package` without the fault, "" where none was known; `since` the first that has it.
     """
 
@@ -53,7 +53,7 @@ class Fix(NamedTuple):
 
     @property
     def change(self) -> str:
-        """What to install: the first release that mends it, and by which change."""
+        """The remedy: the first release that mends it, and its change."""
         number = _NUMBER.search(self.source)
         by = f"#{number[1]}" if number and "/commit/" not in self.source else number and number[1][:_SHORT]
         if self.release:
@@ -68,7 +68,7 @@ class Fix(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """A fault that a failure shows, what shows it, and the release that it depends on if nobody stated one."""
+    """A fault that a failure shows, the sign of it, and the release that it depends on if nobody stated one."""
 
     fix: Fix
     by: tuple[str, ...]

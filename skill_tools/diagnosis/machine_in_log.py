@@ -1,4 +1,4 @@
-"""What a log says about the machine it was written on: the GPU's name, and how much memory the host has.
+"""The machine that a log was written on: the GPU's name, and how much memory the host has.
 
 Apart because a plan from a log would otherwise be made for somebody else's machine.
 """
@@ -13,7 +13,7 @@ _GPU = re.compile(r"\b(?:NVIDIA|Tesla|AMD Instinct|GeForce)[ -]([A-Za-z0-9][A-Za
 _MOST_NAMES = 200
 _USED = re.compile(r"CPU Virtual Memory:\s+used = ([0-9.]+) GB, percent = ([0-9.]+)%")  # DeepSpeed, in GiB
 _RAY = re.compile(r"was running was ([0-9.]+)\s*GB / ([0-9.]+)\s*GB")
-# What a job or a container may take: the kernel says it in KiB, Slurm and Docker in their options, in binary units.
+# The limit of a job or a container: the kernel states it in KiB, Slurm and Docker in their options, in binary units.
 _CGROUP = re.compile(r"\bmemory: usage [0-9]{1,18}kB, limit ([0-9]{1,18})kB")
 _OPTION = re.compile(r"(--mem|--memory|-m)[ =]([0-9]{1,15})([bkmgtBKMGT]?)(?![0-9A-Za-z])")
 _LAUNCHERS = {
@@ -66,7 +66,7 @@ def _limit_bytes(log: Log) -> int | None:
 
 
 def _all_bytes(log: Log) -> int | None:
-    """Return the memory of the host by what DeepSpeed or Ray printed of it."""
+    """Return the memory of the host as DeepSpeed or Ray printed it."""
     for used, percent in reversed(_USED.findall(log.text)):
         if _number(percent) >= _LEAST_PERCENT and _number(used) > 0:
             return round(_number(used) / _number(percent) * 100 * GIB)

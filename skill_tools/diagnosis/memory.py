@@ -32,7 +32,7 @@ _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max al
 class OutOfMemory:
     """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
 
-    `unallocated_bytes` is what the allocator had reserved and could not use, `others_bytes` what other processes held.
+    The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`.
     """
 
     line: int
@@ -53,7 +53,7 @@ class OutOfMemory:
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether what was reserved and unused would have held the request, and is much of the GPU.
+        """Whether the reserved and unused memory would have held the request, and is much of the GPU.
 
         A GPU that is full but for a little has gaps as large as a small request, and is out of room all the same.
         """
@@ -88,7 +88,7 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
 
 
 def _others(message: str, fields: Mapping[str, int | None]) -> int:
-    """Return what other processes held; nothing where that is more than the GPU has, as a container may count twice.
+    """Return the bytes that other processes held; nothing above the GPU's memory: a container may count twice.
 
     Where no process is called "this", it is one of the numbered: a container numbers its processes anew, and torch
     does not find its own number in the driver's list.
@@ -111,7 +111,7 @@ def _bytes(match: re.Match[str]) -> int:
 
 
 def _amount(number: str, unit: str) -> int:
-    """Return an amount; what is no number, or more than any machine has, counts as nothing."""
+    """Return an amount; no number, or more than any machine has, counts as nothing."""
     try:
         amount = float(number.rstrip(".")) * _FACTORS[unit]
     except ValueError:

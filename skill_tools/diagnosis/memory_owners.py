@@ -1,7 +1,7 @@
 """Who else takes memory beside the trainer: rollout engines, copies of weights, saves, workers, single processes.
 
-A trainer's prediction says what its own states take. Where the host held far more, the rest belongs to what is listed
-here, read from the configuration and the log where they say it; what they do not say is asked for.
+A trainer's prediction counts its own states. Where the host held far more, the rest belongs to the owners listed here,
+read from the configuration and the log where they name them; the user is asked for others.
 """
 
 import re
@@ -13,7 +13,7 @@ from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import metrics
 from skill_tools.units import GIB, gib
 
-_FAR = 0.75  # of what was in use: a prediction below it does not explain it
+_FAR = 0.75  # of the memory in use: a prediction below it does not explain it
 _TABLE = re.compile(r"PID\s+MEM\(GB\)\s+COMMAND\s*$", re.MULTILINE)
 _ROW = re.compile(r"^\D*(?P<pid>\d{1,9})\s+(?P<gb>\d{1,6}(?:\.\d{1,3})?)\s+(?P<command>\S.{0,80})")
 _IN_USE = re.compile(r"was running was ([0-9.]{1,12})\s*GB / ([0-9.]{1,12})\s*GB")
@@ -28,7 +28,7 @@ class _Sign(NamedTuple):
     less: str
 
 
-# What a configuration or a command in the log says of others; `{}` is the pattern's first group.
+# Others, as a configuration or a command in the log names them; `{}` is the pattern's first group.
 _SIGNS = (
     _Sign(
         re.compile(r"(?:--)?overlap[-_]cpu[-_]optimizer[-_]d2h[-_]h2d(?!\S*[=:]\s*[Ff]alse)"),
@@ -67,7 +67,7 @@ ASK = (
 )
 
 
-# What a step's line says of the host's memory in use, whoever prints it.
+# The host's memory in use in a step's line, whoever prints it.
 _HOST_USE = re.compile(
     r"(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram)[ _]?(?:used|usage|in use)?[\w/()]{0,8}[\"']?[ :=]{1,3}"
     r"(?P<gb>[0-9]{1,6}(?:\.[0-9]{1,6})?) ?(?:GB|GiB|G\b|(?=[,\s}-]))",
@@ -77,7 +77,7 @@ _LEAST_USES, _GROWN = 4, 1.3  # values of a series, and how much more the last i
 
 
 class Owners(NamedTuple):
-    """Who else takes memory: of the host in words, what would take less, and the share of each GPU of a rollout engine.
+    """Who else takes memory: of the host in words, a change that takes less, and a rollout engine's share of each GPU.
 
     `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much. `grew`
     says how the host's memory in use grew over the log, where it did with each value.
@@ -137,12 +137,12 @@ def in_use(log: Log) -> tuple[int, int] | None:
 
 
 def unexplained(used_bytes: int, predicted_bytes: int) -> bool:
-    """Return whether a prediction leaves so much of what was in use that others took it."""
+    """Return whether a prediction leaves so much of the memory in use that others took it."""
     return predicted_bytes < _FAR * used_bytes
 
 
 def sentence(used_bytes: int, whole_bytes: int, predicted_bytes: int) -> str:
-    """Say how much of what was in use a prediction explains."""
+    """Say how much of the memory in use a prediction explains."""
     others = used_bytes - predicted_bytes
     return (
         f"host memory: {gib(used_bytes)} of {gib(whole_bytes)} were in use, and {gib(predicted_bytes)} a node are "
@@ -151,7 +151,7 @@ def sentence(used_bytes: int, whole_bytes: int, predicted_bytes: int) -> str:
 
 
 def _largest(log: Log) -> tuple[str, int]:
-    """Return the process that held most of what was in use, and its bytes; nothing where none held half of it."""
+    """Return the process that held most of the memory in use, and its bytes; nothing where none held half of it."""
     used = in_use(log)
     rows = []
     if table := _TABLE.search(log.text):

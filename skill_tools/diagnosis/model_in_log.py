@@ -1,4 +1,4 @@
-"""What a log says about the model's size, from which follows what a CPU optimizer keeps in host memory.
+"""The model's size as a log states it, from which follow the bytes that a CPU optimizer keeps in host memory.
 
 Apart because each framework prints the number of parameters in words of its own, and what a rank prints of its own
 share must not pass for the model's.

@@ -1,6 +1,6 @@
-"""What an exception says by itself: that a library refuses a combination.
+"""An exception in its own words: a library refuses a combination.
 
-No fact about a framework is needed: a refusal names what it does not take, and where the run has it.
+No fact about a framework is needed: a refusal names the argument that it does not take, and its place in the run.
 """
 
 import re
@@ -39,14 +39,14 @@ _LONGEST = 400
 
 
 class Said(NamedTuple):
-    """The cause in words, and what to change."""
+    """The cause in words, and the change."""
 
     cause: str
     change: tuple[str, ...]
 
 
 def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Said | None:
-    """Return what `failure` refuses, if its words (`said`) are about an offload; `texts` are the run's files."""
+    """Return the combination refused by `failure`, if its words (`said`) name an offload; `texts` are run files."""
     words = " ".join(said.split("\n\n")[0].split())[:_LONGEST]
     if (
         failure.error.rpartition(".")[2] not in _REFUSES

@@ -1,7 +1,7 @@
 """Where in a run a log ends or a failure stands: at the start, in the first step, at a save, at a resume, or later.
 
-A fault of the configuration has its time too: what is refused at startup does not stop a run that has trained, and
-what is silent ends none. So of the configuration's own findings those come first whose consequence fits the phase.
+A fault of the configuration has its time too: one that is refused at startup does not stop a run that has trained, and
+a silent one ends none. So of the configuration's own findings those come first whose consequence fits the phase.
 """
 
 import re
@@ -50,7 +50,7 @@ class Phase(StrEnum):
 
 _WHENEVER = frozenset(Phase)
 _BEGINNING = frozenset((Phase.STARTUP, Phase.FIRST_STEP))
-# The phases in which what a rule is about stops a run; none where it stops none.
+# The phases in which a rule's fault stops a run; none where it stops none.
 _STOPS = {
     "raises": frozenset((Phase.STARTUP, Phase.RESUME)),
     "raises-at-build": _BEGINNING | {Phase.RESUME},
@@ -110,7 +110,7 @@ def phase_of(log: Log, failure: Failure | None) -> Phase:
 
 
 def stops(finding: Finding, phase: Phase) -> bool:
-    """Return whether what `finding` is about stops a run in `phase`."""
+    """Return whether the fault of `finding` stops a run in `phase`."""
     if phase not in _STOPS.get(finding.effect, ()):
         return False
     own = _own_phases(finding)
@@ -118,7 +118,7 @@ def stops(finding: Finding, phase: Phase) -> bool:
 
 
 def when(finding: Finding) -> str:
-    """Return what `finding` shows in a log, in a few words."""
+    """Return the sign of `finding` in a log, in a few words."""
     shown = IN_A_LOG.get(finding.effect, "")
     own = _own_phases(finding)
     if finding.effect == "crashes-later" and len(own) == 1:
@@ -144,7 +144,7 @@ def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tu
 
 
 def is_past(finding: Finding, phase: Phase) -> bool:
-    """Return whether a run that came to `phase` cannot have what `finding` says: it is refused at the start."""
+    """Return whether a run that came to `phase` cannot have the fault of `finding`: it is refused at the start."""
     return finding.effect == "raises" and phase not in (Phase.STARTUP, Phase.RESUME)
 
 

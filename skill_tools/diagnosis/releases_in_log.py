@@ -13,7 +13,7 @@ from skill_tools.rules.versions import canonical_name, is_version
 _EDGE = (
     1 << 17
 )  # characters of a long log that are read, at its beginning and at its end: who states releases does there
-# What stands between a name and its release: the word, a row of dots, two signs of equality, or a colon and all of it.
+# Between a name and its release stand the word, a row of dots, two signs of equality, or a colon and all of it.
 _BETWEEN = (
     r"(?: info| api server)?:?[ ]{0,3}version(?: \(GPU\?\))?[ .:=]{1,40}|(?: info)? \.{3,40} |==|: ?(?=\d+\.\d+\.\d)"
     r"|[ ](?=\d{4}\.\d+\.\d+:)"
@@ -33,7 +33,7 @@ def releases(log: Log) -> dict[str, str]:
 
 @knowledge.derived
 def _stated() -> re.Pattern[str]:
-    """Return what states a release of any distribution that anything is known of, or of another name of one."""
+    """Return the pattern of a stated release, of each known distribution or of another name of it."""
     facts, index = knowledge.index()["releases"], knowledge.index()
     names = {*facts["known"], *facts["aliases"], *(fix["package"] for fix in index["fixes"])}
     names |= {name for fault in index["numbers"]["faults"] for name in fault.get("releases", ())}

@@ -22,7 +22,7 @@ _SLOW_FIRST, _RISING, _LEAST_STEPS = 4.0, 1.2, 6
 
 @dataclass(frozen=True, slots=True)
 class StepPattern:
-    """One pattern: what was seen, what it points to, and the rule that tells more, if any."""
+    """One pattern: the observation, the likely cause, and the rule that tells more, if any."""
 
     line: int
     seen: str
@@ -37,7 +37,7 @@ def times_s(log: Log) -> tuple[float, ...]:
 
 
 def _training_bars(log: Log) -> Iterator[re.Match[str]]:
-    """Yield the times of bars that count steps; those of loading and of data sets say what they count."""
+    """Yield the times of bars that count steps; those of loading and of data sets name their unit."""
     for match in _PROGRESS.finditer(log.text):
         before = log.text[max(0, match.start() - _BAR) : match.start()]
         if not _OTHER_BARS.search(before, max(before.rfind("\n"), before.rfind("\r")) + 1):

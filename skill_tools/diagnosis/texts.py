@@ -1,4 +1,4 @@
-"""Finds a text with holes in a log; what is between its pieces may differ, but not go on for ever.
+"""Finds a text with holes in a log; the text between its pieces may differ, but has an end.
 
 Apart because rules' texts and messages are found alike. Some eight hundred are looked for, of which a log has few: one
 whose words are not among the log's is not looked for.

@@ -36,7 +36,7 @@ Noted = dict[Member, tuple[weakref.ref[torch.Tensor], int]]
 
 
 def noted_of(standing: Mapping[Member, torch.Tensor]) -> Noted:
-    """Return what `UsedGradients` notes of gradients that are `standing`."""
+    """Return the notes that `UsedGradients` keeps of gradients that are `standing`."""
     return {
         member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
         for member, gradient in standing.items()

@@ -44,7 +44,7 @@ class MatrixKind(NamedTuple):
         return flat.as_strided((count, rows, columns), (rows * columns, *self.stride))
 
     def bytes_of(self, count: int, widened_bytes: int) -> int:
-        """Return the bytes of scratch that a batch takes, beside what moments of one matrix take in fp32."""
+        """Return the bytes of scratch that a batch takes, beside those of one matrix's moments in fp32."""
         work = Work(None, lambda kernel, *given, **options: kernel(*given, **options), None)
         self.algorithm.of_whole(self.stack(count, work), self.algorithm.defaults, work)
         return work.used_bytes + widened_bytes
@@ -110,7 +110,7 @@ class Batches:
         )
 
     def _gives_the_bits(self, kind: MatrixKind, count: int, buffer: torch.Tensor, seed: int) -> bool:
-        """Return whether a batch of matrices of noise becomes to the bit what each of them becomes by itself."""
+        """Return whether a batch of matrices of noise gets the same bits as each of them by itself."""
         on, algorithm = self._device.torch_device, kind.algorithm
         generator = torch.Generator(on).manual_seed(seed)
         noise = torch.randn((count, *kind.shape), generator=generator, dtype=algorithm.crosses_as, device=on)
@@ -126,7 +126,7 @@ class Batches:
 
 
 def kind_of(algorithm: object, shape: Sequence[int], stride: Sequence[int]) -> MatrixKind | None:
-    """Return the kind of a matrix; None where its formula does not say what it needs the whole one for."""
+    """Return the kind of a matrix; None where its formula does not say how it uses the whole one."""
     if not is_in_parts(algorithm):
         return None
     (rows, columns), (first, second) = shape, stride

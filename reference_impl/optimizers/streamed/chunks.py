@@ -242,7 +242,7 @@ class Chunk:
         return self._part(name, buffer, 0, self.numel)
 
     def blocks(self, name: str, buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return the state `name` of the whole blocks that `piece` has in `buffer`: its elements and what fills up."""
+        """Return the state `name` of the whole blocks that `piece` has in `buffer`: its elements and its filling."""
         return self._part(name, buffer, piece.offset, piece.offset + aligned(piece.numel))
 
     def _part(self, name: str, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -317,8 +317,9 @@ def plan_chunks(
     that visit the device together or all stay there, and at most `elements(member)` of them. Of such weights all chunks
     are as long but the last: a short one would have its copies and kernels all the same. Lengths and the places of
     pieces in a chunk are multiples of `alignment`, itself one of `ALIGNMENT_ELEMENTS`. Pieces follow the order of the
-    forward. Matrices that a formula updates as such are not cut, and a chunk has at least one of them. What ranks share
-    is one piece, however short this rank's shard is, and takes the place of the longest: all ranks have these chunks.
+    forward. Matrices that a formula updates as such are not cut, and a chunk has at least one of them. A matrix that
+    ranks share is one piece, however short this rank's shard is, and takes the place of the longest: all ranks have
+    these chunks.
     """
     plans: list[tuple[tuple[Piece, ...], int]] = []
     for _, alike in groupby(sorted(ranges, key=_kind), key=_kind):

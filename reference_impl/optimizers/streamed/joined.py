@@ -2,9 +2,9 @@
 
 The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a chunk has many pieces. Their states lie side by side.
 Where weights visit from their homes and gradients come in with the states, these do too, and the kernel takes them
-there. Those of shards that stay are copied into scratch, and new weights out of it. What pieces do not share, the
-number of the first element for the noise and the numbers of the formula, the kernel looks up for each element. So every
-element is updated as in a kernel of its piece alone.
+there. Those of shards that stay are copied into scratch, and new weights out of it. Pieces do not
+share the number of the first element, for the noise, and the numbers of the formula: the kernel looks both up for each
+element. So every element is updated as in a kernel of its piece alone.
 
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
@@ -33,8 +33,8 @@ _MEMBERS_BUILT_FOR = 7
 class Places(NamedTuple):
     """Where the pieces of a run are in it, on the device.
 
-    `begins` (int32) are the places of all pieces but the first. What is added to an element's place is its number for
-    the noise: `shifts` (int32). `columns` (int64) say where in `OfMembers` the numbers of the piece are.
+    `begins` (int32) are the places of all pieces but the first. An element's place and `shifts` (int32) add up to
+    its number for the noise. `columns` (int64) say where in `OfMembers` the numbers of the piece are.
     """
 
     begins: torch.Tensor

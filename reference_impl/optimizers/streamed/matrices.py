@@ -1,6 +1,6 @@
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
-What stands before and behind the products runs in one kernel each where `matrix_parts` has found that it may. Of
+The parts before and behind the products run in one kernel each where `matrix_parts` has found that they may. Of
 matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
 exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
 
@@ -42,7 +42,7 @@ _BUILT_WITH = 64
 
 
 class MatrixStates(NamedTuple):
-    """What an update reads and writes, flat: masters and gradients of each piece, and these of each moment.
+    """The tensors that an update reads and writes, flat: masters and gradients of each piece, and these of each moment.
 
     Masters and gradients are fp32, or as they are stored where `MatrixUpdate.takes_packed` says so.
     """
@@ -138,7 +138,7 @@ class MatrixUpdate:
         ]
 
     def _prepare_exchanges(self, chunks: Sequence[Chunk]) -> None:
-        """Give each matrix that ranks share its owner, and allocate what the longest exchange takes.
+        """Give each matrix that ranks share its owner, and allocate memory for the longest exchange.
 
         All ranks have the same `chunks`, in the same order. A collective where they have exchanged none of a mesh yet.
         """
@@ -246,7 +246,7 @@ class MatrixUpdate:
     ) -> None:
         """Update this rank's shards of matrices, each of which its owner has whole between.
 
-        What crosses of a parameter that has no gradient, on any rank, is of no use.
+        Bytes of a parameter that has no gradient, on any rank, cross and are not used.
         """
         algorithm, parts = cast(ShardedMatrixAlgorithm, chunk.matrices), self._parts_of(chunk)
         exchange, launch, work = self._exchanges[chunk], self._device.launch, step.work
@@ -273,7 +273,7 @@ class MatrixUpdate:
             parts.after(algorithm, matrix, shard, piece.member.param.shape[-2:], step)
 
     def _transformed(self, kind: MatrixKind, stack: torch.Tensor, step: Applied) -> torch.Tensor:
-        """Return what the matrices of `stack` become: of one alone by the products of one."""
+        """Return the new matrices of `stack`: of one alone by the products of one."""
         given = stack if len(stack) > 1 else stack[0]
         return kind.algorithm.of_whole(given, step.group, step.work).view(stack.shape)
 

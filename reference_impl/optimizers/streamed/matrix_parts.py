@@ -1,4 +1,4 @@
-"""What a formula of matrices does before and behind the whole matrix: by operators, or by one kernel each.
+"""The parts of a formula of matrices before and behind the whole matrix: by operators, or by one kernel each.
 
 Operators take gradients and masters in fp32, and read and write each of them in every launch. A kernel takes them as
 they are stored. It has to round where operators do, which a trial before the first step finds out, on matrices of
@@ -44,7 +44,7 @@ class PackedMaster(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """What an update reads and writes of one matrix, or of this rank's shard of it.
+    """The tensors of one matrix, or of this rank's shard of it, that an update reads and writes.
 
     Operators take an fp32 `master`, and the gradient in fp32. All but flags have the strides of the parameter.
     `first` (0-dim int64) and `shift` number the first element, and `counter` (0-dim) the step, for noise.
@@ -59,7 +59,7 @@ class Matrix(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What a step applies to all matrices of a group; gradients that are scaled already have no `grad_scale`."""
+    """The numbers of a step for all matrices of a group; gradients that are scaled already have no `grad_scale`."""
 
     group: Mapping[str, Any]
     work: Work
@@ -73,7 +73,7 @@ class Parts(Protocol):
     def before(
         self, algorithm: ShardedMatrixAlgorithm, matrix: Matrix, direction: torch.Tensor, step: Applied
     ) -> None:
-        """Update moments, and write what `of_whole` takes into `direction`, of the matrix's shape and strides."""
+        """Update moments, and write the input of `of_whole` into `direction`, of the matrix's shape and strides."""
 
     def after(
         self,
@@ -83,7 +83,7 @@ class Parts(Protocol):
         shape: Sequence[int],
         step: Applied,
     ) -> None:
-        """Update the master by what `of_whole` has given, of any strides; `shape` is that of the whole matrix."""
+        """Update the master by the result of `of_whole`, of any strides; `shape` is that of the whole matrix."""
 
 
 class Operators:
@@ -123,7 +123,7 @@ class Operators:
         return wide
 
     def round(self, matrix: Matrix, moments: Iterable[torch.Tensor], skipped: torch.Tensor) -> None:
-        """Round moments that were widened to what is stored of them."""
+        """Round moments that were widened to the dtype that is stored."""
         for number, (moment, new) in enumerate(zip(matrix.moments, moments, strict=True)):
             if new is not moment:
                 stored, values = (integers(_flat(each)) for each in (moment, new))
@@ -189,7 +189,7 @@ class Kernels:
         options: Mapping[str, Any],
         divisor: float | None,
     ) -> bool:
-        """Return whether a matrix of noise becomes by kernels to the bit what it becomes by operators."""
+        """Return whether kernels and operators turn a matrix of noise into the same bits."""
         on, numel = self._device.torch_device, prod(shape)
         buffer = torch.empty(4 * numel + 2**16, dtype=torch.uint8, device=on)
         scale = None if divisor is None else torch.tensor(divisor, device=on)

@@ -1,4 +1,4 @@
-"""What stands before and behind Muon's products as one Triton kernel each, where operators take six launches each.
+"""The steps before and behind Muon's products as one Triton kernel each, where operators take six launches each.
 
 `before` scales the gradient, updates the mean and rounds the direction; `after` unpacks a hi/lo master, lets it decay,
 adds the result and packs it. Each reads and writes an element once: 12 and 10 bytes, where operators move 56 and 42.

@@ -9,7 +9,7 @@ both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not r
 its weight the upper half as it is, so that all its bits survive; a NaN whose payload is only in the lower half
 therefore shows as infinity in the weight.
 
-bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of what bf16 resolves (2**-8), so rounding
+bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of bf16's resolution (2**-8), so rounding
 to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without
 a generator's state. Such moments are not torch's to the bit anyway, so their update is our own formula
 (`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
@@ -85,7 +85,7 @@ def widen(stored: torch.Tensor, *, flagged: bool) -> torch.Tensor:
 
 
 def narrow(bits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 bits (int32) to bf16 bits (int16), up with the probability of what is cut off.
+    """Round fp32 bits (int32) to bf16 bits (int16), up with the probability of the part that is cut off.
 
     `noise` is uniform in [0, 2**16). A value that bf16 holds stays, a finite one stays finite, NaN stays NaN.
     """
@@ -123,7 +123,7 @@ def integers(stored: torch.Tensor) -> torch.Tensor:
 
 
 class Halves(NamedTuple):
-    """bf16 weights and lower halves (both int16), the fp32 masters that they make (int32), and what holds the flags.
+    """bf16 weights and lower halves (both int16), the fp32 masters that they make (int32), and the flags' holder.
 
     That is `exp_avg_sq` (int32), or an eighth as many bytes (uint8).
     """
@@ -165,7 +165,7 @@ def noise(count: int, first: torch.Tensor, step: torch.Tensor) -> Tensors:
 
 
 class Rounding(NamedTuple):
-    """A moment's new values (fp32 bits as int32), where they are stored in bf16 (int16), and what they are rounded by.
+    """A moment's new values (fp32 bits as int32), where they are stored in bf16 (int16), and their noise.
 
     `first` (0-dim int64) and `shift` number the first element, `step` (0-dim) the step; nothing is written where
     `skipped` (0-dim bool). `moment` is the place among the moments, of which two have noise of their own.
@@ -278,7 +278,7 @@ def aligned_rows(table: torch.Tensor) -> Tensors:
 def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None]:
     """Return `function` as one kernel for all sizes, built at its first call.
 
-    `kind` is what the kernel is specialised on beside sizes: the formula and dtypes. The compiler allows 8 kernels a
+    The kernel is specialised on `kind` beside sizes: on the formula and dtypes. The compiler allows 8 kernels a
     code object, and raises at the ninth, so each kind is a code object of its own. It is built here, not by a pool:
     up to 32 processes of every rank would import torch while the first steps run.
     """
@@ -459,7 +459,7 @@ class RoundedUpdate:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> None:
-        """Update one piece; its operands and `Scalars` say what is what."""
+        """Update one piece; its operands and `Scalars` have names."""
         scalars = Scalars(
             first,
             step,

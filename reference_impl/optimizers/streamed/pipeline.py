@@ -3,9 +3,9 @@
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk
 order its three stages, and the event of a slot orders its next chunk behind its last. As soon as the copy out of a
 chunk is queued, its slot takes the next chunk that is still to be copied in, long before that one's turn, so that both
-directions of the link begin at once. The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond what
-somebody waits for: the forward that should hide the update is launched after them, and a full launch queue would make
-the host wait until most of the update is done. Slots that become free at the end take the first chunks of the next
+directions of the link begin at once. The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond those
+that somebody waits for: the forward that should hide the update is launched after them, and a full launch queue would
+make the host wait until most of the update is done. Slots that become free at the end take the first chunks of the next
 step, which therefore arrive behind forward and backward.
 
 Chunks whose states stay on the device, but whose gradients come in, pass through slots of their own, as long as these:
@@ -45,13 +45,13 @@ from reference_impl.optimizers.streamed.update import NO_NUMBERS, ChunkUpdate, S
 
 # Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
-# Chunks whose updates are collectives, likewise: their number may not depend on what else a rank has.
+# Chunks whose updates are collectives, likewise: their number may not depend on a rank's other chunks.
 _EXCHANGES_AHEAD = 2
 
 
 @dataclass(slots=True)
 class ChunkQueue:
-    """The chunks that one step updates, in order, and what it applies: None once all of them are queued.
+    """The chunks that one step updates, in order, and its numbers: None once all of them are queued.
 
     `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
     `numbers` are those of the kernels. Chunks whose updates are collectives have these `exchanges` places, counted from
@@ -87,7 +87,7 @@ class StreamedPipeline:
     def __init__(
         self, device: Device, algorithm: Algorithm, *, ahead: int | None = None, follows_writes: bool = True
     ) -> None:
-        """Queue chunks of at most `ahead` launches beyond what somebody waits for, by default `_QUEUED_AHEAD`."""
+        """Queue chunks of at most `ahead` launches beyond those awaited, by default `_QUEUED_AHEAD`."""
         self._device = device
         self._launches_ahead = _QUEUED_AHEAD if ahead is None else ahead
         self._exchanges_ahead = _EXCHANGES_AHEAD if self._launches_ahead else 0

@@ -1,4 +1,4 @@
-"""What a trainer did when a failure stopped it, and which tensors its code used: read from the frames, innermost first.
+"""The trainer's work when a failure stopped it, and the tensors of its code: read from the frames, innermost first.
 
 A moment is finer than a phase of a run: each step has forwards, a backward and a step, and beside a rollout engine a
 wake-up, a weight update and a sleep.
@@ -57,11 +57,11 @@ _TOUCHED_BY = {
 _OF_AN_OPTIMIZER = (
     "record",
     "states",
-)  # what a save or a load touches too, where its frames are an optimizer's
+)  # tensors of a save or a load too, where its frames are an optimizer's
 
 
 class Moment(NamedTuple):
-    """What the trainer did, the kinds of tensors that were used there (likeliest first), and the frame that says it."""
+    """The trainer's work, the kinds of tensors that were used there (likeliest first), and the frame that says it."""
 
     name: str
     touched: tuple[str, ...]

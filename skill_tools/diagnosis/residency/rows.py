@@ -1,9 +1,9 @@
 """Compares a failure with where the run's offloads keep their tensors: which tensor is not where the code expects it.
 
-A failure says what is wrong with a tensor's place: that it lies on another device, has no elements, is in memory that
+A failure says the fault of a tensor's place: that it lies on another device, has no elements, is in memory that
 is gone, that there was no room for it, or that the offload's record of it does not fit. Its frames say which tensor
 was used, and when. A row of `knowledge/residency.yaml` that has all of it for an offload of the run is the cause; a
-second one, of another offload, is told with what tells the two apart.
+second one, of another offload, is told with the difference of the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _LOOKUPS = (
     "KeyError",
     "IndexError",
     "AssertionError",
-)  # what a record that does not fit raises in its own code
+)  # errors of a record that does not fit, in its own code
 
 
 class Row(NamedTuple):
@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A row that fits a failure, its offload, and what shows that the run has it."""
+    """A row that fits a failure, its offload, and the sign that the run has it."""
 
     row: Row
     offload: Offload
@@ -71,7 +71,7 @@ class Placed(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What fits a failure: the moment, the first row, and the first of another offload if there is one."""
+    """The rows that fit a failure: the moment, the first row, and the first of another offload if there is one."""
 
     moment: Moment
     first: Placed
@@ -106,7 +106,7 @@ def find(
     running: Mapping[str, str],
     texts: Sequence[tuple[str, str]] = (),
 ) -> Found | None:
-    """Return what fits `failure`, whose text begins `said`.
+    """Return the rows that fit `failure`, whose text begins `said`.
 
     `running` shows each offload of the run, `texts` are its files by name.
     """
@@ -130,7 +130,7 @@ def find(
 
 
 def there(failure: Failure, phase: Phase, running: Mapping[str, str]) -> Placed | None:
-    """Return where an offload of the run keeps what the failing code used, whatever `failure` says of it."""
+    """Return where an offload of the run keeps the tensors of the failing code, whatever `failure` says of it."""
     moment = moment_of(failure, phase)
     if moment is None:
         return None
@@ -184,6 +184,6 @@ def _fits(row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
 def _rank(
     row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
 ) -> tuple[bool, int, bool, int]:
-    """Return what is smaller for a row that says more of the failure."""
+    """Return a key that is smaller for a row that says more of the failure."""
     touched = min(moment.touched.index(each) for each in row.tensors if each in moment.touched)
     return (row.offload not in inner, places.index(row.lies), not row.moments, touched)

@@ -1,4 +1,4 @@
-"""Reads what a log counts as series, and says what is wrong with them. Explained in docs/design.md.
+"""Reads the counts of a log as series, and finds anomalies in them. Explained in docs/design.md.
 
 `metrics` → `anomalies` → `numbers` (known faults that give them) → `wrong_numbers` (what an answer says of a run that
 nothing ended).

@@ -1,7 +1,7 @@
-"""What is wrong with the numbers of a run that nothing stopped: values that are none, a loss that leaps, no gradient.
+"""Anomalies in the numbers of a run that nothing stopped: values that are none, a loss that leaps, no gradient.
 
-An anomaly says what was seen and where. It is strong where a healthy run does not show it; one that a healthy run may
-show (a loss that stays where it is) counts only beside a fault that is known to do so. What is behind them is in
+An anomaly is an observation and its place. It is strong where a healthy run does not show it; one that a healthy run
+may show (a loss that stays where it is) counts only beside a fault that is known to do so. Their causes are in
 `numbers`.
 """
 
@@ -41,7 +41,7 @@ _FIRST_LOSSES, _LEAP, _LEAST_LEAP = 12, 3.0, 2.0
 _APART, _LEAST_APART, _LEAST_KL = 10.0, 0.05, 1.0
 # A loss moves by a tenth from step to step, the norm of its gradients by a factor; the mean loss of a policy is noise.
 _AFTER_RESUME, _LEAST_AFTER_RESUME = {"loss": 1.5, "norm": 5.0}, 0.1
-_NOTHING, _LEAST_REWARD = 0.1, 0.05  # what is left of a reward that fell, and what it was at least
+_NOTHING, _LEAST_REWARD = 0.1, 0.05  # the part that is left of a reward that fell, and its least value before
 # How long a reward stays at nothing that is no chance: a small one comes from few answers, and is often 0.
 _SMALL_REWARD, _AT_ZERO, _AT_LITTLE = 0.2, (2, 5), (3, 8)
 _GUESSING = 12.7  # nats: every word of 327,000 alike, a larger vocabulary than any model in use
@@ -52,7 +52,7 @@ _FIRST_ROUNDS = (
 )
 
 
-# What a report says of its numbers without showing them; a warning may say the same, so it counts like a weak one.
+# Statements of a report about numbers that it does not show; a warning may say the same, so they count like a weak one.
 _VERB = r"(?:is|are|was|were|be|becom\w{1,4}|became|goes to|went to|turn\w{0,3} (?:in)?to|stay\w{0,3})"
 _IS = rf"\W{{1,3}}{_VERB}\W(?:\w{{1,12}} ){{0,3}}"
 _GRADIENT = r"\bgrad(?:ient)?s?(?:[ _]norm)?"
@@ -73,7 +73,7 @@ _SAID = {
 
 
 class Anomaly(NamedTuple):
-    """One thing that is wrong: its kind, its position and line in the log, and what was seen in a few words.
+    """One thing that is wrong: its kind, its position and line in the log, and the observation in a few words.
 
     `is_said` is true where no number shows it and a sentence of the text says it. `good` counts the values of the
     series before it.
@@ -98,7 +98,7 @@ class Anomaly(NamedTuple):
 
 
 def find(log: Log) -> tuple[Anomaly, ...]:
-    """Return what is wrong with the numbers of `log`, the strong first, then in its order; each once a series."""
+    """Return the anomalies in the numbers of `log`, the strong first, then in its order; each once a series."""
     read = metrics.series(log)
     found = [anomaly for each in read for anomaly in _of_series(log, each)]
     found += _zero_losses(log, read)
@@ -145,7 +145,7 @@ def _no_gradient(_: Log, of: Series) -> tuple[int, str] | None:
 
 
 def _leap(_: Log, of: Series) -> tuple[int, str] | None:
-    """Return where a loss leaps within its first values and stays: what was learnt before, or loaded, is lost."""
+    """Return where a loss leaps within its first values and stays: learnt or loaded state is lost."""
     place = _parted(of.values[:_FIRST_LOSSES], _LEAP, _LEAST_LEAP)
     if place is None:
         return None
@@ -246,7 +246,7 @@ def _zero_losses(log: Log, read: Sequence[Series]) -> Iterator[Anomaly]:
 
 
 def _said(log: Log, shown: set[str]) -> Iterator[Anomaly]:
-    """Yield what sentences of the text say of its numbers, where no number shows it."""
+    """Yield the sentences of the text about its numbers, where no number shows it."""
     for kind, pattern in _SAID.items():
         if kind not in shown and (match := next(metrics.edges(log.text, pattern), None)) is not None:
             line = log.line_at(match.start())

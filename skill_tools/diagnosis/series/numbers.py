@@ -1,8 +1,8 @@
-"""Which known faults of an offload give the numbers that a log shows, and what tells them from one another.
+"""Which known faults of an offload give the numbers that a log shows, and the experiments that tell them apart.
 
-A fault counts where the run shows what it needs: the offload, words of its configuration, script or log, and releases
-that have it. Faults that need nothing but the offload are told as what it may be, never as what it is. Facts are in
-`knowledge/numbers.yaml`, which also says what numbers the rules give that are about wrong ones.
+A fault counts where the run shows its conditions: the offload, words of its configuration, script or log, and releases
+that have it. Faults that need nothing but the offload are told as possible, never as certain. Facts are in
+`knowledge/numbers.yaml`, which also has the numbers of rules about wrong numbers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Fault(NamedTuple):
     """One known fault. `shows` are kinds of anomalies, any of which it gives; `a+b` are two that come together.
 
     Of each group in `needs` one word must stand in the run's files or log. `tell` is one cheap experiment that tells
-    this fault from others. Where `always` is true, each run that shows what it needs has it, whatever its numbers show.
+    this fault from others. Where `always` is true, each run that shows its conditions has it, whatever its numbers.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A fault that the run may have, what shows it, and the releases that it depends on and nobody stated."""
+    """A fault that the run may have, its signs, and the releases that it depends on and nobody stated."""
 
     fault: Fault
     shown_by: tuple[str, ...]
@@ -112,7 +112,7 @@ def explain(
 
 
 def gives(rule: str, anomalies: Sequence[Anomaly]) -> bool:
-    """Return whether what `rule` is about gives one of `anomalies`."""
+    """Return whether the fault of `rule` gives one of `anomalies`."""
     return bool(load_rules_that_show().get(rule, frozenset()) & {each.kind for each in anomalies})
 
 

@@ -1,4 +1,4 @@
-"""What numbers that are wrong say of a run in which nothing failed: the finding or the fault that gives such."""
+"""The finding or the fault behind wrong numbers of a run in which nothing failed."""
 
 from collections.abc import Sequence
 
@@ -20,9 +20,9 @@ _DECIDE_NUMBERS_ELSEWHERE = (
 
 
 def of_numbers(evidence: Evidence) -> Conclusion | None:
-    """Return what numbers that are wrong say, where nothing failed: a finding or a fault that gives such, or neither.
+    """Return the finding or the fault behind wrong numbers, where nothing failed, or neither.
 
-    What a healthy run may show too counts only beside one that is known to give it.
+    An anomaly that a healthy run may show too counts only beside a fault that is known to give it.
     """
     if not evidence.anomalies:
         return _of_silent_fault(evidence)
@@ -66,7 +66,7 @@ def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
 
 
 def _that_gives(evidence: Evidence) -> Finding | None:
-    """Return the configuration's own finding that gives the numbers; first one that loses what was loaded."""
+    """Return the configuration's own finding that gives the numbers; first one that loses loaded state."""
     fitting = [each for each in evidence.findings if numbers.gives(each.rule, evidence.anomalies)]
     return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
 
@@ -89,7 +89,7 @@ def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Eviden
 
 
 def _others(found: Sequence[Found]) -> tuple[str, ...]:
-    """Say what else fits the numbers, each with the experiment that tells it apart."""
+    """Name the other causes that fit the numbers, each with the experiment that tells it apart."""
     return tuple(
         f"or, if this is {' and '.join(each.depends_on)}, {each.fault.cause}; told apart by {each.fault.tell}"
         if each.depends_on
@@ -99,7 +99,7 @@ def _others(found: Sequence[Found]) -> tuple[str, ...]:
 
 
 def _unexplained(seen: str, evidence: Evidence) -> Conclusion:
-    """Say what is seen in the numbers, that no fault is known to be behind them, and what would decide it."""
+    """Say the observation, that no fault is known to be behind it, and the deciding experiment."""
     known = symptoms.load_offloads()
     running = [(known[name], by) for name, by in evidence.offloads.items() if known[name].moves]
     if not running:
