@@ -67,9 +67,8 @@ KNOWN = (
     Known(
         "NeMo AutoModel",
         ("automodel",),
-        r"(?m)^[^#\n]*\bautomodel (?:finetune|pretrain|kd)\b",
-        names=frozenset({"model"}),
-        inside="nemo_automodel.",
+        r"(?m)^[^#\n]*\bautomodel (?:(?:finetune|pretrain|kd)\b|[^\s#]+\.ya?ml\b)",
+        attempt="offload lint on the YAML that it names",
     ),
     Known(
         "XTuner", ("xtuner",), r"(?m)^[^#\n]*\bxtuner(?:/v1/train/cli/\w+\.py|\.v1\.train\.cli\.\w+| train )"

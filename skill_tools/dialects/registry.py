@@ -22,6 +22,7 @@ _MODULES = {
     "ms-swift": "skill_tools.dialects.ms_swift.dialect",
     "verl": "skill_tools.dialects.verl.dialect",
     "nemo-rl": "skill_tools.dialects.nemo_rl.dialect",
+    "nemo-automodel": "skill_tools.dialects.nemo_automodel.dialect",
     "prime-rl": "skill_tools.dialects.prime_rl.dialect",
     "slime": "skill_tools.dialects.slime.dialect",
     "miles": "skill_tools.dialects.slime.miles",
@@ -51,6 +52,11 @@ _registered: dict[str, tuple[Dialect, Path]] = {}
 def names() -> tuple[str, ...]:
     """Return the name of every dialect, as `--framework` takes it."""
     return (*_MODULES, *_MODULES_WITHOUT_FILES, *_registered)
+
+
+def in_folder(folder: str) -> tuple[str, ...]:
+    """Return the names of the dialects whose modules lie in this folder."""
+    return tuple(name for name, module in _MODULES.items() if module.split(".")[-2] == folder)
 
 
 def named(name: str) -> Dialect:

@@ -8,8 +8,8 @@ lint or the plan itself. `rules/index.py` writes it. A framework that is not our
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
 - index: all of it as JSON, a file a section; rules have a file for each group of frameworks that they are about, as a
-  lint reads those of one framework (`index/rules/axolotl.json`). The rules' examples, which no lint needs, are in
-  `examples.json`
+  lint reads those of one framework (`index/rules/axolotl.json`); some small ones share a file. The rules' examples,
+  which no lint needs, are in `examples.json`
 """
 
 import json
@@ -123,7 +123,8 @@ class Index(dict[str, Any]):
         if "rules" in self:
             return [rule for rule in self["rules"] if _is_about(rule, dialects)]
         about = {INPUT, *dialects}
-        return _by_id(path for path in _rule_files() if not about.isdisjoint(path.stem.split("+")))
+        paths = [path for path in _rule_files() if not about.isdisjoint(path.stem.split("+"))]
+        return [rule for rule in _by_id(paths) if _is_about(rule, dialects)]
 
 
 def _all_of(section: str) -> Any:
@@ -152,7 +153,7 @@ def _decoded(path: Path) -> Any:
 
 
 def group_of(rule: Mapping[str, Any]) -> str:
-    """Return the file of the index that a rule is in: the frameworks that it is about, or the input itself."""
+    """Return what a rule is about: its frameworks, or the input itself."""
     return INPUT if rule.get("check") == INPUT else "+".join(rule["dialects"])
 
 

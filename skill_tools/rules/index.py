@@ -18,6 +18,9 @@ from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
+# Folders of dialects whose few rules share a file: apart, each costs a zip an entry, and words that the others have.
+_TOGETHER = ("block_swap",)
+
 
 def build() -> dict[str, Any]:
     """Return the index's content, read from the YAML and vocabulary files."""
@@ -65,9 +68,12 @@ def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rule as a lint reads it.
 
-    Its examples are in a file of their own, which no lint loads; the condition's tree says what its text did.
+    Its examples are in a file of their own, which no lint loads; the condition's tree says what its text did. What
+    `compiled` leaves out is as it is for most rules.
     """
-    return {**_without(entry, "examples", "when"), "compiled": derived}
+    usual = {"quiet": [], "conditional": entry.get("versions", {}), "holds_today": True}
+    told = {name: value for name, value in derived.items() if name not in usual or value != usual[name]}
+    return {**_without(entry, "examples", "when"), "compiled": told}
 
 
 def _without(entry: Mapping[str, Any], *parts: str) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def rendered() -> dict[Path, str]:
     sections = build()
     groups: dict[str, list[dict[str, Any]]] = {}
     for rule in sections.pop("rules"):
-        groups.setdefault(knowledge.group_of(rule), []).append(rule)
+        groups.setdefault(_file_of(rule), []).append(rule)
     names = "".join(f"[{name}]\n{text}\n" for name, text in sections.pop("vocabulary").items())
     rules = {f"rules/{group}.json": _lines(entries) for group, entries in groups.items()}
     others = {f"{name}.json": _lines(content) for name, content in sections.items()}
@@ -88,6 +94,15 @@ def rendered() -> dict[Path, str]:
     texts = {knowledge_path("index", name): text for name, text in {**others, **rules}.items()}
     texts[knowledge_path("index", "vocabulary.txt")] = names
     return {**texts, knowledge_path("examples.json"): _lines(examples)}
+
+
+def _file_of(rule: Mapping[str, Any]) -> str:
+    """Return the name of the file that a rule is in: its group's, or those of all groups that share one."""
+    group = knowledge.group_of(rule)
+    for folder in _TOGETHER:
+        if group in (names := registry.in_folder(folder)):
+            return "+".join(names)
+    return group
 
 
 def _json(value: object) -> str:

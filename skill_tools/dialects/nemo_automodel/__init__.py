@@ -1,0 +1,8 @@
+"""NeMo AutoModel: a YAML recipe whose classes are named by `_target_`, over FSDP2, Megatron-FSDP or DDP.
+
+- recipe: the class that trains; each of them reads the `distributed` section alike, but those of diffusion, which have
+  `fsdp` or `ddp` instead
+- strategy: FSDP2, Megatron-FSDP or DDP; what is left of the section must be fields of its configuration
+"""
+
+NEMO_AUTOMODEL = "nemo-automodel"
