@@ -1,6 +1,6 @@
 """The one error that ends a command with exit code 2: the input cannot be used.
 
-Its text is one line that names the value, what was expected and what to try. Everything else that escapes a
+Its text is one line that names the value, the expectation and a remedy. Everything else that escapes a
 command is a fault of ours and ends with exit code 3.
 """
 
@@ -19,13 +19,13 @@ class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault 
 class Unrecognised(UnusableInput):
     """The input is no configuration that is known: no proof fits it, or it sets nothing after all.
 
-    `looked_for` has a line for each framework: what would have proven it.
+    `looked_for` has a line for each framework: the names that would have proven it.
     """
 
     def __init__(
         self, problem: str, *, expected: str, attempt: str, looked_for: tuple[str, ...] = ()
     ) -> None:
-        """Keep what was looked for apart, since few ask for it."""
+        """Keep the proofs that were looked for apart, since few ask for them."""
         super().__init__(problem, expected=expected, attempt=attempt)
         self.looked_for = looked_for
 
@@ -42,7 +42,7 @@ def printable(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """Return a JSON document with the same escaped as JSON does; what it means stays the same."""
+    """Return a JSON document with the same escaped as JSON does; its meaning stays the same."""
     if text.replace("\n", "").isprintable():
         return text
     import json

@@ -26,7 +26,7 @@ _RUN = re.compile(r"^<!-- run: (?P<words>[^\n]+) -->\n(?P<body>.*?)^<!-- /run --
 def fill(text: str, tables: Mapping[str, str], execute: Execute) -> str:
     """Return `text` with each block's body replaced; raises `KeyError` where no table has the block's name.
 
-    `execute` takes a command's words, without the program's name, and returns what it prints.
+    `execute` takes a command's words, without the program's name, and returns its output.
     """
 
     def card_table(block: re.Match[str]) -> str:
@@ -42,7 +42,7 @@ def fill(text: str, tables: Mapping[str, str], execute: Execute) -> str:
 
 
 def _printed(words: str, execute: Execute) -> str:
-    """Return what the command prints, cut where the words end in `| head -n N`."""
+    """Return the output of the command, cut where the words end in `| head -n N`."""
     command, cut, lines = words.partition(" | head -n ")
     printed = execute(shlex.split(command)).rstrip()
     return "\n".join(printed.splitlines()[: int(lines)]) if cut else printed

@@ -1,4 +1,4 @@
-"""Checks that what a Markdown page names exists: links, anchors, paths in the repository, commands and their options.
+"""Checks that all names of a Markdown page exist: links, anchors, paths in the repository, commands and their options.
 
 It parses with markdown-it, so that an example inside a fence is not taken for a link. Shell lines are split into
 words and not run. A word that starts with one of the repository's folders must exist; any other file name is the
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SHELLS = {"bash", "sh", "shell", "console"}
 _TOOLS = ("offload", ".venv/bin/offload")
-_MADE = "build"  # the folder of what is made or fetched, which is not kept in git
+_MADE = "build"  # the folder of made and fetched files, which is not kept in git
 
 
 def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[str]:
@@ -38,7 +38,7 @@ def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[s
 
 
 def _typed(fence: "Token") -> str:
-    """Return what a reader would type: all of a script, the `$` lines of a console session."""
+    """Return the lines that a reader would type: all of a script, the `$` lines of a console session."""
     if fence.info != "console":
         return fence.content
     return "\n".join(line[2:] for line in fence.content.splitlines() if line.startswith("$ "))
@@ -90,7 +90,7 @@ def _paths(tokens: "list[Token]", root: Path) -> Iterator[str]:
 
 
 def _is_missing(path: str, root: Path) -> bool:
-    """Return whether a path below one of the repository's folders does not exist; what is made is in none of them."""
+    """Return whether a path below one of the repository's folders does not exist; made files are in none of them."""
     first, slash, _ = path.partition("/")
     if not slash or first in ("", _MADE) or not (root / first).is_dir():
         return False
@@ -125,7 +125,7 @@ def _simple_commands(script: str) -> Iterator[list[str]]:
 
 
 def _arguments(words: Sequence[str]) -> list[str] | None:
-    """Return what follows the tool's name, or None for another program."""
+    """Return the words behind the tool's name, or None for another program."""
     if words[0] in _TOOLS:
         return list(words[1:])
     if words[0].startswith("python") and len(words) > 1 and words[1].rstrip("/").endswith("skill_tools"):

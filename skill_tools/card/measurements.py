@@ -1,6 +1,6 @@
 """The card's measured rows: ratios and savings against each row's baseline, and the tables that show them.
 
-The card has times and bytes only, so what follows from them cannot disagree with them. Every table states
+The card has times and bytes only, so numbers derived from them cannot disagree with them. Every table states
 hardware and workload beside its numbers, because a ratio without them says nothing.
 """
 
@@ -77,7 +77,7 @@ def _by_setting(card: Card, rows: Sequence[Row]) -> str:
 
 
 def _verified_plans(card: Card) -> str:
-    """Return what plans predicted beside what `verify --plan` measured, with the median of each error."""
+    """Return predictions of plans beside measurements of `verify --plan`, with the median of each error."""
     rows = card.get("verified_plans", [])
     sections = []
     for name in dict.fromkeys(row["setting"] for row in rows):

@@ -1,4 +1,4 @@
-"""Holds the card to what it names: rules, keys, claims, measured rows, mechanisms and source files.
+"""Checks that all names of the card exist: rules, keys, claims, measured rows, mechanisms and source files.
 
 A card may name a rule that no longer exists, or repeat a framework's message in other words; no schema finds that.
 """

@@ -151,7 +151,7 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
 
 
 def known_faults(option: Option) -> Iterator[str]:
-    """Yield the rules' facts on `option`: in which releases it fails, what it loses when a run is saved or resumed."""
+    """Yield the rules' facts on `option`: in which releases it fails, its losses when a run is saved or resumed."""
     watched = option.legality.watch
     for each in watched[:_WATCHED]:
         yield f"watch: {each.reason} [{each.rule}]"

@@ -72,7 +72,7 @@ def page(rule: Rule) -> str:
 
 
 def brief(rule: Rule) -> str:
-    """Return a rule in a few lines: what happens, the framework's own text, why, and the change."""
+    """Return a rule in a few lines: its effect, the framework's own text, why, and the change."""
     lines = [
         f"{rule.id}: {rule.title}",
         f"  {rule.severity}, {CONSEQUENCES[rule.effect]}; {', '.join(rule.dialects)}; {_versions(rule).rstrip('.')}",

@@ -1,4 +1,4 @@
-"""Words and JSON for memory snapshots: who held what on each device, beside a plan, or beside another snapshot."""
+"""Words and JSON for memory snapshots: each owner's bytes on each device, beside a plan, or beside another snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory snapshots of torch: the file that `torch.cuda.memory._dump_snapshot` writes, and who held what at its peak.
+"""Memory snapshots of torch: the file that `torch.cuda.memory._dump_snapshot` writes, and the owners at its peak.
 
 - snapshot: the allocator's blocks at one moment, and the events before it, each with the Python frames it came from.
 - trace: the events of one device, oldest first; where `max_entries` was reached, the newest of them.

@@ -20,7 +20,7 @@ _CALLS = {
 
 
 class PickleError(ValueError):
-    """The bytes are no pickle of plain containers; the text says what was met, and at which byte."""
+    """The bytes are no pickle of plain containers; the text names the finding and its byte."""
 
 
 class _Reader:

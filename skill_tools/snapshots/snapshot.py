@@ -1,4 +1,4 @@
-"""Who held what in a memory snapshot of torch: the blocks alive at the peak, or where memory ran out.
+"""The owners of bytes in a memory snapshot of torch: the blocks alive at the peak, or where memory ran out.
 
 The events of a trace are taken back one by one from the blocks that are alive at its end, so that also what was there
 before the recording began counts. Sizes are those that were asked for; the allocator rounds them up. Facts about the
@@ -42,7 +42,7 @@ class Holder(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is alive on a device at the moment that matters; bytes by holder, and how many blocks each has."""
+    """The blocks alive on a device at the moment that matters; bytes by holder, and how many blocks each has."""
 
     device: int
     moment: str
@@ -76,7 +76,7 @@ def is_snapshot(path: str) -> bool:
 
 
 def read_snapshot(path: str) -> list[Held]:
-    """Return what was held on each device that held anything.
+    """Return the live blocks of each device that held any.
 
     Raises `UnusableInput` for a file that is no snapshot, is damaged, or asks for anything to be executed.
     """
@@ -222,7 +222,7 @@ class _Frames:
 def holder_of(frames: tuple[Frame, ...] | None, freed_by: tuple[Frame, ...] | None) -> Holder:
     """Return whose a block is, by the frames of its allocation and of its release.
 
-    Backward runs in a thread without Python frames. What it leaves behind, which Python code frees or nobody, are
+    Backward runs in a thread without Python frames. Blocks that it leaves, freed by Python code or by nobody, are
     gradients.
     """
     if frames is None:
