@@ -105,7 +105,12 @@ class Chunk:
     `noise_offsets` numbers each piece's first element (0-dim int64, on the device). The storage on the host is whole
     after the event `stored`, and weights that have a home are whole there after `at_home`. `gradients` is where the
     gradients of all elements are left on the host, flat in the parameters' dtype, if they are not on the device; they
-    come in behind the states, or alone where these stay. `runs` are the pieces again, those that lie side by side
+    come in behind the states, or alone where these stay.
+
+    The weights of all pieces visit from `home`, together, or stay on the device (None). `matrices` is the formula that
+    updates pieces as whole matrices; None where that of elements does. The update of one that `exchanges` is a
+    collective: ranks share its matrices. Moments are `compact`, in 8 bits with scales, or one kernel updates elements
+    whose moments are `rounded` to fewer bits than fp32. `runs` are the pieces again, those that lie side by side
     together, and `joint_runs` those of which one compiled kernel each updates all pieces: none where a kernel takes a
     piece only.
     """
@@ -120,33 +125,28 @@ class Chunk:
     gradients: torch.Tensor | None = None
     stored: Event = REACHED
     at_home: Event = REACHED
+    # Found from these, because each step asks for them several times.
+    home: WeightHome | None = dataclasses.field(init=False)
+    matrices: MatrixAlgorithm | None = dataclasses.field(init=False)
+    exchanges: bool = dataclasses.field(init=False)
+    compact: bool = dataclasses.field(init=False)
+    rounded: bool = dataclasses.field(init=False)
     runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
     joint_runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
     _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the runs, and where each field begins, which each step asks for."""
+        """Find the kind that all pieces are of, the runs, and where each field begins."""
         ends = accumulate((bytes_of((field,), self.numel) for field in self.fields), initial=0)
         self._first_bytes = {
             field.name: (first, field) for first, field in zip(ends, self.fields, strict=False)
         }
+        member = self.pieces[0].member
+        self.home, self.matrices, self.exchanges = member.home, member.matrices, member.cut is not None
+        self.compact = is_compact(self.fields)
+        self.rounded = is_rounded(self.fields) and self.matrices is None
         self.runs = runs_of(self.pieces)
         self.joint_runs = self._joint_runs()
-
-    @property
-    def home(self) -> WeightHome | None:
-        """Where the weights of the pieces visit from, all of them together; None if they stay on the device."""
-        return self.pieces[0].member.home
-
-    @property
-    def matrices(self) -> MatrixAlgorithm | None:
-        """The formula that updates the pieces as whole matrices; None where that of elements does."""
-        return self.pieces[0].member.matrices
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether its update is a collective: ranks share its matrices."""
-        return self.pieces[0].member.cut is not None
 
     @property
     def comes_in(self) -> bool:
@@ -180,11 +180,6 @@ class Chunk:
         return min(piece.member.order for piece in self.pieces)
 
     @property
-    def rounded(self) -> bool:
-        """Whether one kernel updates elements whose moments are stored in fewer bits than fp32."""
-        return is_rounded(self.fields) and self.matrices is None
-
-    @property
     def launch_cost(self) -> int:
         """How long the host takes to launch its update, where one fused kernel of torch's is 1.
 
@@ -214,11 +209,6 @@ class Chunk:
         is_sharded = isinstance(self.pieces[0].member.param, DTensor)
         visits = self.home is not None or self.gradients is not None
         return self.rounded and not self.compact and is_sharded and not visits
-
-    @property
-    def compact(self) -> bool:
-        """Whether moments are stored in 8 bits, with scales."""
-        return is_compact(self.fields)
 
     @property
     def flagged(self) -> str | None:
