@@ -54,11 +54,6 @@ def names() -> tuple[str, ...]:
     return (*_MODULES, *_MODULES_WITHOUT_FILES, *_registered)
 
 
-def in_folder(folder: str) -> tuple[str, ...]:
-    """Return the names of the dialects whose modules lie in this folder."""
-    return tuple(name for name, module in _MODULES.items() if module.split(".")[-2] == folder)
-
-
 def named(name: str) -> Dialect:
     """Return the dialect called `name`; raises `KeyError` for a name that is not one of `names()`."""
     return _registered[name][0] if name in _registered else _load(name)

@@ -8,7 +8,7 @@ lint or the plan itself. `rules/index.py` writes it. A framework that is not our
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
 - index: all of it as JSON, a file a section; rules have a file for each group of frameworks that they are about, as a
-  lint reads those of one framework (`index/rules/axolotl.json`); some small ones share a file. The rules' examples,
+  lint reads those of one framework (`index/rules/axolotl.json`); small ones share some. The rules' examples,
   which no lint needs, are in `examples.json`
 """
 

@@ -7,7 +7,7 @@ one of their keys is set. So a lint parses no text, evaluates few rules and, wit
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
-# Folders of dialects whose few rules share a file: apart, each costs a zip an entry, and words that the others have.
-_TOGETHER = ("block_swap",)
+# Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
+_SMALL_BYTES, _SHARED_BYTES = 32_000, 120_000
 
 
 def build() -> dict[str, Any]:
@@ -86,9 +86,9 @@ def rendered() -> dict[Path, str]:
     sections = build()
     groups: dict[str, list[dict[str, Any]]] = {}
     for rule in sections.pop("rules"):
-        groups.setdefault(_file_of(rule), []).append(rule)
+        groups.setdefault(knowledge.group_of(rule), []).append(rule)
     names = "".join(f"[{name}]\n{text}\n" for name, text in sections.pop("vocabulary").items())
-    rules = {f"rules/{group}.json": _lines(entries) for group, entries in groups.items()}
+    rules = {f"rules/{'+'.join(names)}.json": text for names, text in _files(groups)}
     others = {f"{name}.json": _lines(content) for name, content in sections.items()}
     examples = {entry["id"]: entry["examples"] for entry in read_rule_files() if "examples" in entry}
     texts = {knowledge_path("index", name): text for name, text in {**others, **rules}.items()}
@@ -96,13 +96,21 @@ def rendered() -> dict[Path, str]:
     return {**texts, knowledge_path("examples.json"): _lines(examples)}
 
 
-def _file_of(rule: Mapping[str, Any]) -> str:
-    """Return the name of the file that a rule is in: its group's, or those of all groups that share one."""
-    group = knowledge.group_of(rule)
-    for folder in _TOGETHER:
-        if group in (names := registry.in_folder(folder)):
-            return "+".join(names)
-    return group
+def _files(groups: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[list[str], str]]:
+    """Yield each file of rules, with the names of the groups in it: small ones of one framework share some, by name."""
+    names: list[str] = []
+    shared: list[dict[str, Any]] = []
+    for group, entries in sorted(groups.items()):
+        if len(text := _lines(entries)) >= _SMALL_BYTES or "+" in group:
+            yield [group], text
+            continue
+        if shared and len(_lines(shared)) + len(text) > _SHARED_BYTES:
+            yield names, _lines(shared)
+            names, shared = [], []
+        names.append(group)
+        shared += entries
+    if shared:
+        yield names, _lines(shared)
 
 
 def _json(value: object) -> str:
