@@ -13,7 +13,6 @@ misleads. Ten reports, drawn by a fixed seed, were not looked at while the tool 
 import argparse
 import contextlib
 import io
-import random
 import re
 import sys
 import tempfile
@@ -30,7 +29,6 @@ sys.path.insert(0, str(HERE.parent))
 from skill_tools import knowledge  # noqa: E402 - found by the line above
 from skill_tools.__main__ import main as offload  # noqa: E402
 
-SEED, HELD_OUT = 51, 10
 NOTHING = "no failure"  # what is right where nothing failed
 FAULT = 3  # the exit code of an internal error, which is no answer
 GRADES = ("right", "partly", "silent", "wrong", "misleading")
@@ -43,32 +41,34 @@ resolution, or from the source, before the tool was asked. `python3 evals/report
 page.
 
 An answer is right where it names the cause and what to change, partly right where it names one of them, silent where it
-says that it does not know, wrong otherwise, and misleading where it advises what does harm. "Before" is the tool of
-2026-11-28, before it was mended on the others; of the fourth and later collections it is the tool of the day before
-they were collected.
+says that it does not know (or, where nothing failed, has other suspects), wrong otherwise, and misleading where it
+advises what does harm. "Before" is the tool of 2026-11-28, before it was
+mended on the others; of the fourth and later collections it is the tool of the day before they were collected.
 
-The ten that measure are the seventh collection: nine threads that an earlier search had left, as far as the thread was
-found and told its cause (five), and the first five of a fixed shuffle (seed 55) of what the search for them brought
-up; one whose thread was among the cases that the tool was built from was left for the next. Cause and fix were
-committed before the tool was mended. It was then mended on the other collections alone, by whoever had written these
-ten down: not looked at, and not unknown. Asked for the first time after that, none was right, 3 were partly right,
-6 silent and 1 wrong. Five are about calls that do not fit, an option without effect or a mode, and not about where a
-tensor lies, of which the mending was. Patterns of two were made stricter and one configuration was corrected when the
-answers were read. "Now" is the tool after it was mended with these ten in view, so it measures nothing.
+The ten that measure are the first of a fixed shuffle (seed 66) of the eighth collection: 24 threads of 20 repositories,
+found by searches for calls that do not fit, options without effect, modes, buffers, sleeping engines, resumes and
+releases; one of the first ten was known to the tool already and the eleventh took its place. All were written down and
+committed before the tool was asked. It was then mended on the other 13 alone (a 14th turned out to be among the cases
+that the tool was built from and was left out), by whoever had written the ten down: not looked at, and not unknown.
+Asked for the first time after that, 4 were right, 1 partly, 3 silent and 2 wrong; none was misleading. "Now" is the
+tool after it was mended with these ten in view, so it measures nothing. The pattern of one of the 13 was corrected.
 
 What measures too, on all others: each is answered without anything that the tool has from its own thread or from the
-change that mends it (`--without-own`). Before the seventh collection's work 52 of 93 were then right, 16 partly, 22
-silent and 3 wrong; after it 65 right, 15 partly, 11 silent and 2 wrong.
+change that mends it (`--without-own`). Before the eighth collection's work 72 of the older 103 were then right, 15
+partly, 13 silent and 3 wrong, and of the 13 newer ones 1; after it 74, 15, 12 and 2, and of the 13 newer ones 9.
 
-The other collections stand among the others now. When they were asked for the first time, 7, 2, 1, 3, 2 and 0 of their
-ten were right (of the fifth 6 more partly and none wrong, of the sixth 5 more partly): what is right among them now is
-what the work was done on. Of all, the patterns of fourteen and the configurations of three were corrected once an
-answer showed that they did not say what the thread says. At most four reports count of one repository: four more of
+The other collections stand among the others now. When they were asked for the first time, 7, 2, 1, 3, 2, 0 and 0 of
+their ten were right (of the fifth 6 more partly and none wrong, of the sixth 5 and of the seventh 3 more partly): what
+is right among them now is what the work was done on. Of all, the patterns of fifteen and the configurations of three
+were corrected once an answer showed that they did not say what the thread says.
+At most four reports count of one repository: four more of
 DeepSpeed's, three more of verl's and one more each of NeMo-RL's, Transformers' and ms-swift's are graded with the rest
 (`counted: false`) and left out here.
 """
 _NUMBER = re.compile(r"#(\d{2,6})\b")  # of a change, in the words of what is right
 SILENT = re.compile(r"no problem that this tool knows|^cause: not known", re.MULTILINE)
+# It claims no cause: what it has to look at first, where results are wrong, is right or nothing.
+QUIET = re.compile(r": no failure in this log$", re.MULTILINE)
 
 
 def load() -> list[dict[str, Any]]:
@@ -78,10 +78,9 @@ def load() -> list[dict[str, Any]]:
 
 
 def held_out(reports: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Return the ids that measure: some of the newest collection, because who mends comes to know the older ones."""
+    """Return the ids that measure: those drawn of the newest collection, because who mends comes to know the others."""
     newest = max(_collection(each) for each in reports)
-    fresh = sorted(each["id"] for each in reports if _collection(each) == newest)
-    return frozenset(random.Random(SEED).sample(fresh, HELD_OUT))
+    return frozenset(each["id"] for each in reports if _collection(each) == newest and "first" in each)
 
 
 def _collection(report: Mapping[str, Any]) -> int:
@@ -97,16 +96,20 @@ def without_its_own(report: Mapping[str, Any]) -> None:
     own = re.compile(rf"(?:(?:issues|pull)/|#)(?:{'|'.join(numbers)})\b")
     knowledge.forget()
     index = knowledge.index()
-    for section in ("fixes", "messages", "residency", "rules"):
+    for section in ("fixes", "messages", "rules"):
         index[section] = [entry for entry in index[section] if not own.search(str(entry))]
-    index["numbers"] = {
-        **index["numbers"],
-        "faults": [entry for entry in index["numbers"]["faults"] if not own.search(str(entry))],
-    }
+    # The index has no sources of these; their YAML has.
+    index["residency"] = _others(knowledge.load_yaml("residency.yaml"), own)
+    numbers = knowledge.load_yaml("numbers.yaml")
+    index["numbers"] = {**numbers, "faults": _others(numbers["faults"], own)}
     index["symptoms"] = [
-        {**each, "causes": [cause for cause in each["causes"] if not own.search(str(cause))]}
-        for each in index["symptoms"]
+        {**each, "causes": _others(each["causes"], own)} for each in knowledge.load_yaml("symptoms.yaml")
     ]
+
+
+def _others(entries: Iterable[Any], own: re.Pattern[str]) -> list[Any]:
+    """Return the entries that name nothing of a report's own."""
+    return [entry for entry in entries if not own.search(str(entry))]
 
 
 def answer(report: Mapping[str, Any]) -> str:
@@ -141,8 +144,9 @@ def grade(report: Mapping[str, Any], said: str) -> str:
     ]
     if any(re.search(pattern, said, re.MULTILINE) for pattern in report.get("never", ())):
         return "silent" if SILENT.search(said) and not any(holds) else "misleading"
-    if SILENT.search(said):
-        return "silent" if report["right"] != NOTHING else "right"
+    if SILENT.search(said) or QUIET.search(said):
+        named = QUIET.search(said) is not None and all(holds)
+        return "right" if named or report["right"] == NOTHING else "silent"
     if all(holds):
         return "right"
     return "partly" if any(holds) else "wrong"

@@ -33,6 +33,14 @@ _BUILDS = (
 )
 
 
+# A program without a library does not start, whether or not anything was built.
+_LOADER = re.compile(
+    _PREFIX + r"(?P<error>.*\b(?:error while loading shared libraries|ImportError|OSError): "
+    r"lib[\w.+-]+: cannot open shared object file.*)",
+    re.MULTILINE,
+)
+
+
 class BuildError(NamedTuple):
     """The first error of a compiler or linker: its line in the log, its text, its meaning and its remedy."""
 
@@ -43,8 +51,10 @@ class BuildError(NamedTuple):
 
 
 def first_error(log: Log) -> BuildError | None:
-    """Return the first error of a build; None where nothing was built, or no compiler complained."""
+    """Return the first error of a build, or of a loader that misses a library; None where nobody complained."""
     match = _ERRORS.search(log.text) if any(each in log.text for each in _BUILDS) else None
+    if match is None and "cannot open shared object file" in log.text:
+        match = _LOADER.search(log.text)
     if match is None:
         return None
     text = match["error"].strip()

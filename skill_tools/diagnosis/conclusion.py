@@ -10,7 +10,7 @@ nothing is known of an exception, the answer says where it was raised and what w
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, interfaces, own_words, phases, symptoms
+from skill_tools.diagnosis import code, interfaces, no_effect, own_words, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
 from skill_tools.diagnosis.failures import Failure
@@ -110,7 +110,12 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
     if (wrong := of_numbers(evidence)) is not None:
         return wrong
-    return _of_fitting(evidence, needs_code=False) or _of_notice(evidence) or _of_pattern(evidence)
+    return (
+        _of_fitting(evidence, needs_code=False)
+        or no_effect.concluded(evidence)
+        or _of_notice(evidence)
+        or _of_pattern(evidence)
+    )
 
 
 def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence) -> Conclusion | None:
@@ -172,12 +177,17 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind == "gpu-memory" and not message.frames:
         because, less = _why_full(evidence)
         cause, change = cause + because, (*less, *change)
+        because, less = no_effect.of_a_setting(evidence)
+        cause, change = cause + because, (*less[:1], *change)
     elif message.kind == "resume" and out_of_memory is not None:
         because, less = _by_residency(evidence)
         cause, change = cause + because, (*change[:1], *less, *change[1:])
     if message.kind == "gpu-memory" and out_of_memory is not None and out_of_memory.is_shared:
         cause += f"; {_others_hold(out_of_memory, evidence)}"
         change = (told("others-off-the-gpu", evidence.dialects, evidence.config), *change)
+    elif message.kind == "gpu-memory" and evidence.around is not None:
+        beside, less = no_effect.beside(evidence)
+        cause, change = cause + beside, (*less[:1], *change)
     elif message.kind == "gpu-memory" and evidence.owners.gpu_share is not None:
         cause += f"; a rollout engine takes {evidence.owners.gpu_share:.0%} of the GPU while it runs"
         change = (told("smaller-rollout", ()), *change)

@@ -16,19 +16,21 @@ from skill_tools.diagnosis import (
     code,
     failures,
     fixes,
+    inert,
     known_errors,
     machine_in_log,
     memory,
     memory_owners,
     messages,
     model_in_log,
+    no_effect,
     phases,
     steps,
     symptoms,
 )
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
-from skill_tools.diagnosis.evidence import Conclusion, Evidence
+from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
@@ -37,7 +39,7 @@ from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
-from skill_tools.diagnosis.series import anomalies, numbers
+from skill_tools.diagnosis.series import anomalies, around, numbers
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity
@@ -48,6 +50,7 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
+_MOST_SUSPECTS = 2  # faults without a sign in the log that an answer names
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(r"(?i)\bpin_memory\b|page-lock|pinned")  # of what pins host memory, without any offload
 _LOOKED_AT = 50  # exceptions of a log that are asked for what came after them
@@ -64,7 +67,8 @@ class Diagnosis:
     `gpu` is the GPU that the log names, `host_bytes` what it says the run may take of its host, `parameters` how many
     the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
     where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
-    the failing code's package which release ran and which are known.
+    the failing code's package which release ran and which are known. `suspects` are faults that show in no log, which
+    are the first to look at where nothing failed and results are wrong.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Diagnosis:
     owners: Owners
     in_use: tuple[int, int] | None
     releases: str
+    suspects: tuple[Suspect, ...] = ()
 
     @property
     def recognised(self) -> bool:
@@ -149,7 +154,11 @@ def diagnose(
     found = [each for each in messages.find(log, failure) if not _is_past(each, went_on_until)]
     mechanisms = code.runs(config) | {each.message.shows for each in found if each.message.shows}
     pins = bool(mechanisms or offloads) or _PINS.search(log.text) is not None
-    seen = tuple(each for each in found if pins or each.message.needs != messages.PINNED)
+    seen = tuple(
+        each
+        for each in found
+        if (pins or each.message.needs != messages.PINNED) and not _is_harmless(each, log)
+    )
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -182,6 +191,8 @@ def diagnose(
         anomalies=wrong,
         faults=numbers.explain(wrong, offloads, texts, releases),
         mended=fixes.shown_by(failure, said or log.text, phase, texts, releases),
+        around=around.find(log),
+        inert=inert.find(log),
     )
     parameters = model_in_log.parameters(log)
     conclusion = conclude(evidence)
@@ -213,6 +224,26 @@ def diagnose(
         owners=evidence.owners,
         in_use=memory_owners.in_use(log),
         releases=code.release(where.code.package, releases) if where else "",
+        suspects=_suspects(evidence, texts, releases) if conclusion is None else (),
+    )
+
+
+def _suspects(
+    evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
+) -> tuple[Suspect, ...]:
+    """Return what may be wrong in silence under the run's offloads; nothing where it failed."""
+    if evidence.failure is not None:
+        return ()
+    faults = (_suspect(each) for each in numbers.suspects(evidence.offloads, texts, releases))
+    return (*no_effect.rest(evidence), *faults)[:_MOST_SUSPECTS]
+
+
+def _suspect(found: numbers.Found) -> Suspect:
+    fault = found.fault
+    if_ = f"if this is {' and '.join(found.depends_on)}, " if found.depends_on else ""
+    return Suspect(
+        f"{if_}{fault.cause} ({', '.join(found.shown_by)})",
+        f"to be sure: {fault.tell}; then {' or '.join(fault.change)}",
     )
 
 
@@ -230,6 +261,13 @@ def _lines_of_what_was_caught(
 def _is_past(seen: Seen, went_on_until: int) -> bool:
     """Return whether `seen` is an exception that was caught, or that ended an earlier run in the same log."""
     return seen.message.role == "exception" and not seen.ended_the_run and seen.at < went_on_until
+
+
+def _is_harmless(seen: Seen, log: Log) -> bool:
+    """Return whether `seen` is a notice of what would stop or spoil a run that trained on behind it."""
+    message = seen.message
+    needs_nothing = message.role == "notice" and not message.needs and message.kind != "slow"
+    return needs_nothing and failures.trains_after(log, seen.at)
 
 
 def beyond_bytes(found: Diagnosis, predicted_bytes: int) -> int:

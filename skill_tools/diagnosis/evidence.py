@@ -8,12 +8,14 @@ from skill_tools.configs.config import Config
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
+from skill_tools.diagnosis.inert import Inert
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import Seen
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.series.anomalies import Anomaly
+from skill_tools.diagnosis.series.around import Around
 from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.rules.finding import Finding
@@ -27,7 +29,8 @@ class Evidence(NamedTuple):
     run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has what shows each
     kind of offload of the run.
     `anomalies` are what is wrong with its numbers, `faults` those that are known to give such. `mended` are faults of
-    libraries that the failure shows, and that a later release mends.
+    libraries that the failure shows, and that a later release mends. `around` is what GPU memory before and after the
+    offload shows, `inert` a line that says that an offload does nothing.
     """
 
     failure: Failure | None
@@ -50,6 +53,8 @@ class Evidence(NamedTuple):
     anomalies: Sequence[Anomaly] = ()
     faults: Sequence[Found] = ()
     mended: Sequence[Shown] = ()
+    around: Around | None = None
+    inert: Inert | None = None
 
 
 class Conclusion(NamedTuple):
@@ -66,6 +71,13 @@ class Conclusion(NamedTuple):
     plans_away: bool = False
     is_known: bool = True
     others: tuple[str, ...] = ()
+
+
+class Suspect(NamedTuple):
+    """What may be wrong in a run that shows nothing wrong, and how to be sure of it, in words."""
+
+    cause: str
+    check: str
 
 
 SHOWN = 2  # lines to change that an answer has

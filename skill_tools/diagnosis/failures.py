@@ -45,7 +45,7 @@ _INTERESTING = re.compile(
     re.MULTILINE,
 )
 _PROGRESS = re.compile(
-    r"(?:iteration +\d+/|'loss': |[ \[|)]step(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)|elapsed time per iteration"
+    r"(?:iteration +\d+/|'loss': |(?:^|[ \[|)])step(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)|elapsed time per iteration"
     r"|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
     re.MULTILINE,
 )
@@ -170,6 +170,12 @@ def went_on_until(log: Log) -> int:
     """Return the position in front of which nothing ended the run, because training went on after it; -1 if none."""
     steps = _progress(log.text)
     return steps[-_STEPS_OF_OTHERS] if len(steps) >= _STEPS_OF_OTHERS else -1
+
+
+def trains_after(log: Log, position: int) -> bool:
+    """Return whether a training step was reported behind `position`."""
+    steps = _progress(log.text)
+    return bool(steps) and steps[-1] > position
 
 
 @lru_cache(maxsize=2)

@@ -28,7 +28,6 @@ class Fix(NamedTuple):
     `release` is the first of `package` without the fault, "" where none was known; `since` the first that has it.
     """
 
-    id: str
     package: str
     release: str
     since: str
@@ -81,7 +80,6 @@ def load_fixes() -> tuple[Fix, ...]:
     says = {symptom.id: symptom.texts for symptom in load_symptoms()}
     return tuple(
         Fix(
-            entry["fix"],
             entry["package"],
             entry.get("release", ""),
             entry.get("since", ""),

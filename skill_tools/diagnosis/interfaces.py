@@ -8,9 +8,10 @@ source that a traceback shows say who called whom with what.
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code
+from skill_tools.diagnosis import code, signatures
 from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.own_words import Said
+from skill_tools.diagnosis.signatures import off, place
 from skill_tools.diagnosis.symptoms import sign_in
 
 _MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
@@ -33,6 +34,7 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
     return (
         handed_on(failure, texts)
         or _lacking(failure)
+        or signatures.unfit(failure, source)
         or _another_kind(failure)
         or _misplaced(failure, source)
         or _asserted(failure, source)
@@ -92,7 +94,7 @@ def _another_kind(failure: Failure) -> Said | None:
         return None
     package = trainer(failure) or "the library whose frame is innermost"
     return Said(
-        f"{_at(failure.frames[-1])} holds a {match['kind']}, which has no {match['name']}: it stands where the call "
+        f"{place(failure.frames[-1])} holds a {match['kind']}, which has no {match['name']}: it stands where the call "
         "expects another kind, as in an engine that was built without an optimizer or without this offload",
         (
             f"{match['name']} of what trains alone, not of a model without an optimizer (a reference, a reward model)",
@@ -112,9 +114,9 @@ def _misplaced(failure: Failure, source: str) -> Said | None:
     )
     package = trainer(failure) or "the library whose frame is innermost"
     return Said(
-        f"a tensor arrived in the place of {match['name']}, which {_at(inner)} takes for a flag: its caller "
-        f"{_at(outer)} passes its arguments in another order, or one fewer",
-        (f"a newer {package}, or an older one, in which both fit", *_off(failure)),
+        f"a tensor arrived in the place of {match['name']}, which {place(inner)} takes for a flag: its caller "
+        f"{place(outer)} passes its arguments in another order, or one fewer",
+        (f"a newer {package}, or an older one, in which both fit", *off(failure)),
     )
 
 
@@ -133,24 +135,13 @@ def _asserted(failure: Failure, source: str) -> Said | None:
     if name is None or outer is None:
         return None
     return Said(
-        f"{_at(inner)} takes only calls for which {match['what']}, and {_at(outer)} calls it otherwise: it was put in "
-        f"the place of a function that takes more",
+        f"{place(inner)} takes only calls for which {match['what']}, and {place(outer)} calls it otherwise: it was put "
+        f"in the place of a function that takes more",
         (
             f"{outer.function} called so that it passes no {name[0]}, or called before what replaces {inner.function}",
-            *_off(failure),
+            *off(failure),
         ),
     )
-
-
-def _off(failure: Failure) -> tuple[str, ...]:
-    """Return how the code that failed is done without, if it carries out an offload."""
-    where = code.of(failure)
-    return (f"or {where.code.decide[0]}",) if where is not None and where.code.mechanisms else ()
-
-
-def _at(frame: Frame) -> str:
-    file: str = frame.path.replace("\\", "/").rpartition("/")[2]
-    return f"{frame.function} ({file}:{frame.line})"
 
 
 def _package(frame: Frame) -> str:

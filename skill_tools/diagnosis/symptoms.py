@@ -27,7 +27,7 @@ _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
 _TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
 _OVER_GPUS = "device-map"  # the offload that spreads a model over several GPUs
-_COUNTED = "accumulation"  # what is counted from one on: one is none
+_COUNTED = "accum"  # what is counted from one on: one is none
 _COMMENT = re.compile(r"^\s*(?:#|//)")
 
 
@@ -111,7 +111,7 @@ def load_symptoms() -> tuple[Symptom, ...]:
             tuple(entry.get("frames", ())),
             tuple(
                 Cause(
-                    each["offload"],
+                    offload,
                     tuple(each.get("frames", ())),
                     each.get("phase", ""),
                     each.get("inside", False),
@@ -120,10 +120,16 @@ def load_symptoms() -> tuple[Symptom, ...]:
                     tuple(each["change"]),
                 )
                 for each in entry["causes"]
+                for offload in named(each["offload"])
             ),
         )
         for entry in knowledge.index()["symptoms"]
     )
+
+
+def named(offload: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the offloads that an entry is about, which names one or several."""
+    return (offload,) if isinstance(offload, str) else tuple(offload)
 
 
 def explain(

@@ -33,12 +33,7 @@ def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, ot
         lines.append(f"releases: {found.releases}")
     conclusion = found.conclusion
     if conclusion is None:
-        said = (
-            "the configuration has findings of its own"
-            if _shown_findings(found)
-            else "no problem that this tool knows"
-        )
-        return "\n".join([*lines, f"{found.name}: {said}", *_findings(found)])
+        return "\n".join([*lines, f"{found.name}: {_quiet(found)}", *_findings(found), *_suspects(found)])
     lines.append(f"cause: {conclusion.cause}")
     if conclusion.rule:
         lines.append(f"rule: {conclusion.rule} (offload explain {conclusion.rule})")
@@ -53,6 +48,23 @@ def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, ot
     lines += _findings(found)
     following = [f"  {line}" for line in advice(found, planned=planned or bool(others))]
     return "\n".join([*lines, *(["next:", *following] if following else [])])
+
+
+def _quiet(found: Diagnosis) -> str:
+    """Say of a log that nothing is known of whether its configuration, or its offload, has something to look at."""
+    if _shown_findings(found):
+        return "the configuration has findings of its own"
+    return "no failure in this log" if found.suspects else "no problem that this tool knows"
+
+
+def _suspects(found: Diagnosis) -> list[str]:
+    """Return what to look at first where results are wrong and nothing failed: faults that print nothing."""
+    lines = (
+        ["if its results, or its memory, are wrong all the same, look first at:"] if found.suspects else []
+    )
+    for each in found.suspects:
+        lines += [f"  {each.cause}", f"    {each.check}"]
+    return lines
 
 
 def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
@@ -175,6 +187,7 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             "known": found.conclusion.is_known,
             "others": list(found.conclusion.others),
         },
+        "suspects": [each._asdict() for each in found.suspects],
         "failure": found.failure
         and {
             "rank": found.failure.rank,

@@ -27,7 +27,7 @@ def build() -> dict[str, Any]:
     releases = knowledge.load_yaml("releases.yaml")
     vocabulary = sorted(knowledge_path("vocabulary").glob("*.txt"))
     keys = knowledge.load_keys()
-    models = knowledge.load_yaml("models.yaml")
+    models, numbers = knowledge.load_yaml("models.yaml"), knowledge.load_yaml("numbers.yaml")
     table = {key.name: key for key in keys_from_data(keys)}
     spellings = key_table(table.values()).by_spelling
     return {
@@ -44,10 +44,13 @@ def build() -> dict[str, Any]:
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
         "offloads": knowledge.load_yaml("offloads.yaml"),
-        "symptoms": knowledge.load_yaml("symptoms.yaml"),
-        "residency": [_without(entry, "quote") for entry in knowledge.load_yaml("residency.yaml")],
-        "numbers": knowledge.load_yaml("numbers.yaml"),
-        "fixes": knowledge.load_fixes(),
+        "symptoms": [
+            {**entry, "causes": [_without(cause, "source") for cause in entry["causes"]]}
+            for entry in knowledge.load_yaml("symptoms.yaml")
+        ],
+        "residency": [_without(entry, "quote", "source") for entry in knowledge.load_yaml("residency.yaml")],
+        "numbers": {**numbers, "faults": [_without(fault, "source") for fault in numbers["faults"]]},
+        "fixes": [_without(entry, "fix") for entry in knowledge.load_fixes()],
         "marks": {
             kind.value: {each.name: marks for each in registry.with_files() if (marks := each.marks_in(kind))}
             for kind in Kind

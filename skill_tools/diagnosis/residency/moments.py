@@ -23,7 +23,7 @@ _FUNCTIONS = tuple(
         ("weight-update", r"(?:sync|update|reload|stream|load|send|broadcast|refit|move).{0,12}_?weights|refit"
                           r"|_share_cuda_|_to_vllm$|weight_loader"),
         ("log-probabilities", r"log_?prob|logps|compute_ref|old_logits"),
-        ("generation", r"^generate|rollout|sample_images|_sample$"),
+        ("generation", r"^generate|rollout|sample_images|_sample$|^execute_model$"),
         ("evaluation", r"evaluat|prediction_step|validat"),
         ("clipping", r"clip_grad|unscale_and_clip|grad_norm|total_norm"),
         ("step", r"^_?step$|optimizer_step|_take_model_step|_init_group|^adamw?$|_single_tensor|_multi_tensor"),

@@ -18,6 +18,7 @@ from skill_tools.diagnosis.symptoms import (
     is_between_gpus,
     load_offloads,
     load_symptoms,
+    named,
     of_the_code,
     shows,
     sign_in,
@@ -46,7 +47,7 @@ class Row(NamedTuple):
     """Where `offload` keeps `tensors` at `moments` (none: all).
 
     It holds beside none of the offloads in `unless`; `inside` asks for a frame in the offload's own code, `needs` for
-    one of these words in the run's files.
+    one of these words in the run's files, `lacks` for none of these.
     """
 
     offload: str
@@ -56,10 +57,10 @@ class Row(NamedTuple):
     moments: tuple[str, ...]
     inside: bool
     needs: tuple[str, ...]
+    lacks: tuple[str, ...]
     where: str
     past: str
     change: tuple[str, ...]
-    source: str
 
 
 class Placed(NamedTuple):
@@ -83,19 +84,20 @@ def load_rows() -> tuple[Row, ...]:
     """Return every row, in the file's order."""
     return tuple(
         Row(
-            entry["offload"],
+            offload,
             frozenset(entry.get("unless", ())),
             tuple(entry["tensors"]),
             entry["lies"],
             tuple(entry.get("moments", ())),
             entry.get("inside", False),
             tuple(entry.get("needs", ())),
+            tuple(entry.get("lacks", ())),
             entry["where"],
             entry["past"],
             tuple(entry["change"]),
-            entry["source"],
         )
         for entry in knowledge.index()["residency"]
+        for offload in named(entry["offload"])
     )
 
 
@@ -141,6 +143,14 @@ def there(failure: Failure, phase: Phase, running: Mapping[str, str]) -> Placed 
     return None
 
 
+def of_moment(name: str, running: Mapping[str, str]) -> Placed | None:
+    """Return the first row of the moment `name` of an offload of the run, whatever failed."""
+    for row in load_rows():
+        if name in row.moments and _holds(row, running):
+            return Placed(row, load_offloads()[row.offload], running[row.offload])
+    return None
+
+
 def of_a_hang(phase: Phase, running: Mapping[str, str]) -> Placed | None:
     """Return the first row whose weights come with all ranks together where a run hangs: at a save, or in a step."""
     moment = "save" if phase is Phase.SAVE else "forward"
@@ -169,6 +179,7 @@ def _holds(row: Row, running: Mapping[str, str], texts: Sequence[tuple[str, str]
         row.offload in running
         and row.unless.isdisjoint(running)
         and (not row.needs or sign_in(row.needs, texts) is not None)
+        and (not row.lacks or sign_in(row.lacks, texts) is None)
     )
 
 
@@ -183,7 +194,7 @@ def _fits(row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
 
 def _rank(
     row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
-) -> tuple[bool, int, bool, int]:
+) -> tuple[bool, int, bool, bool, int]:
     """Return a key that is smaller for a row that says more of the failure."""
     touched = min(moment.touched.index(each) for each in row.tensors if each in moment.touched)
-    return (row.offload not in inner, places.index(row.lies), not row.moments, touched)
+    return (row.offload not in inner, places.index(row.lies), not row.needs, not row.moments, touched)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.diagnosis.series.anomalies import Anomaly
-from skill_tools.diagnosis.symptoms import sign_in
+from skill_tools.diagnosis.symptoms import named, sign_in
 from skill_tools.rules.versions import Standing, standing
 
 ANYWHERE = "none"  # the offload of a fault that has nothing to do with one
@@ -22,7 +22,8 @@ class Fault(NamedTuple):
     """One known fault. `shows` are kinds of anomalies, any of which it gives; `a+b` are two that come together.
 
     Of each group in `needs` one word must stand in the run's files or log. `tell` is one cheap experiment that tells
-    this fault from others. Where `always` is true, each run that shows its conditions has it, whatever its numbers.
+    this fault from others. Where `always` is true, each run that shows its conditions has it, whatever its numbers; one
+    that is `quiet` may be there where no number shows anything.
     """
 
     id: str
@@ -33,8 +34,8 @@ class Fault(NamedTuple):
     cause: str
     tell: str
     change: tuple[str, ...]
-    source: str
     always: bool
+    quiet: bool
 
     @property
     def has_evidence(self) -> bool:
@@ -62,17 +63,18 @@ def load_faults() -> tuple[Fault, ...]:
     return tuple(
         Fault(
             entry["fault"],
-            entry["offload"],
+            offload,
             tuple(entry["shows"]),
             tuple(tuple(group) for group in entry.get("needs", ())),
             entry.get("releases", {}),
             entry["cause"],
             entry["tell"],
             tuple(entry["change"]),
-            entry["source"],
             entry.get("always", False),
+            entry.get("quiet", False),
         )
         for entry in knowledge.index()["numbers"]["faults"]
+        for offload in named(entry["offload"])
     )
 
 
@@ -93,11 +95,30 @@ def explain(
 
     `running` shows each offload of the run, `texts` are its files and its log by name, `releases` those that ran.
     """
-    read = tuple(texts)
+    given = [fault for fault in load_faults() if (_gives(fault, anomalies) if anomalies else fault.always)]
+    return _that_the_run_may_have(given, running, tuple(texts), releases)
+
+
+def suspects(
+    running: Mapping[str, str], texts: Iterable[tuple[str, str]], releases: Mapping[str, str]
+) -> tuple[Found, ...]:
+    """Return the faults that give wrong results in silence and that the run may have, the likeliest first.
+
+    A run that shows nothing wrong may have none of them: they are what to look at first, where its results are wrong.
+    """
+    asked = [each for each in load_faults() if each.offload != ANYWHERE and (each.needs or each.quiet)]
+    return _that_the_run_may_have(asked, running, tuple(texts), releases)
+
+
+def _that_the_run_may_have(
+    faults: Iterable[Fault],
+    running: Mapping[str, str],
+    read: Sequence[tuple[str, str]],
+    releases: Mapping[str, str],
+) -> tuple[Found, ...]:
     found = []
-    for order, fault in enumerate(load_faults()):
-        gives = _gives(fault, anomalies) if anomalies else fault.always
-        if fault.offload not in (ANYWHERE, *running) or not gives:
+    for order, fault in enumerate(faults):
+        if fault.offload not in (ANYWHERE, *running):
             continue
         signs = [sign_in(group, read) for group in fault.needs]
         if not all(signs):

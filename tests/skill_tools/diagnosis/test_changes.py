@@ -22,6 +22,13 @@ ENTRIES += [
     for symptom in knowledge.load_yaml("symptoms.yaml")
     for cause in symptom["causes"]
 ]
+ENTRIES += [{"id": each["where"], **each} for each in knowledge.load_yaml("residency.yaml")]
+# A fault that needs words of one framework is told to nobody else.
+ENTRIES += [
+    {"id": each["fault"], **each}
+    for each in knowledge.load_yaml("numbers.yaml")["faults"]
+    if "needs" not in each
+]
 DIALECTS = [dialect.name for dialect in registry.with_files()]
 FORMS = [(change, name) for change, known in load_changes().items() for name in known.settings]
 # A key is written with a dot or an underscore, and something is assigned to it.

@@ -57,23 +57,23 @@ def test_each_names_what_there_is() -> None:
         check([f"{entry['package']}=={entry.get('release', '1.0')}"])
 
 
-@for_each(fixes.load_fixes(), name=lambda fix: fix.id)
+@for_each(fixes.load_fixes(), name=lambda fix: fix.source)
 def test_each_is_told_of_a_failure_that_shows_it(fix: Fix) -> None:
     failure, said, phase, texts = shows(fix)
-    assert fix.id in {each.fix.id for each in fixes.shown_by(failure, said, phase, texts, {})}
+    assert fix in {each.fix for each in fixes.shown_by(failure, said, phase, texts, {})}
 
 
-@for_each([fix for fix in fixes.load_fixes() if fix.release], name=lambda fix: fix.id)
+@for_each([fix for fix in fixes.load_fixes() if fix.release], name=lambda fix: fix.source)
 def test_none_is_told_to_a_release_that_mends_it(fix: Fix) -> None:
     failure, said, phase, texts = shows(fix)
     told = fixes.shown_by(failure, said, phase, texts, {fix.package: fix.release})
-    assert fix.id not in {each.fix.id for each in told}
+    assert fix not in {each.fix for each in told}
 
 
-@for_each([fix for fix in fixes.load_fixes() if fix.needs], name=lambda fix: fix.id)
+@for_each([fix for fix in fixes.load_fixes() if fix.needs], name=lambda fix: fix.source)
 def test_none_is_told_of_a_run_without_what_it_needs(fix: Fix) -> None:
     failure, said, phase, _ = shows(fix)
-    assert fix.id not in {each.fix.id for each in fixes.shown_by(failure, said, phase, [("run.sh", "x")], {})}
+    assert fix not in {each.fix for each in fixes.shown_by(failure, said, phase, [("run.sh", "x")], {})}
 
 
 def test_a_release_that_nobody_states_is_a_condition() -> None:

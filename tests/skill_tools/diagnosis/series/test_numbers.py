@@ -229,7 +229,7 @@ def test_the_facts_are_what_their_schema_says_and_name_what_there_is() -> None:
     assert shown <= anomalies.KINDS.keys()
     faults = numbers.load_faults()
     assert {fault.offload for fault in faults} <= {*symptoms.load_offloads(), numbers.ANYWHERE}
-    assert len({fault.id for fault in faults}) == len(faults) >= 25
+    assert len({(fault.id, fault.offload) for fault in faults}) == len(faults) >= 25
 
 
 def test_each_rule_about_wrong_numbers_says_which_it_gives() -> None:

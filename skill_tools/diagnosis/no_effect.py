@@ -1,0 +1,60 @@
+"""What a log says of an offload that does not do what it is for: a line that says so, or figures that stay."""
+
+import re
+
+from skill_tools.diagnosis import inert, symptoms
+from skill_tools.diagnosis.changes import told
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, Suspect, of_finding
+from skill_tools.diagnosis.residency import rows
+from skill_tools.rules.finding import Severity
+
+_OFFLOAD = re.compile(r"off-?load|swap|stream|layers on the host")
+_A_PART = "rest"  # what healthy runs leave too, so that it is no cause by itself
+
+
+def concluded(evidence: Evidence) -> Conclusion | None:
+    """Return what is behind an offload without effect, where nothing failed; None where nothing shows one."""
+    if evidence.inert is not None and (evidence.offloads or evidence.mechanisms):
+        said = inert.told(evidence.inert)
+        return Conclusion(said.cause, "", said.change)
+    if evidence.around is None or evidence.around.kind == _A_PART:
+        return None
+    because, change = beside(evidence)
+    return Conclusion(because.removeprefix("; "), "", change) if change else None
+
+
+def rest(evidence: Evidence) -> tuple[Suspect, ...]:
+    """Return what most likely keeps the part of the memory that an offload left on the GPU."""
+    if evidence.around is None or evidence.around.kind != _A_PART:
+        return ()
+    because, change = beside(evidence)
+    return (Suspect(because.removeprefix("; "), f"then {', '.join(change)}"),) if change else ()
+
+
+def of_a_setting(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return what to add to a cause about a full GPU of a setting that should have freed some and does nothing."""
+    for finding in evidence.findings:
+        about = f"{finding.title} {finding.message}".lower()
+        known = finding.severity is not Severity.INFO and "unknown" not in finding.rule
+        if finding.effect == "ignored" and known and _OFFLOAD.search(about):
+            found = of_finding(finding)
+            return (
+                f"; a setting without effect, so that what it should free stays: {found.cause}",
+                found.change,
+            )
+    return "", ()
+
+
+def beside(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return what to add to a cause about a full GPU, and what to change: "" and nothing where no figure says more."""
+    seen = evidence.around
+    if seen is None:
+        return "", ()
+    placed = rows.of_moment(seen.kind, evidence.offloads)
+    if placed is None:
+        return f"; {seen.seen} (line {seen.line})", ()
+    row, offload, shown_by = placed
+    cause = f"; {seen.seen} (line {seen.line}): with {offload.name} ({shown_by}) {row.where}; most likely {row.past}"
+    change = tuple(told(each, evidence.dialects, evidence.config) for each in row.change)
+    off = symptoms.switched_off(offload, evidence.config)
+    return cause, (*change, f"or {off}")[: SHOWN + 1]

@@ -1,0 +1,96 @@
+"""The GPU memory that a log prints before and after an offload: whether it went down, and stays so in each cycle.
+
+An offload that does nothing fails nowhere. Its trainer prints figures around it, from which three things are read: that
+nothing left the GPU, that a good part of it stayed, and that after each cycle more is left than after the one before.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.series.metrics import edges
+from skill_tools.units import GIB, gib
+
+_FIGURE = re.compile(
+    r"\b(?P<when>before|after)\b(?P<of>[^\n]{0,80}?)(?<![\w.])(?P<number>\d{1,6}(?:\.\d{1,9})?) ?(?P<unit>[KMG]i?B)\b",
+    re.IGNORECASE,
+)
+_OFFLOADS = re.compile(r"off-?load|sleep|pause|releas|swap(?:ped)? out|to (?:the )?cpu", re.IGNORECASE)
+_HOST = re.compile(r"\b(?:host|cpu|ram) (?:memory|virtual)|cpu virtual|rss", re.IGNORECASE)
+_BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNMOVED = 0.97  # of the memory before, what is left after an offload that moved nothing
+_REST, _LEAST_REST_BYTES = (
+    0.2,
+    8 * GIB,
+)  # what is left after one that moved a part, and is more than a context takes
+_GROWTH, _LEAST_GROWTH_BYTES = 1.1, GIB  # by how much three cycles or more leave more than the first one
+_CYCLES = 3
+
+
+class Around(NamedTuple):
+    """What figures around offloads show: `unmoved`, `rest` or `growth`, the line of the last figure, and the words."""
+
+    kind: str
+    line: int
+    seen: str
+
+
+class _Figure(NamedTuple):
+    after: bool
+    bytes: int
+    at: int
+
+
+def find(log: Log) -> Around | None:
+    """Return what the figures around the offloads of `log` show; None where there are none, or all is well."""
+    figures = [
+        _Figure(
+            match["when"].lower() == "after",
+            round(float(match["number"]) * _BYTES[match["unit"][0].upper()]),
+            match.start(),
+        )
+        for match in edges(log.text, _FIGURE)
+        if _OFFLOADS.search(match["of"]) and not _HOST.search(match["of"])
+    ]
+    return _growth(log, figures) or _of_a_pair(log, figures)
+
+
+def _of_a_pair(log: Log, figures: Sequence[_Figure]) -> Around | None:
+    """Compare the last figure before an offload with the last one of those that follow it."""
+    before: _Figure | None = None
+    found: Around | None = None
+    for figure, following in pairwise([*figures, None]):
+        assert figure is not None
+        if not figure.after:
+            before = figure
+            continue
+        if before is None or before.bytes < GIB or (following is not None and following.after):
+            continue
+        left, line = figure.bytes / before.bytes, log.line_at(figure.at)
+        if left >= _UNMOVED:
+            seen = f"{gib(before.bytes)} of GPU memory before the offload and {gib(figure.bytes)} after it"
+            return Around("unmoved", line, seen)
+        if left >= _REST and figure.bytes >= _LEAST_REST_BYTES:
+            seen = f"{gib(figure.bytes)} of {gib(before.bytes)} stay on the GPU after the offload"
+            found = found or Around("rest", line, seen)
+        before = None
+    return found
+
+
+def _growth(log: Log, figures: Sequence[_Figure]) -> Around | None:
+    last = [
+        each
+        for each, following in pairwise([*figures, None])
+        if each is not None and each.after and (following is None or following.at - each.at > 1)
+    ]
+    left = [each.bytes for each in last]
+    if len(left) < _CYCLES or any(later <= earlier for earlier, later in pairwise(left)):
+        return None
+    if left[-1] < _GROWTH * left[0] or left[-1] - left[0] < _LEAST_GROWTH_BYTES:
+        return None
+    seen = (
+        f"after its offloads {gib(left[0])}, then {gib(left[1])}, at last {gib(left[-1])} are left on the GPU"
+    )
+    return Around("growth", log.line_at(last[-1].at), seen)
