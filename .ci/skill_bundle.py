@@ -48,6 +48,7 @@ LEFT_OUT = (
             "fixes",
             "numbers",
             "symptoms",
+            "residency",
             "code",
             "changes",
             "offloads",

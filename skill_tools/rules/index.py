@@ -39,7 +39,7 @@ def build() -> dict[str, Any]:
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
-        "messages": [_without(entry, "example", "of_text") for entry in knowledge.load_messages()],
+        "messages": [_without(entry, "example", "of_text", "of") for entry in knowledge.load_messages()],
         "changes": knowledge.load_yaml("changes.yaml"),
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
@@ -49,7 +49,7 @@ def build() -> dict[str, Any]:
             for entry in knowledge.load_yaml("symptoms.yaml")
         ],
         "residency": [_without(entry, "quote", "source") for entry in knowledge.load_yaml("residency.yaml")],
-        "numbers": {**numbers, "faults": [_without(fault, "source") for fault in numbers["faults"]]},
+        "numbers": {**numbers, "faults": [_without(fault, "fault", "source") for fault in numbers["faults"]]},
         "fixes": [_without(entry, "fix") for entry in knowledge.load_fixes()],
         "marks": {
             kind.value: {each.name: marks for each in registry.with_files() if (marks := each.marks_in(kind))}

@@ -26,7 +26,6 @@ class Fault(NamedTuple):
     that is `quiet` may be there where no number shows anything.
     """
 
-    id: str
     offload: str
     shows: tuple[str, ...]
     needs: tuple[tuple[str, ...], ...]
@@ -62,7 +61,6 @@ def load_faults() -> tuple[Fault, ...]:
     """Return every known fault, in the file's order."""
     return tuple(
         Fault(
-            entry["fault"],
             offload,
             tuple(entry["shows"]),
             tuple(tuple(group) for group in entry.get("needs", ())),
