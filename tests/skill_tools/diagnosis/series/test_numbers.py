@@ -237,7 +237,9 @@ def test_each_rule_about_wrong_numbers_says_which_it_gives() -> None:
     assert about == numbers.load_rules_that_show().keys()
 
 
-def explained(fault: numbers.Fault, files: str, releases: Mapping[str, str] | None = None) -> list[numbers.Fault]:
+def explained(
+    fault: numbers.Fault, files: str, releases: Mapping[str, str] | None = None
+) -> list[numbers.Fault]:
     running = {fault.offload: "here"} if fault.offload != numbers.ANYWHERE else {}
     odd = [anomalies.Anomaly(kind, 0, 1, kind) for kind in fault.shows[0].split("+")]
     return [each.fault for each in numbers.explain(odd, running, [("run.sh", files)], releases or {})]
