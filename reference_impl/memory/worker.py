@@ -113,7 +113,7 @@ class Worker:
                 _cancel_all(self._tasks)
                 self._tasks.put(None)
         for thread in self._threads:
-            _join(thread)
+            _join(thread, self._tasks)
 
     def _death(self) -> RuntimeError:
         error = RuntimeError(
@@ -172,8 +172,8 @@ def _end_all() -> None:
     running = list(_running.items())
     for _, tasks in running:
         tasks.put(None)
-    for thread, _ in running:
-        _join(thread)
+    for thread, tasks in running:
+        _join(thread, tasks)
 
 
 def start(thread: threading.Thread) -> None:
@@ -187,8 +187,10 @@ def start(thread: threading.Thread) -> None:
         ) from error
 
 
-def _join(thread: threading.Thread) -> None:
+def _join(thread: threading.Thread, tasks: _Tasks) -> None:
+    """Wait for the end of `thread`, which None in `tasks` ends: a thread that has died need not have passed that on."""
     while thread.is_alive() and thread is not threading.current_thread():
+        tasks.put(None)
         wait_uninterrupted(thread.join)
 
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from queue import SimpleQueue
 
 import pytest
 from failing_threads import fails_before
@@ -175,3 +176,19 @@ def train():
 
 threading.Thread(target=train).start()
 """
+
+
+def test_a_thread_that_lacks_memory_to_end_the_others_does_not_keep_them():
+    class PassesOnlyMains(SimpleQueue):
+        def put(self, item):
+            if item is None and threading.current_thread() is not threading.main_thread():
+                raise MemoryError("for the other threads")
+            super().put(item)
+
+    worker = Worker("two", threads=2)
+    worker._tasks = PassesOnlyMains()
+    both = threading.Barrier(2)
+    for future in [worker.submit(both.wait) for _ in range(2)]:
+        worker.wait(future)
+    worker.close()
+    assert not any(thread.is_alive() for thread in worker._threads)
