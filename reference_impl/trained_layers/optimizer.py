@@ -164,6 +164,7 @@ class TrainedLayersOptimizer(HostedOptimizer):
         self.streamed.free_slots()
 
     def _step(self) -> None:
+        self._weights.end_failed_loads()
         super()._step()
         # Blocks that the window holds for the next forward can begin at once.
         self.streamed.queue(self._members[param] for param in self._weights.ahead if param in self._members)

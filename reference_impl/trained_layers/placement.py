@@ -33,6 +33,9 @@ class VisitingWeights(Protocol):
     def reload(self) -> None:
         """Bring the weights anew that are on the device: somebody has written their homes."""
 
+    def end_failed_loads(self) -> None:
+        """Let weights stream again that a load has left on the device, which an error has ended."""
+
 
 class VisitingPlacement:
     """Weights that visit the device, all of whose states are on the host but for elements of `shares` that stay there.

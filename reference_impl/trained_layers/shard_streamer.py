@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -34,6 +35,7 @@ from reference_impl.trained_layers.one_thread import OneThread
 from reference_impl.trained_layers.optimizer import TrainedLayersOptimizer
 from reference_impl.trained_layers.room import check_room, host_bytes
 from reference_impl.trained_layers.shards import StreamedShards, storages_of
+from reference_impl.weights.hooks import Load
 from reference_impl.weights.trained import Homes
 
 _REMEDY = "try Streaming(states='bf16-moments') or Streaming(states='compact-8'), or more hosts"
@@ -161,7 +163,8 @@ class ShardStreamer(Shown, ClosedAtExit):
         try:
             yield
         finally:
-            self.optimizer.refresh_written(self._shards.take_back(lent))
+            if written := self._shards.take_back(lent):
+                self.optimizer.refresh_written(written)
 
     def close(self) -> None:
         """Finish the last step, give every shard its own device memory again, and the host memory back.
@@ -241,12 +244,15 @@ def _hook(
             if param is not None and param in shards and state_dict.get(prefix + name, param) is not param:
                 state_dict[prefix + name] = shards.on_host(param)
 
-    def lend(module: nn.Module, *_: Any) -> None:
-        shards.lend(param for param in module._parameters.values() if param is not None and param in shards)
-
-    def take_back(module: nn.Module, keys: Any) -> None:
+    @contextmanager
+    def gathered(module: nn.Module) -> Iterator[None]:
         own = [param for param in module._parameters.values() if param is not None and param in shards]
-        optimizer.refresh_written(shards.take_back(own))
+        lent = shards.lend(own)
+        try:
+            yield
+        finally:
+            if written := shards.take_back(lent):
+                optimizer.refresh_written(written)
 
     begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
     register_undoably(model.register_forward_pre_hook, begin, undo, prepend=True)
@@ -257,5 +263,4 @@ def _hook(
             register_undoably(module.register_forward_hook, end, undo)
         if any(param is not None and param in shards for param in module._parameters.values()):
             register_undoably(module._register_state_dict_hook, put_host_shards, undo)
-            register_undoably(module.register_load_state_dict_pre_hook, lend, undo)
-            register_undoably(module.register_load_state_dict_post_hook, take_back, undo)
+            shards.loads.append(Load.of(module, partial(gathered, module), undo))

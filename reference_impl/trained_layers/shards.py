@@ -27,6 +27,7 @@ from reference_impl.memory.closing import past_a_lost_device, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.memory.slots import Slot, Slots
+from reference_impl.weights.hooks import Load
 from reference_impl.weights.order import Kind
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout
 from reference_impl.weights.trained import Home, Homes
@@ -199,6 +200,9 @@ class StreamedShards:
             for param, (block, index) in self._places.items()
         }
         self._lent = set(self._places)
+        self._is_closed = False
+        # Of each module that has some of them.
+        self.loads: list[Load] = []
 
     def attach(self, *, prefetch: int) -> None:
         """Let all shards leave the device, and bring the first. After an error `close` leaves the model as it was."""
@@ -221,6 +225,7 @@ class StreamedShards:
 
         Raises RuntimeError for a parameter that has been replaced or moved.
         """
+        self.end_failed_loads()
         self._kind = Kind.FORWARD if trains else Kind.EVALUATE
         self._stream = self._device.current_stream()
         for block in self._blocks:
@@ -245,6 +250,11 @@ class StreamedShards:
     def reload(self) -> None:
         """Bring the shards anew that are on the device before they are used next: somebody has written their homes."""
         self._is_stale = True
+
+    def end_failed_loads(self) -> None:
+        """See `VisitingWeights`."""
+        for load in self.loads:
+            load.end_failed()
 
     def on_host(self, param: torch.Tensor) -> torch.Tensor:
         """Return a parameter's new weight as a shard on the host: the same memory, in a storage of its own.
@@ -272,7 +282,9 @@ class StreamedShards:
         return away
 
     def take_back(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Let lent `params` leave the device again; return those that have been written."""
+        """Let lent `params` leave the device again, unless this was closed; return those that have been written."""
+        if self._is_closed:
+            return []
         listed = [param for param in params if param in self._lent]
         written = [param for param in listed if self._renew(param)]
         self._leave(listed)
@@ -282,6 +294,7 @@ class StreamedShards:
 
     def close(self) -> None:
         """Give every shard device memory of its own again, and the host memory back; nothing updates them any more."""
+        self._is_closed = True
         with past_a_lost_device():
             undo_all([partial(self._lend, [param]) for param in self._places if param not in self._lent])
         with past_a_lost_device():

@@ -9,6 +9,7 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -67,20 +68,48 @@ def follow(
             register_undoably(module.register_forward_hook, announce, undo)
 
 
-def gather_around(block: nn.Module, gather: Gather, undo: list[Callable[[], None]]) -> None:
+class Load:
+    """The loads of a module, for which `gather` has its weights on the device.
+
+    Torch calls no hook behind a load that an interrupt or somebody else's hook has ended: the next forward of the
+    thread that loaded says so by `end_failed`.
+    """
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+        self._gathered = ExitStack()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, gather: Gather, undo: list[Callable[[], None]]) -> Load:
+        """Return the loads of `module`, which call back; `undo` as in `follow`."""
+        load = cls(gather)
+        register_undoably(module.register_load_state_dict_pre_hook, load.begin, undo)
+        register_undoably(module.register_load_state_dict_post_hook, load.end, undo)
+        return load
+
+    def begin(self, *_: Any) -> None:
+        """Have the weights there, before anything is loaded."""
+        self._thread = threading.current_thread()
+        self._gathered.enter_context(self._gather())
+
+    def end(self, *_: Any) -> None:
+        """Let the weights stream again."""
+        self._thread = None
+        self._gathered.close()
+
+    def end_failed(self) -> None:
+        """End a load that cannot go on, because its thread is here, or gone."""
+        thread = self._thread
+        if thread is not None and (thread is threading.current_thread() or not thread.is_alive()):
+            self.end()
+
+
+def gather_around(block: nn.Module, gather: Gather, undo: list[Callable[[], None]]) -> Load:
     """Have the weights on the device while something changes them: `to()`, loading, merging; `undo` as in `follow`."""
-    loading = ExitStack()
-
-    def begin_loading(*_: Any) -> None:
-        loading.enter_context(gather())
-
-    def end_loading(*_: Any) -> None:
-        loading.close()
-
     for module, name in _changing_methods(block):
         do_undoably(functools.partial(_wrap_method, module, name, gather), undo)
-    register_undoably(block.register_load_state_dict_pre_hook, begin_loading, undo)
-    register_undoably(block.register_load_state_dict_post_hook, end_loading, undo)
+    return Load.of(block, gather, undo)
 
 
 def replace_in_state_dict(

@@ -90,6 +90,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         self._gathered: set[int] = set()
         self._is_closed = False
         self._undo: dict[int, list[Callable[[], None]]] = {}
+        self._loads: dict[int, hooks.Load] = {}
 
     def attach(
         self, streamed: Sequence[Sequence[BlockStorage]], *, prefetch: int, lingering: int = 0
@@ -154,7 +155,9 @@ class LayerStreamer(Shown, ClosedAtExit):
                 self._lend(block)
             yield
         finally:
-            self._take_again(blocks)
+            # Closed inside, weights are the model's own for good.
+            if not self._is_closed:
+                self._take_again(blocks)
             self._gathered.difference_update(block.index for block in blocks)
             if not self._is_closed:
                 self._window.advance()
@@ -187,6 +190,7 @@ class LayerStreamer(Shown, ClosedAtExit):
     def _enter_forward(self, block: StreamedBlock) -> None:
         self._turns.begin_forward()
         try:
+            self._loads[block.index].end_failed()
             self._before_forward(block)
         except BaseException:
             self._turns.end_forward()
@@ -237,7 +241,9 @@ class LayerStreamer(Shown, ClosedAtExit):
             before_backward=functools.partial(self._enter_backward, block),
             undo=undo,
         )
-        hooks.gather_around(block.module, functools.partial(self.gathered, block.module), undo)
+        self._loads[block.index] = hooks.gather_around(
+            block.module, functools.partial(self.gathered, block.module), undo
+        )
         hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block), undo)
         hooks.replace_copies(
             block.module,

@@ -219,6 +219,11 @@ class TrainedWeights(LayerStreamer):
         """Bring the weights anew that are on the device: somebody has written their homes."""
         self._window.reload()
 
+    def end_failed_loads(self) -> None:
+        """See `trained_layers.placement.VisitingWeights`."""
+        for load in self._loads.values():
+            load.end_failed()
+
     @contextmanager
     def gathered(self, layer: nn.Module | None = None) -> Iterator[None]:
         """See `LayerStreamer`; weights that never leave the device are new inside, too."""

@@ -357,3 +357,25 @@ def test_close_leaves_no_trace(trainee):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in trainee.model.modules())
     sizes = [p.untyped_storage().nbytes() for p in trainee.model.parameters()]
     assert sizes == [p.nbytes for p in trainee.model.parameters()]
+
+
+def test_a_load_that_somebody_elses_hook_has_ended_leaves_no_weight_on_the_device(trainee, streamer):
+    def theirs(*_):
+        raise LookupError("theirs")
+
+    block = trainee.layers[4]
+    block.register_load_state_dict_pre_hook(theirs)
+    with pytest.raises(LookupError, match="theirs"):
+        trainee.model.load_state_dict(trainee.model.state_dict())
+    assert streamer.is_gathered(block)
+    trainee.step()
+    assert not streamer.is_gathered(block)
+
+
+def test_closing_inside_gathered_takes_nothing_again(trainee):
+    expected = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    streamer = FrozenLayerStreamer(trainee.model, prefetch=1)
+    with streamer.gathered():
+        streamer.close()
+    trainee.model(trainee.ids)
+    assert same(trainee.model.state_dict(), expected)
