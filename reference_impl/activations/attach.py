@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from reference_impl.activations.stacks import stacks_as_before
+
 Forward = Callable[..., Any]
 Around = Callable[[Forward, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 ChangeState = Callable[[dict[str, Any]], None]
@@ -140,7 +142,8 @@ class WrappedCall:
 
 
 def _call_around(around: Around, forward: Forward, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    return around(forward, module, args, kwargs)
+    with stacks_as_before():
+        return around(forward, module, args, kwargs)
 
 
 def wrap_forward(module: nn.Module, around: Around) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from reference_impl.activations.stacks import stacks_as_before
 from reference_impl.memory.compiler import uncompiled
 
 
@@ -134,6 +135,7 @@ class _Recomputation:
             return tensor
 
         with (
+            stacks_as_before(),
             self._surroundings.again(),
             torch.enable_grad(),
             saved_tensors_hooks(keep, _itself),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from reference_impl.device import Device
+from reference_impl.memory.interrupts import UninterruptedLock
 
 _NO_BACKWARD = -1
 _SLICE_S = 0.001
@@ -28,8 +29,8 @@ class Turns:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # Held for a few lines; no signal handler and no finalizer waits for it.
-        self._lock = threading.Lock()
+        # Held for a few lines; no finalizer waits for it.
+        self._lock = UninterruptedLock()
         # The thread in a block's forward, and the backwards that run, one inside another.
         self._forward: int | None = None
         self._backwards: set[int] = set()

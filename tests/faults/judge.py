@@ -202,7 +202,8 @@ class _Run:
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
         try:
-            self._trainee.recover(interrupted=self._is_interrupted)
+            # A call without memory, too, may come between two lines of GradScaler's.
+            self._trainee.recover(interrupted=isinstance(self._case.fault, Interrupt | NoMemory))
             closed = self._act(step, phase, status)
             if closed is not None:
                 return closed

@@ -38,7 +38,7 @@ class Leftovers:
     files: int
     hooks_on_all: int
     handlers: tuple[Any, ...]
-    takes_gradients: bool
+    modes: dict[str, Any]
 
     @classmethod
     def now(cls) -> Leftovers:
@@ -51,7 +51,7 @@ class Leftovers:
             hooks_on_all=len(modules._global_forward_pre_hooks) + len(modules._global_forward_hooks),
             # Numbers below 32: SIGKILL and SIGSTOP have none.
             handlers=tuple(signal.getsignal(number) for number in sorted(signal.valid_signals())),
-            takes_gradients=torch.is_grad_enabled(),
+            modes=_modes(),
         )
 
     def more_than(self) -> str:
@@ -76,9 +76,21 @@ class Leftovers:
         changed = [n for n, a, b in zip(numbers, self.handlers, now.handlers, strict=True) if a != b]
         if changed:
             found.append(f"other handlers of the signals {[int(number) for number in changed]}")
-        if now.takes_gradients != self.takes_gradients:
-            found.append(f"torch.is_grad_enabled() {now.takes_gradients}")
+        found += [f"{name} {mode}" for name, mode in now.modes.items() if mode != self.modes[name]]
         return ", ".join(found)
+
+
+def _modes() -> dict[str, Any]:
+    """Return which of torch's modes this thread is in."""
+    return {
+        "gradient mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "__torch_function__ answers": torch._C._is_torch_function_enabled(),
+        "modes of __torch_function__": torch._C._len_torch_function_stack(),
+        "modes of __torch_dispatch__": torch._C._len_torch_dispatch_stack(),
+        "hooks of saved tensors": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+    }
 
 
 def hooks_of(model: nn.Module) -> int:

@@ -208,13 +208,17 @@ def case_of(seed: int) -> Case:
     return Case(way, Fault(moment, nth, some_kind(random, seam)), random.choice(ACTIONS))
 
 
+# Whose begin and end a signal may cut in two. The optimizer is torch's own, which an interrupt may leave half done.
+CONTEXTS = ("torch/autograd/graph.py", "torch/utils/_python_dispatch.py")
+
+
 @cache
 def bytecodes(way: Way) -> tuple[int, int]:
     """Return how many bytecodes of the package run before the second step, and until the last begins."""
     trainee = Trainee(way, Injector())
     with directory_of(way) as directory:
         offloader = way.wrap(trainee.model, directory)
-        with counted(None, lambda: None, also=()) as count:
+        with counted(None, lambda: None, also=CONTEXTS) as count:
             trainee.train(0, stop=1)
             before = count[0]
             trainee.train(1, stop=STEPS - 1)
@@ -227,8 +231,7 @@ def interrupted_case_of(seed: int) -> Case:
     random = shuffled(seed)
     way = WAYS[seed % len(WAYS)]
     before, until = bytecodes(way)
-    # The optimizer is torch's own, which an interrupt may leave half done.
-    interrupt = Interrupt(random.randint(before + 1, until), also=())
+    interrupt = Interrupt(random.randint(before + 1, until), also=CONTEXTS)
     return Case(way, interrupt, random.choice(ACTIONS))
 
 
