@@ -10,7 +10,7 @@ _FEWEST_CHARACTERS = 3  # of the beginning of a name's part: two say little
 _MOST_CHARACTERS = 200  # of a word; comparing takes the product of both lengths
 
 
-def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float = 0.6) -> list[str]:
+def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float = 0.65) -> list[str]:
     """Return up to `count` of the `known` names that `word` may mean, the likeliest first; none if no one is like it.
 
     Case counts for nothing. `likeness` is the ratio of difflib's `SequenceMatcher`, 0 to 1, that a name has to reach.

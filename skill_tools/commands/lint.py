@@ -91,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a release to lint for, such as megatron-core==0.16.1; repeatable",
     )
     versions.add_argument("--versions", metavar="FILE", help="output of pip list or pip freeze")
+    versions.add_argument(
+        "--version", action=releases.ShowKnown, nargs=0, help="print the newest releases that are known"
+    )
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--select",

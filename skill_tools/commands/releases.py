@@ -16,6 +16,23 @@ from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.versions import read_targets, read_versions_text
 
 
+class ShowKnown(argparse.Action):
+    """`--version`: prints the newest release of each framework that the rules know, and when that was compared."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print and end the process."""
+        print(_newest_of_all())
+        parser.exit()
+
+
+def _newest_of_all() -> str:
+    from skill_tools import __version__
+
+    releases = knowledge.index()["releases"]
+    newest = sorted(f"{name} {versions[-1]}" for name, versions in releases["known"].items())
+    return f"offload {__version__}, releases compared on {releases['compared']}: {', '.join(newest)}"
+
+
 def stated_by_user(args: argparse.Namespace) -> dict[str, Stated]:
     """Return the stated releases by distribution, with the option of each; `--target` wins over `--versions`."""
     listed: dict[str, str] = {}

@@ -65,9 +65,7 @@ def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
         draft.set_key("fsdp2.offload_policy", True, "offload_policy", given[0][1])
         for value, place in given:
             if isinstance(value, Section) and "pin_memory" in value.fields:
-                draft.set_key(
-                    "fsdp2.pin_memory", plain(value.fields["pin_memory"][-1][0]), "pin_memory", place
-                )
+                draft.set_key("fsdp2.pins", plain(value.fields["pin_memory"][-1][0]), "pin_memory", place)
 
 
 def _write_mixed(draft: Draft, source: Source) -> None:

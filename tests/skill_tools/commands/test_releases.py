@@ -1,9 +1,11 @@
 """The releases that a command line states, the same for every command that takes them."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from skill_tools import knowledge
 from skill_tools.__main__ import main
 
 RUN = "model:\n  cpu_offloading: true\n  cpu_offloading_num_layers: 8\n"
@@ -107,3 +109,14 @@ def test_a_plan_beside_an_older_megatron_offloads_without_the_overlap(
     assert "--optimizer-cpu-offload" in out
     assert "--overlap-cpu-optimizer-d2h-h2d" not in out
     assert "oc-overlap-race-old" not in out
+
+
+def test_lint_says_which_releases_it_knows_and_since_when(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lint", "--version"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert re.search(r"compared on \d{4}-\d\d-\d\d: ", said)
+    assert all(
+        f"{name} {known[-1]}" in said for name, known in knowledge.index()["releases"]["known"].items()
+    )
