@@ -8,10 +8,11 @@
 
 A row is one way for all of training memory, in bf16 weights and gradients with fp32 masters and moments of torch's
 AdamW, or with our optimizer. `away` and `back` are seconds from the synchronized device to the synchronized device,
-divided by the time that one pinned copy of as many bytes takes on this link, which is measured in the same run. `left`
-is what the process still has of the GPU's memory beyond its context. Per-tensor copies are what trainers do. A second
-process measures the same rows with the allocator's `expandable_segments`, unless this one has them. A row is printed as
-soon as it is there.
+divided by the time that one pinned copy of as many bytes takes on this link, which is measured in the same run. Between
+the two lie `--pause-s`, as a generation does: the driver clears memory that it has taken back, and copies into memory
+that it is still clearing wait. `left` is what the process still has of the GPU's memory beyond its context. Per-tensor
+copies are what trainers do. A second process measures the same rows with the allocator's `expandable_segments`, unless
+this one has them. A row is printed as soon as it is there.
 torch_memory_saver keeps addresses and leaves out the allocator: its tensors are made in a pool of its own, here by its
 `hook_mode="torch"`, which needs no LD_PRELOAD. Its wheel (0.0.10: 2.6 MB, any Python from 3.9, CUDA 12 and 13) works
 unpacked in a folder of PYTHONPATH. It has a process of its own, twice: `resume()` gives the pinned memory back unless
@@ -127,7 +128,7 @@ def memory_saver(tensors: list[torch.Tensor], *, retain: bool) -> tuple[Move, Mo
     return saver.pause, saver.resume
 
 
-def be_the_peer(connection: Connection, shape: DecoderShape, retain: bool) -> None:
+def be_the_peer(connection: Connection, shape: DecoderShape, retain: bool, pause_s: float) -> None:
     """Be torch_memory_saver's process: send the name of each call in front of it, and its seconds behind it."""
     device = Device.available()
     training(device, TINY)
@@ -148,6 +149,7 @@ def be_the_peer(connection: Connection, shape: DecoderShape, retain: bool) -> No
     for _ in range(TIMES):
         tell("pause", pause)
         connection.send(used_bytes(device) - context_bytes)
+        time.sleep(pause_s)
         tell("resume", resume)
     tell("step", step)
     connection.send(None)
@@ -157,12 +159,18 @@ def be_the_peer(connection: Connection, shape: DecoderShape, retain: bool) -> No
 
 
 def peer_row(
-    shape: DecoderShape, size_bytes: int, links: tuple[float, float], *, retain: bool, limit_s: float
+    shape: DecoderShape,
+    size_bytes: int,
+    links: tuple[float, float],
+    *,
+    retain: bool,
+    pause_s: float,
+    limit_s: float,
 ) -> dict[str, Any]:
     """Return torch_memory_saver's row, as far as it has come within `limit_s`."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
-    peer = spawn.Process(target=be_the_peer, args=(theirs, shape, retain), daemon=True)
+    peer = spawn.Process(target=be_the_peer, args=(theirs, shape, retain, pause_s), daemon=True)
     peer.start()
     theirs.close()
     calls: list[tuple[str, float]] = []
@@ -225,6 +233,7 @@ def row(
     size_bytes: int,
     links: tuple[float, float],
     *,
+    pause_s: float,
     times_wanted: int = TIMES,
 ) -> dict[str, Any]:
     """Time the first and the later times away and back, as multiples of the time of the links (GB/s out, in)."""
@@ -233,6 +242,7 @@ def row(
     for _ in range(times_wanted):
         went_s = timed(device, away)
         left_bytes = used_bytes(device) - context_bytes
+        time.sleep(pause_s)
         times.append((went_s, timed(device, back)))
     link_s = [size_bytes / GB / rate for rate in links]
     later = [statistics.median(each) for each in zip(*times[1:], strict=True)]
@@ -315,9 +325,12 @@ def report_with_growing_segments(arguments: list[str]) -> dict[str, Any]:
 class Rows:
     """The rows of this process, each printed as soon as it is there."""
 
-    def __init__(self, device: Device, context_bytes: int, links: tuple[float, float]) -> None:
+    def __init__(
+        self, device: Device, context_bytes: int, links: tuple[float, float], *, pause_s: float
+    ) -> None:
         self.found: dict[str, Any] = {}
         self._device, self._context_bytes, self._links = device, context_bytes, links
+        self._pause_s = pause_s
 
     def add(self, name: str, result: dict[str, Any]) -> None:
         """Note a row that is measured."""
@@ -335,6 +348,7 @@ class Rows:
             back,
             size_bytes,
             self._links,
+            pause_s=self._pause_s,
             times_wanted=times_wanted,
         )
         self.add(name, result)
@@ -394,6 +408,7 @@ def main() -> None:
         "--rounds", type=int, default=0, help="also share the GPU with another process, so often"
     )
     parser.add_argument("--only", choices=PARTS, help="measure this part alone, in this process")
+    parser.add_argument("--pause-s", type=float, default=0.5, help="wait so long between away and back")
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
     device = Device.available()
@@ -415,7 +430,7 @@ def main() -> None:
     if device.is_accelerator:
         torch.cuda.empty_cache()
     links = (float(facts.get("d2h_gb_per_s", 1.0)), float(facts.get("h2d_gb_per_s", 1.0)))
-    rows = Rows(device, context_bytes, links)
+    rows = Rows(device, context_bytes, links, pause_s=args.pause_s)
     report: dict[str, Any] = {"machine": facts, "shape": vars(shape), "rows": rows.found, "shared": {}}
 
     if "rows" in parts:
@@ -429,7 +444,8 @@ def main() -> None:
         device.allocator.give_back()
         if not args.only and not device.allocator.segments_grow:
             arguments = ["--tiny"] if args.tiny else ["--layers", str(shape.layers)]
-            other = report_with_growing_segments([*arguments, "--rounds", str(args.rounds)])
+            arguments += ["--rounds", str(args.rounds), "--pause-s", str(args.pause_s)]
+            other = report_with_growing_segments(arguments)
             for part in ("rows", "shared"):
                 report[part] |= {f"{name}, expandable_segments": each for name, each in other[part].items()}
     if "peer" in parts and args.peer:
@@ -438,7 +454,8 @@ def main() -> None:
             size_bytes = 16 * sum(param.numel() for param in Decoder(shape).parameters())
         for retain in (True, False):
             name = f"{args.peer}, {'host memory kept' if retain else 'as it comes'}"
-            rows.add(name, peer_row(shape, size_bytes, links, retain=retain, limit_s=args.peer_limit_s))
+            limits = {"pause_s": args.pause_s, "limit_s": args.peer_limit_s}
+            rows.add(name, peer_row(shape, size_bytes, links, retain=retain, **limits))
     if rows.found:
         print_table([{"row": name, **result} for name, result in rows.found.items()])
     for name, shared in report["shared"].items():

@@ -28,8 +28,8 @@ from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
 # The next piece is allocated while this one is filled. Large pieces are given back sooner, and small ones are filled
-# sooner: away and back took 1.06 and 1.09 of the link's time with 2**26 bytes, 1.04 and 1.12 with one piece for all,
-# and 1.08 and 1.08 with these (21.8 GB, one H200).
+# sooner: away and back at once took 1.06 and 1.09 of the link's time with 2**26 bytes, 1.04 and 1.12 with one piece for
+# all, and 1.05 and 1.10 with these (21.8 GB, one H200; back is 1.02 once the driver has cleared the memory).
 _PIECE_BYTES = 2**27
 
 
