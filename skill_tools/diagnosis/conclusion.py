@@ -415,14 +415,17 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
     elif failure.frames:
         frame = failure.frames[-1]
         cause += f"; raised in {frame.path}:{frame.line} {frame.function}, in no code that offloads"
+    named = None
     offloads = code.offloads(evidence.config, where.code.mechanisms if where else ())
     if offloads:
         cause += "; this run offloads by " + ", ".join(f"{each.written}={each.value}" for each in offloads)
+    elif named := symptoms.sign_in(["offload"], evidence.texts):
+        cause += f"; its files say {named}, of which nothing is known"
     elif evidence.config is not None:
         cause += "; the configuration offloads nothing that is known"
     if (kept := rows.there(failure, evidence.phase, evidence.offloads)) is not None:
         cause += f"; at that moment, under {kept.offload.name} ({kept.shown_by}), {kept.row.where}"
-    may_be_an_offload = offloads or evidence.config is None
+    may_be_an_offload = offloads or named or evidence.offloads or evidence.config is None
     if where is not None and (where.code.mechanisms or may_be_an_offload):
         return Conclusion(cause, "", where.code.decide, is_known=False)
     return Conclusion(cause, "", _DECIDE if may_be_an_offload else _DECIDE_ELSEWHERE, is_known=False)
