@@ -202,8 +202,9 @@ class _Run:
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
         try:
-            # A call without memory, too, may come between two lines of GradScaler's.
-            self._trainee.recover(interrupted=isinstance(self._case.fault, Interrupt | NoMemory))
+            # A call without memory, too, may come between two lines of GradScaler's, behind those of the step.
+            lacked_memory = isinstance(self._case.fault, NoMemory) and status == "begun"
+            self._trainee.recover(interrupted=self._is_interrupted or lacked_memory)
             closed = self._act(step, phase, status)
             if closed is not None:
                 return closed
