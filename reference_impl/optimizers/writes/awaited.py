@@ -3,7 +3,7 @@
 Behind an attached `step()` the model's forward waits for each weight. Others read weights too, or write them: an
 average, a clamp through `.data`, a logger. Until a weight has arrived, its parameter is of a class of its own, whose
 `__torch_function__` waits; then it is an `nn.Parameter` again. So nothing is asked of anybody, and nothing is there
-once weights are new. Parameters of other classes (a DTensor, one of the user's) keep their class.
+once weights are new. So it is with a DTensor, whose methods wait as well. Parameters of a class of the user's keep it.
 
 Where backward has begun an update, a weight is new too early for whoever uses it before `step()`: he gets an error.
 
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from reference_impl.memory.absent import unanswered
 
@@ -77,8 +78,8 @@ _waiters: dict[int, weakref.ref[Any]] = {}
 _makers = threading.local()
 
 
-class AwaitedParameter(nn.Parameter):
-    """A parameter whose new weight is on its way."""
+class _Awaited(torch.Tensor):
+    """A tensor whose new elements are on their way."""
 
     @classmethod
     def __torch_function__(
@@ -98,6 +99,10 @@ class AwaitedParameter(nn.Parameter):
                 return nn.Parameter(result) if func is torch.Tensor.detach and _makes_parameter() else result
         return unanswered(func, *args, **kwargs)
 
+
+class AwaitedParameter(_Awaited, nn.Parameter):
+    """A parameter whose new weight is on its way."""
+
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as any use does: torch calls no `__torch_function__` of this one."""
         return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
@@ -108,19 +113,53 @@ class AwaitedParameter(nn.Parameter):
         return nn.Parameter.__deepcopy__(self, memo)
 
 
+class AwaitedShards(_Awaited, DTensor):
+    """A sharded parameter whose new shard is on its way.
+
+    `_local_tensor` does not wait: gathers of FSDP2 read it, on a stream that waits itself.
+    """
+
+    __slots__ = ()
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        """Wait, and return the shard."""
+        _wait_for(self)
+        return DTensor.to_local(self, **kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> torch.Tensor:
+        """Wait, and return all shards together."""
+        _wait_for(self)
+        return DTensor.full_tensor(self, **kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Wait, and return it with other placements."""
+        _wait_for(self)
+        return DTensor.redistribute(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Wait, and copy it."""
+        _wait_for(self)
+        return DTensor.__deepcopy__(self, memo)
+
+
+# By the class that a parameter has otherwise.
+_CLASSES: dict[type, type] = {nn.Parameter: AwaitedParameter, DTensor: AwaitedShards}
+_OWN_CLASSES = {awaited: own for own, awaited in _CLASSES.items()}
+
+
 def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
     """Let whoever uses one of `params` wait for it, which `waiter` has; not kept alive."""
     reference = weakref.ref(waiter)
     for param in params:
-        if type(param) is nn.Parameter:
+        if (awaited := _CLASSES.get(type(param))) is not None:
             _waiters[id(param)] = reference
-            param.__class__ = AwaitedParameter
+            param.__class__ = awaited
 
 
 def has_arrived(param: torch.Tensor) -> None:
     """Note that the weight of `param` is new, so that nobody waits for it any more."""
-    if type(param) is AwaitedParameter:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    if (own := _OWN_CLASSES.get(type(param))) is not None:
+        param.__class__ = own
         _waiters.pop(id(param), None)
 
 
@@ -142,7 +181,7 @@ def _makes_parameter() -> bool:
 
 def _awaited_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
-        if type(value) is AwaitedParameter:
+        if type(value) in _OWN_CLASSES:
             yield value
         elif isinstance(value, list | tuple):
             yield from _awaited_in(value)

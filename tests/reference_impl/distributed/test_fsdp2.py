@@ -138,6 +138,65 @@ def test_a_gather_by_another_door_is_an_error(monkeypatch):
         gate.set()
 
 
+def average(param):
+    return torch.zeros_like(param).lerp_(param.detach(), 0.5).to_local()
+
+
+READS = {
+    "shard": lambda param: param.to_local().detach().clone(),
+    "all shards": lambda param: param.full_tensor().detach(),
+    "detach": lambda param: param.detach().to_local().clone(),
+    "data": lambda param: param.data.to_local().clone(),
+    "norm": lambda param: param.norm().full_tensor().detach(),
+    "average": average,
+    "copy": lambda param: copy.deepcopy(param).to_local().detach(),
+    "placements": lambda param: param.redistribute(placements=param.placements).to_local().detach().clone(),
+}
+
+
+@contextmanager
+def updates_on_their_way(model, batch, optimizer, monkeypatch):
+    """Inside, a step has been taken whose updates end in 0.2 s."""
+    optimizer.attach(model)
+    model(batch).backward()
+    gate = hold_updates(monkeypatch)
+    optimizer.step()
+    optimizer.zero_grad()
+    opens = threading.Timer(0.2, gate.set)
+    opens.start()
+    yield
+    opens.join()
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_a_shard_waits_for_it(monkeypatch, read):
+    model, (batch,) = net(), data_of(1)
+    param = model.first.weight
+    with (
+        hybrid(model, backward_overlap="gradients") as optimizer,
+        updates_on_their_way(model, batch, optimizer, monkeypatch),
+    ):
+        found = READS[read](param)
+        optimizer.synchronize()
+        assert torch.equal(found, READS[read](param))
+
+
+@pytest.mark.parametrize(
+    "write", [lambda param: param.data, lambda param: param.detach(), lambda param: param]
+)
+def test_whoever_writes_a_shard_waits_for_it(monkeypatch, write):
+    model, data = net(), data_of(1)
+    with (
+        hybrid(model, backward_overlap="gradients") as optimizer,
+        updates_on_their_way(model, data[0], optimizer, monkeypatch),
+        torch.no_grad(),
+    ):
+        for param in model.parameters():
+            write(param).mul_(0.5)
+        optimizer.synchronize()
+    assert_same(weights(model), [weight * 0.5 for weight in trained_plainly(data)])
+
+
 def test_parameters_that_the_model_has_replaced_are_refused():
     model = net()
     with hybrid(model) as optimizer:
