@@ -187,6 +187,9 @@ class LayerStreamer(Shown, ClosedAtExit):
         """Return the streamer, which is attached already."""
         return self
 
+    def _forget_loads(self, block: StreamedBlock) -> None:
+        self._loads.pop(block.index, None)
+
     def _enter_forward(self, block: StreamedBlock) -> None:
         self._turns.begin_forward()
         try:
@@ -244,6 +247,8 @@ class LayerStreamer(Shown, ClosedAtExit):
         self._loads[block.index] = hooks.gather_around(
             block.module, functools.partial(self.gathered, block.module), undo
         )
+        # It has this streamer, which would then wait for the garbage collector, and its model with it.
+        undo.append(functools.partial(self._forget_loads, block))
         hooks.replace_in_state_dict(block.module, block.owns, functools.partial(self._on_host, block), undo)
         hooks.replace_copies(
             block.module,
