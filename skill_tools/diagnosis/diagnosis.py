@@ -16,7 +16,6 @@ from skill_tools.diagnosis import (
     code,
     failures,
     fixes,
-    inert,
     known_errors,
     machine_in_log,
     memory,
@@ -39,7 +38,7 @@ from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
-from skill_tools.diagnosis.series import anomalies, around, numbers
+from skill_tools.diagnosis.series import anomalies, around, inert, numbers
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity

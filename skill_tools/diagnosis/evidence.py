@@ -8,7 +8,6 @@ from skill_tools.configs.config import Config
 from skill_tools.diagnosis.builds import BuildError
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
-from skill_tools.diagnosis.inert import Inert
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import Owners
@@ -16,6 +15,7 @@ from skill_tools.diagnosis.messages import Seen
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.series.anomalies import Anomaly
 from skill_tools.diagnosis.series.around import Around
+from skill_tools.diagnosis.series.inert import Inert
 from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.rules.finding import Finding

@@ -2,10 +2,11 @@
 
 import re
 
-from skill_tools.diagnosis import inert, symptoms
+from skill_tools.diagnosis import symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, Suspect, of_finding
 from skill_tools.diagnosis.residency import rows
+from skill_tools.diagnosis.series import inert
 from skill_tools.rules.finding import Severity
 
 _OFFLOAD = re.compile(r"off-?load|swap|stream|layers on the host")

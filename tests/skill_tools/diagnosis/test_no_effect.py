@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from skill_tools.diagnosis import inert
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.series import around
+from skill_tools.diagnosis.series import around, inert
 
 SAVER = {"loop.py": "from torch_memory_saver import torch_memory_saver\n"}
 SWAP = {"run.toml": "blocks_to_swap = 18\n"}
