@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from skill_tools.configs.files import read_text
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable_json
 from skill_tools.rules.finding import Finding, LintResult
 
 VERSION = 1
@@ -41,7 +41,8 @@ def as_baseline(findings: Iterable[Finding], folder: str) -> str:
         {"file": file, "rule": rule, "fingerprint": print_, "count": count}
         for (file, rule, print_), count in sorted(counted.items())
     ]
-    return json.dumps({"version": VERSION, "findings": entries}, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps({"version": VERSION, "findings": entries}, indent=1, ensure_ascii=False)
+    return f"{printable_json(text)}\n"
 
 
 def load_baseline(path: str) -> Baseline:

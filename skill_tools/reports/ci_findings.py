@@ -1,13 +1,15 @@
 """Findings for CI: GitHub workflow commands, SARIF 2.1.0, GitLab's Code Quality and JUnit.
 
-GitHub shows workflow commands on the lines of a pull request. In SARIF, uris are relative where the user named the
-file so, and a finding's fingerprint does not contain its line, so that old findings stay old when the file grows.
+GitHub shows workflow commands on the lines of a pull request. Files below the working folder are named from there,
+however the call named them. A finding's fingerprint does not contain its line, so that old findings stay old when the
+file grows.
 """
 
 import hashlib
 import json
+import os
 from collections import Counter
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 from xml.sax.saxutils import escape, quoteattr
@@ -34,13 +36,25 @@ def as_github(report: Report) -> str:
 
 def _command(finding: Finding) -> str:
     properties = {
-        "file": finding.place.file,
+        "file": _path(finding.place.file),
         "line": finding.place.line,
         "col": finding.place.column,
         "title": finding.rule,
     }
     written = ",".join(f"{name}={_property(str(value))}" for name, value in properties.items())
     return f"::{_GITHUB_LEVEL[finding.severity]} {written}::{_data(f'{finding.message} → {finding.next}')}"
+
+
+def _path(file: str) -> str:
+    """Return the name of a file from the working folder, or as the call named it where it lies elsewhere."""
+    here, there = Path.cwd(), Path(os.path.abspath(file))
+    return (there.relative_to(here) if there.is_relative_to(here) else Path(file)).as_posix()
+
+
+def _uri(file: str) -> str:
+    """Return a file's reference for SARIF, relative below the working folder; bytes of any name are escaped."""
+    path = _path(file)
+    return Path(path).as_uri() if os.path.isabs(path) else quote(os.fsencode(path))
 
 
 def _data(text: str) -> str:
@@ -99,12 +113,12 @@ def _result(finding: Finding, rule_index: int) -> dict[str, Any]:
         "locations": [
             {
                 "physicalLocation": {
-                    "artifactLocation": {"uri": quote(PurePath(finding.place.file).as_posix())},
+                    "artifactLocation": {"uri": _uri(finding.place.file)},
                     "region": {"startLine": finding.place.line, "startColumn": finding.place.column},
                 }
             }
         ],
-        "partialFingerprints": {"offload/v1": fingerprint(finding, finding.place.file)},
+        "partialFingerprints": {"offload/v1": fingerprint(finding, _path(finding.place.file))},
     }
 
 
@@ -133,7 +147,8 @@ def as_gitlab(report: Report) -> str:
 
 
 def _issue(finding: Finding, seen: Counter[str]) -> dict[str, Any]:
-    mark = fingerprint(finding, finding.place.file)
+    path = _path(finding.place.file)
+    mark = fingerprint(finding, path)
     seen[mark] += 1
     return {
         "description": f"{finding.message}. {finding.next}",
@@ -141,7 +156,7 @@ def _issue(finding: Finding, seen: Counter[str]) -> dict[str, Any]:
         "fingerprint": mark if seen[mark] == 1 else f"{mark}-{seen[mark]}",
         "severity": _GITLAB_SEVERITY[finding.severity],
         "location": {
-            "path": PurePath(finding.place.file).as_posix(),
+            "path": path,
             "lines": {"begin": finding.place.line},
         },
     }
@@ -152,9 +167,9 @@ def as_junit(report: Report) -> str:
 
     A file without findings is a suite with one case that has passed; an input that could not be used is an error.
     """
-    suites: dict[str, list[str]] = {read.name: [] for read in report.read}
+    suites: dict[str, list[str]] = {_path(read.name): [] for read in report.read}
     for finding in report.findings:
-        suites.setdefault(finding.place.file, []).append(_case(finding))
+        suites.setdefault(_path(finding.place.file), []).append(_case(finding))
     parts = [
         _suite(name, cases or [f"<testcase name={_attribute(name)}/>"]) for name, cases in suites.items()
     ]
@@ -178,9 +193,7 @@ def _suite(name: str, cases: list[str]) -> str:
 
 def _case(finding: Finding) -> str:
     place = finding.place
-    head = (
-        f'<testcase name={_attribute(finding.rule)} classname={_attribute(place.file)} line="{place.line}">'
-    )
+    head = f'<testcase name={_attribute(finding.rule)} classname={_attribute(_path(place.file))} line="{place.line}">'
     said = f"{place} {finding.message}. {finding.next}"
     if finding.severity is Severity.INFO:
         return f"{head}<system-out>{escape(printable(said))}</system-out></testcase>"

@@ -1,6 +1,8 @@
 """Settings of a project, options and baselines: what they change, which wins, and what a damaged one says."""
 
 import json
+import os
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -129,6 +131,16 @@ def test_a_baseline_leaves_what_is_new(project: Path, capsys: pytest.CaptureFixt
     assert found(capsys, "--baseline", "base.json") == (0, []), "a line is no part of a finding"
     (project / "configs" / "run.yaml").write_text(BAD.replace("40", "41"))
     assert found(capsys, "--baseline", "base.json") == (1, [RULE])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no file names that are no UTF-8")
+def test_a_baseline_takes_files_of_any_name(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = os.fsdecode(b"\xff \xc3\xa4.yaml")
+    (project / odd).write_text(BAD)
+    call = ["lint", "--framework", "megatron-bridge", odd]
+    assert main([*call, "--write-baseline", "base.json"]) == 0
+    assert main([*call, "--baseline", "base.json"]) == 0
+    assert "more in the baseline" in capsys.readouterr().out
 
 
 def test_a_baseline_holds_from_another_folder(

@@ -1,15 +1,17 @@
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import jsonschema
 import pytest
 
 from skill_tools.bundle import schema_path
 from skill_tools.configs.config import Place
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import UnusableInput, printable
 from skill_tools.reports.ci_findings import as_github, as_gitlab, as_junit, as_sarif
 from skill_tools.reports.findings import ReadAs, Report, as_concise, as_json, error_as_json, report
 from skill_tools.rules.finding import Evidence, Finding, Fix, LintResult, Severity, Undecided
@@ -150,6 +152,31 @@ def test_sarif_keeps_the_official_schema(full: Report) -> None:
     schema = json.loads(Path(__file__).with_name("sarif-schema-2.1.0.json").read_text(encoding="utf-8"))
     for each in (full, report([], []), report([("a", LintResult((), ()))], [])):
         jsonschema.validate(json.loads(as_sarif(each)), schema, cls=jsonschema.Draft4Validator)
+
+
+@pytest.mark.parametrize(
+    ("named", "relative"),
+    [
+        ("my runs/a b.yaml", "my runs/a b.yaml"),
+        ("./ümläut/#1%20?.yaml", "ümläut/#1%20?.yaml"),
+        ("{here}/a:b.yaml", "a:b.yaml"),
+        ("\udcff.yaml", "\udcff.yaml"),
+        ("../beside/run.yaml", "../beside/run.yaml"),
+        ("/elsewhere/ü/run.yaml", "file:///elsewhere/ü/run.yaml"),
+    ],
+)
+def test_a_file_has_one_name_in_ci_however_the_call_named_it(named: str, relative: str) -> None:
+    """In SARIF it is a URI reference of RFC 3986; a name that is no UTF-8 keeps its bytes."""
+    place = Place(named.replace("{here}", str(Path.cwd())), 1, 1)
+    gathered = report([("a", LintResult((finding(place=place),), ()))], [])
+    (result,) = json.loads(as_sarif(gathered))["runs"][0]["results"]
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert re.fullmatch("(file://)?([A-Za-z0-9._~/-]|%[0-9A-F]{2})+", uri)
+    assert os.fsdecode(unquote_to_bytes(uri)) == relative
+    (issue,) = json.loads(as_gitlab(gathered))
+    (suite,) = ElementTree.fromstring(as_junit(gathered).encode())
+    path = printable(relative.removeprefix("file://"))
+    assert [printable(issue["location"]["path"]), suite.get("name")] == [path, path]
 
 
 def test_sarif_points_rules_and_results_at_each_other(full: Report) -> None:
