@@ -10,9 +10,10 @@ nothing is known of an exception, the answer says where it was raised and what w
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, interfaces, no_effect, own_words, phases, symptoms
+from skill_tools.diagnosis import code, no_effect, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
+from skill_tools.diagnosis.exceptions import interfaces, own_words
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -199,6 +200,9 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
 
 def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Say what filled the GPU there, by the run's offload and the place where memory ran out, and what to change."""
+    because, less = no_effect.of_the_optimizer(evidence)
+    if because:
+        return because, less
     found = _explained(evidence, evidence.failure)
     if found is None:
         return _by_residency(evidence)

@@ -30,6 +30,7 @@ from skill_tools.diagnosis import (
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
+from skill_tools.diagnosis.exceptions import native
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
@@ -139,7 +140,7 @@ def diagnose(
     `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters,
     or None.
     """
-    raised = failures.failures(log)
+    raised = native.completed(log, failures.failures(log))
     failure = failures.ended_by(log, raised)
     phase = phases.phase_of(log, failure)
     went_on_until = failures.went_on_until(log)
@@ -149,7 +150,7 @@ def diagnose(
     texts = symptoms.read(log, (config.sources if config else unread).items())
     # Where nothing is wrong the log is not asked: only what each such run has counts, which the files show.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
-    said = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)] if failure else ""
+    said = _said(log, failure) if failure else ""
     found = [each for each in messages.find(log, failure) if not _is_past(each, went_on_until)]
     mechanisms = code.runs(config) | {each.message.shows for each in found if each.message.shows}
     pins = bool(mechanisms or offloads) or _PINS.search(log.text) is not None
@@ -225,6 +226,12 @@ def diagnose(
         releases=code.release(where.code.package, releases) if where else "",
         suspects=_suspects(evidence, texts, releases) if conclusion is None else (),
     )
+
+
+def _said(log: Log, failure: Failure) -> str:
+    """Return the text of `failure` from its first line on; of an abort its reason stands in the first line."""
+    rest = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)]
+    return rest if rest.startswith(failure.text) else f"{failure.text}\n{rest.partition(chr(10))[2]}"
 
 
 def _suspects(

@@ -23,7 +23,7 @@ _PREFIX = re.compile(
     r"(?: ?\[rank\d+\]:)? ?"
     r"(?:(?:ERROR|CRITICAL) \d\d-\d\d [\d:]{8} (?:\[[\w./-]{1,60}:\d+\] ?)?)?"
 )
-_FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P<function>[^\s\n]+))?"""
+_FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>[^\s\n]+))?"""
                     r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+))""")  # fmt: skip
 _RAISED = re.compile(
     r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
@@ -187,20 +187,26 @@ def _progress(text: str) -> tuple[int, ...]:
 def _steps(text: str) -> list[tuple[str, int]]:
     """Return who reported a training step, and where, in the log's order; who is looked up once a line."""
     steps: list[tuple[str, int]] = []
-    line, writer, last = -1, "", 0
+    line, name, last = -1, "", 0
     for position in _progress(text):
         start = text.rfind("\n", last, position) + 1 or max(line, 0)
         if start != line:
-            line, writer = start, _writer(text, start)
+            line, name = start, writer(text, start, position)[0]
         last = position
-        steps.append((writer, position))
+        steps.append((name, position))
     return steps
 
 
-def _writer(text: str, line: int) -> str:
-    """Return the rank that stands in front of the line that begins at `line`."""
+def writer(text: str, line: int, end: int) -> tuple[str, str]:
+    """Return the rank that stands in front of the line that begins at `line`, and the rest of it up to `end`."""
     prefix = _PREFIX.match(text, line)
-    return _named(prefix["rank"]) if prefix else ""
+    return (_named(prefix["rank"]), text[prefix.end() : end].rstrip()) if prefix else ("", text[line:end])
+
+
+def frame_in(body: str) -> Frame | None:
+    """Return the frame that a line of a traceback or of a fault handler's stack names; None where it names none."""
+    match = _FRAME.match(body)
+    return _frame(match) if match else None
 
 
 def _named(rank: str) -> str:

@@ -10,6 +10,11 @@ from skill_tools.diagnosis.series import inert
 from skill_tools.rules.finding import Severity
 
 _OFFLOAD = re.compile(r"off-?load|swap|stream|layers on the host")
+_OF_TORCH = re.compile(r"/torch/optim/(?!lr_scheduler)")
+_TORCH = re.compile(r"/torch/")
+_BETWEEN_PHASES = frozenset(
+    {"phases", "sleep", "memory-saver"}
+)  # offloads under which the step is on the GPU
 _A_PART = "rest"  # what healthy runs leave too, so that it is no cause by itself
 
 
@@ -46,6 +51,39 @@ def of_a_setting(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
+def of_the_optimizer(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return what to add to a cause about a full GPU where torch steps on it though files offload the optimizer.
+
+    What moves states between phases or steps has them on the GPU then, and is left out.
+    """
+    failure, shown_by = evidence.failure, evidence.offloads.get("optimizer", "")
+    option = shown_by.partition(" (")[0]
+    if (
+        failure is None
+        or not option
+        or "state" in option
+        or not _BETWEEN_PHASES.isdisjoint(evidence.offloads)
+        or "optimizer" in symptoms.of_the_code(failure)
+        or not any(_OF_TORCH.search(frame.path.replace("\\", "/")) for frame in failure.frames)
+    ):
+        return "", ()
+    frame = failure.frames[-1]
+    for each in reversed(failure.frames):
+        if not _TORCH.search(each.path.replace("\\", "/")):
+            frame = each
+            break
+    file = frame.path.replace("\\", "/").rpartition("/")[2]
+    return (
+        f"; {shown_by} asks for the offload of the optimizer, and the one that steps here is torch's own on the GPU "
+        f"({file}:{frame.line}): the setting is not carried out, as code that builds another optimizer, or another "
+        "backend, does not read it",
+        (
+            f"grep -rn {option.strip('-')} in the trainer's code says who reads it: that backend or optimizer, "
+            "or a newer release of the trainer",
+        ),
+    )
+
+
 def beside(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Return what to add to a cause about a full GPU, and what to change: "" and nothing where no figure says more."""
     seen = evidence.around
@@ -56,6 +94,8 @@ def beside(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
         return f"; {seen.seen} (line {seen.line})", ()
     row, offload, shown_by = placed
     cause = f"; {seen.seen} (line {seen.line}): with {offload.name} ({shown_by}) {row.where}; most likely {row.past}"
+    if seen.repeated:
+        cause += f"; in each cycle the log says: {seen.repeated}"
     change = tuple(told(each, evidence.dialects, evidence.config) for each in row.change)
     off = symptoms.switched_off(offload, evidence.config)
     return cause, (*change, f"or {off}")[: SHOWN + 1]

@@ -27,14 +27,27 @@ _REST, _LEAST_REST_BYTES = (
 )  # what is left after one that moved a part, and is more than a context takes
 _GROWTH, _LEAST_GROWTH_BYTES = 1.1, GIB  # by how much three cycles or more leave more than the first one
 _CYCLES = 3
+_CYCLE = 100_000  # characters of a cycle in which a complaint is looked for
+
+
+# What a line says that may be why something is never freed.
+_COMPLAINS = re.compile(
+    r"(?i)\b(?:already|invalid|skip(?:ped|ping)|fail(?:ed|s|ure)?|warn(?:ing)?|unable|could not|cannot|leak(?:ed)?"
+    r"|ignored)\b"
+)
+_NUMBERS = re.compile(r"\d+")
 
 
 class Around(NamedTuple):
-    """What figures around offloads show: `unmoved`, `rest` or `growth`, the line of the last figure, and the words."""
+    """What figures around offloads show: `unmoved`, `rest` or `growth`, the line of the last figure, and the words.
+
+    `repeated` is a complaint that the log prints in each of the cycles that leave more behind.
+    """
 
     kind: str
     line: int
     seen: str
+    repeated: str = ""
 
 
 class _Figure(NamedTuple):
@@ -93,4 +106,21 @@ def _growth(log: Log, figures: Sequence[_Figure]) -> Around | None:
     seen = (
         f"after its offloads {gib(left[0])}, then {gib(left[1])}, at last {gib(left[-1])} are left on the GPU"
     )
-    return Around("growth", log.line_at(last[-1].at), seen)
+    return Around("growth", log.line_at(last[-1].at), seen, _repeated(log, last))
+
+
+def _repeated(log: Log, figures: Sequence[_Figure]) -> str:
+    """Return a complaint that stands in front of each of `figures` but one; "" where there is none."""
+    least = len(figures) - 1
+    bounds = [max(0, figures[0].at - _CYCLE), *(each.at for each in figures)]
+    counts: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for start, end in pairwise(bounds):
+        here: dict[str, str] = {}
+        for line in log.text[max(start, end - _CYCLE) : end].splitlines():
+            if _COMPLAINS.search(line):
+                here.setdefault(_NUMBERS.sub("", line), line.strip())
+        for plain, line in here.items():
+            counts[plain] = counts.get(plain, 0) + 1
+            first.setdefault(plain, line)
+    return next((first[plain][:200] for plain, count in counts.items() if count >= least), "")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from skill_tools.diagnosis.exceptions.own_words import Said
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.own_words import Said
 from skill_tools.diagnosis.series.metrics import EDGE
 
 # Looked for one by one: a pattern of all of them takes a second for what this takes ten milliseconds.

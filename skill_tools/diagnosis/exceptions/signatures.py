@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from skill_tools import knowledge
 from skill_tools.diagnosis import code
+from skill_tools.diagnosis.exceptions.own_words import Said
 from skill_tools.diagnosis.failures import Failure, Frame
-from skill_tools.diagnosis.own_words import Said
 
 # What a call and its function do not agree on, and how it is said.
 _LACKS = (

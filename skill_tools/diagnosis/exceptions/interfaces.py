@@ -8,10 +8,11 @@ source that a traceback shows say who called whom with what.
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, signatures
+from skill_tools.diagnosis import code
+from skill_tools.diagnosis.exceptions import signatures
+from skill_tools.diagnosis.exceptions.own_words import Said
+from skill_tools.diagnosis.exceptions.signatures import off, place
 from skill_tools.diagnosis.failures import Failure, Frame
-from skill_tools.diagnosis.own_words import Said
-from skill_tools.diagnosis.signatures import off, place
 from skill_tools.diagnosis.symptoms import sign_in
 
 _MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")

@@ -4,9 +4,9 @@ import pytest
 
 from skill_tools.diagnosis.diagnosis import diagnose
 from skill_tools.diagnosis.evidence import Conclusion
+from skill_tools.diagnosis.exceptions.signatures import home
 from skill_tools.diagnosis.failures import Frame
 from skill_tools.diagnosis.log import Log
-from skill_tools.diagnosis.signatures import home
 
 
 def concluded(path: str, source: str, error: str) -> Conclusion:

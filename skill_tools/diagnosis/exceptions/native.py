@@ -1,0 +1,79 @@
+"""Why a process aborted outside of Python: what it wrote just before, and the stack that its fault handler printed.
+
+An abort (SIGABRT, SIGSEGV) has no exception and no words. A library that ends its process by one prints its reason on
+the lines before, and Python's fault handler prints the thread's frames behind, innermost first.
+"""
+
+import re
+from collections.abc import Sequence
+
+from skill_tools.diagnosis.failures import Failure, Frame, frame_in, writer
+from skill_tools.diagnosis.log import Log
+
+_ABORTS = re.compile(
+    r"terminate called|Fatal Python error|Aborted|Segmentation fault|Bus error|: Assertion [`']"
+)
+_SAYS = re.compile(
+    r"(?i)\b(?:\w*error|err|fail(?:ed|ure|s)?|fatal|out of memory|invalid|unable|can(?:not|'t)|could not|refused"
+    r"|assert\w*)\b|what\(\):"
+)
+_BESIDE = re.compile(
+    r"(?i)may not be an issue|\bretry|\bINFO\b|\bDEBUG\b"
+)  # lines that say they are no reason
+_BEFORE, _MOST_LINES = 3000, 12  # characters and lines before an abort in which its reason may stand
+_BEHIND = 12_000  # characters behind it in which its stack may stand
+_STACK = re.compile(r"(?:Current thread|Thread) 0x\w+[^\n]{0,80}\(most recent call first\):")
+
+
+def completed(log: Log, found: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Return `found` in which each abort begins at the reason that its process wrote before, and has its stack."""
+    return tuple(_complete(log, each) if _is_abort(each) else each for each in found)
+
+
+def _is_abort(failure: Failure) -> bool:
+    return not failure.frames and _ABORTS.search(failure.text) is not None
+
+
+def _complete(log: Log, failure: Failure) -> Failure:
+    at, reason = _reason(log.text, failure)
+    frames = _stack(log.text, failure)
+    text = f"{failure.text}, behind: {reason}" if reason and reason not in failure.text else failure.text
+    return failure._replace(start=min(at, failure.start), text=text, frames=frames)
+
+
+def _reason(text: str, failure: Failure) -> tuple[int, str]:
+    """Return where the reason of `failure` begins, and its words; its own place and "" where none was written."""
+    end = text.rfind("\n", 0, failure.raised_at) + 1
+    start, words, lines = failure.start, "", 0
+    while end > 0 and lines < _MOST_LINES and failure.raised_at - end < _BEFORE:
+        begin = text.rfind("\n", 0, end - 1) + 1
+        name, body = writer(text, begin, end)
+        if name == failure.rank:
+            lines += 1
+            if _SAYS.search(body) and not _BESIDE.search(body):
+                start, words = begin, words or body.strip()[:300]
+            elif words:
+                break
+        end = begin
+    return start, words
+
+
+def _stack(text: str, failure: Failure) -> tuple[Frame, ...]:
+    """Return the frames that Python's fault handler printed of the thread that failed, outermost first."""
+    heads = list(_STACK.finditer(text, failure.raised_at, failure.raised_at + _BEHIND))
+    head = next((each for each in heads if each[0].startswith("Current")), heads[0] if heads else None)
+    if head is None:
+        return ()
+    frames: list[Frame] = []
+    begin = text.find("\n", head.end()) + 1
+    while 0 < begin < len(text):
+        end = text.find("\n", begin)
+        end = len(text) if end < 0 else end
+        name, body = writer(text, begin, end)
+        if name == failure.rank:
+            frame = frame_in(body)
+            if frame is None:
+                break
+            frames.append(frame)
+        begin = end + 1
+    return tuple(reversed(frames))

@@ -1,0 +1,68 @@
+"""Options of a run's files whose name speaks of an offload, whatever framework has them, and the kind that it names.
+
+No fact about a framework is needed: `tensorwise_offload_optimizer` and `offload_fraction` under `optimizer:` are about
+the optimizer. Such a name shows an offload where no known sign does.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_NAMED = re.compile(
+    r"(?P<name>--[\w-]{0,40}off-?load[\w-]{0,40}|\b[\w.]{0,60}offload\w{0,40})"
+    r"(?:(?P<behind>[\"']?[ \t]*[:= \t][ \t]*[\"']?)(?P<value>[^\s,;}\])\"']{0,40})|[ \t]*$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_OFF = re.compile(r"(?:false|none|null|off|no|0|0\.0*|disabled?)$", re.IGNORECASE)
+_COMMENT = re.compile(r"^\s*(?:#|//|def |class |import |from )")
+_HYPHEN = "--"
+_MOST_TEXT = 1 << 20
+# Which kind of offload (an entry of offloads.yaml) words of a name, or of its line, speak of; the first that fits.
+_KINDS = (
+    ("activation", re.compile(r"activ|(?<![a-z])acts?(?![a-z])|hidden|recompute|grad\w*_checkpoint")),
+    ("optimizer", re.compile(r"optim|adam|moment|master|opt_state")),
+    ("block-swap", re.compile(r"layer|block|swap")),
+    ("params", re.compile(r"param|weight|fsdp")),
+    ("phases", re.compile(r"rollout|actor|policy|train|ref(?:erence)?\b|model|phase|engine")),
+)
+
+
+class Option(NamedTuple):
+    """An option as it is written, its value, and its place (`file:line`)."""
+
+    name: str
+    value: str
+    place: str
+
+
+def of_offloads(texts: Sequence[tuple[str, str]]) -> tuple[Option, ...]:
+    """Return the options in the run's files, by name and text, whose names speak of an offload and that are on."""
+    found: dict[str, Option] = {}
+    for file, text in texts:
+        for match in _NAMED.finditer(text[:_MOST_TEXT]):
+            start = text.rfind("\n", 0, match.start()) + 1
+            value, behind = match["value"] or "", match["behind"] or ""
+            assigned = behind.strip(" \t\"'") or match["name"].startswith(_HYPHEN)
+            if not assigned or _OFF.match(value) or _COMMENT.match(text[start : match.end()]):
+                continue
+            place = f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
+            found.setdefault(match["name"], Option(match["name"], value, place))
+    return tuple(found.values())
+
+
+def kinds(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
+    """Return the kinds of offload that such options name, each with its option and its place."""
+    shown: dict[str, str] = {}
+    lines = {
+        f"{file}:{number}": line for file, text in texts for number, line in enumerate(text.splitlines(), 1)
+    }
+    for option in of_offloads(texts):
+        kind = _kind(option.name) or _kind(lines.get(option.place, ""))
+        if kind:
+            shown.setdefault(kind, f"{option.name} ({option.place})")
+    return shown
+
+
+def _kind(words: str) -> str:
+    words = words.lower()
+    return next((kind for kind, pattern in _KINDS if pattern.search(words)), "")

@@ -1,0 +1,61 @@
+"""Options whose names speak of an offload show one where no framework of theirs is known."""
+
+import pytest
+
+from skill_tools.diagnosis import options
+from skill_tools.diagnosis.diagnosis import diagnose
+from skill_tools.diagnosis.log import Log
+
+FULL = """\
+step 1 loss 3.0
+Traceback (most recent call last):
+  File "/home/u/lite/train.py", line 9, in <module>
+    optimizer.step()
+  File "/home/u/lite/optimizers.py", line 88, in step
+    self.inner.step()
+  File "/env/lib/python3.12/site-packages/torch/optim/adamw.py", line 243, in step
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB.
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("optimizer: {lr: 1e-5, offload_fraction: 1.0}", "optimizer"),
+        ('"tensorwise_offload_optimizer": true', "optimizer"),
+        ("python t.py --offload-hidden-states", "activation"),
+        ("weight_offload = 1", "params"),
+        ("python t.py --num-offload-blocks 12", "block-swap"),
+    ],
+)
+def test_a_name_or_its_line_says_what_is_offloaded(text: str, kind: str) -> None:
+    assert list(options.kinds([("run", text)])) == [kind]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "offload_optimizer: false",
+        "optim_offload: 0.0",
+        "# optimizer_offload: true",
+        "def offload_optimizer(device):",
+    ],
+)
+def test_what_is_off_or_no_option_shows_nothing(text: str) -> None:
+    assert options.kinds([("run", text)]) == {}
+
+
+def test_an_optimizer_that_steps_on_the_gpu_says_that_its_offload_is_not_carried_out() -> None:
+    files = {"run.yaml": "optimizer: {name: adamw, offload_fraction: 1.0}\n"}
+    conclusion = diagnose(Log("log", FULL), unread=files).conclusion
+    assert conclusion is not None
+    assert "offload_fraction (run.yaml:1)" in conclusion.cause
+    assert "not carried out" in conclusion.cause
+    assert conclusion.change[0].startswith("grep -rn offload_fraction")
+
+
+def test_states_that_are_moved_between_phases_step_on_the_gpu_as_they_should() -> None:
+    files = {"run.yaml": "optimizer: {offload_fraction: 1.0}\ncolocate_all: true\n"}
+    conclusion = diagnose(Log("log", FULL), unread=files).conclusion
+    assert conclusion is not None
+    assert "not carried out" not in conclusion.cause
