@@ -27,7 +27,7 @@ LEFT_OUT = (
         for section in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
         for suffix in ("", ".yaml")
     ),
-    *(f"skill_tools/knowledge/{name}" for name in ("coverage", "upstream.yaml")),
+    *(f"skill_tools/knowledge/{name}" for name in ("coverage", "upstream.yaml", "reviewed.yaml", "families.yaml")),
     # What checks and renders a checkout: `offload card`, which says that this is none.
     *(
         f"skill_tools/card/{name}.py"
@@ -43,6 +43,7 @@ LEFT_OUT = (
         for name in (
             "card",
             "card.base",
+            "rules",
             "keys",
             "messages",
             "fixes",
@@ -62,6 +63,11 @@ LEFT_OUT = (
     # All keys at once; `explain KEY` prints one in a few lines.
     "docs/configuration.md",
 )
+# Of the card a plan reads the decisions; the rest is what maintainers render and check the documents with.
+READ_OF_THE_CARD = ("title", "decisions")
+# What a page rests on, for whoever doubts it; agents may quote docs/measured.md, which has the card's rows.
+EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+ELSEWHERE = "\nIn this page of the repository; the rows to quote are in [measured](measured.md).\n\n"
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -70,15 +76,22 @@ def is_within(path: str, folders: tuple[str, ...]) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
 
 
-def without_dead_links(page: Path) -> str:
-    """Return the text of a page of the bundle, with the words alone where a link's file stayed away."""
+def shortened(page: Path) -> str:
+    """Return the text of a page of the bundle without evidence, and with words alone where a link's file stayed away."""
 
     def kept(link: re.Match[str]) -> str:
         words, address = link.groups()
         is_here = ":" in address or (page.parent / address).exists()
         return link[0] if is_here else words
 
-    return LINK.sub(kept, page.read_text())
+    text = page.read_text()
+    return LINK.sub(kept, EVIDENCE.sub(rf"\1{ELSEWHERE}", text) if page.parent.name == "docs" else text)
+
+
+def read_of_the_card(text: str) -> str:
+    """Return the sections of card.yaml that a command of the bundle reads, as they are written there."""
+    sections = re.split(r"^(?=\w+:)", text, flags=re.MULTILINE)
+    return "".join(section for section in sections if section.partition(":")[0] in READ_OF_THE_CARD)
 
 
 def bundle(target: Path) -> Path:
@@ -91,7 +104,9 @@ def bundle(target: Path) -> Path:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, target / path)
     for page in target.rglob("*.md"):
-        page.write_text(without_dead_links(page))
+        page.write_text(shortened(page))
+    card = target / "card.yaml"
+    card.write_text(read_of_the_card(card.read_text()))
     archive = Path(f"{target}.zip")
     # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:

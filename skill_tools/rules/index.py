@@ -16,6 +16,7 @@ from skill_tools.bundle import knowledge_path
 from skill_tools.configs.keys import Key, key_table, keys_from_data
 from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
+from skill_tools.knowledge import profiles
 from skill_tools.rules.knowledge import compiled, read_rule_files
 
 # Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
@@ -37,6 +38,10 @@ def build() -> dict[str, Any]:
         "vocabulary": {path.stem: _names_in(path, spellings) for path in vocabulary},
         "models": models["models"],
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
+        "traces": {
+            path.stem: profiles.folded(json.loads(path.read_text(encoding="utf-8")))
+            for path in sorted(knowledge_path("traces").glob("*.json"))
+        },
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
         "messages": [_without(entry, "example", "of_text", "of") for entry in knowledge.load_messages()],

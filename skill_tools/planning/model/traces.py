@@ -1,7 +1,7 @@
 """Model profiles that `offload trace` wrote: those that ship, found by a model's shape, and a user's own.
 
-A profile is used for the model that it was traced from and for no other. One that ships is read only when its model
-is planned for; reading it needs neither torch nor transformers. Explained in docs/tracing.md.
+A profile is used for the model that it was traced from and for no other. Reading one needs neither torch nor
+transformers. Explained in docs/tracing.md.
 """
 
 import json
@@ -10,7 +10,6 @@ from typing import Any
 
 from offload_arithmetic.states import FP32_BYTES
 from skill_tools import knowledge
-from skill_tools.bundle import knowledge_path
 from skill_tools.configs.files import read_bytes
 from skill_tools.dialects import parameters, registry
 from skill_tools.dialects.assumptions import Assumption
@@ -19,6 +18,7 @@ from skill_tools.dialects.run import Adapter, TrainingRun
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
 from skill_tools.errors import UnusableInput
+from skill_tools.knowledge import profiles
 from skill_tools.planning.model import known_models, shape_sources
 
 _PROFILE_BYTES = 8 << 20
@@ -54,12 +54,12 @@ def with_what_ships(run: TrainingRun) -> TrainingRun:
 @knowledge.derived
 def names() -> tuple[str, ...]:
     """Return the known models that ship traced."""
-    return tuple(sorted(path.stem for path in knowledge_path("traces").glob("*.json")))
+    return tuple(sorted(knowledge.index()["traces"]))
 
 
 @knowledge.derived
 def _shipped(name: str) -> TracedModel:
-    return model_of(json.loads(knowledge_path("traces", f"{name}.json").read_text(encoding="utf-8")))
+    return model_of(profiles.unfolded(knowledge.index()["traces"][name]))
 
 
 def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun:

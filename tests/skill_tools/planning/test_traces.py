@@ -54,6 +54,15 @@ def test_what_ships_is_the_known_models(name: str) -> None:
     assert found.weights_bytes == pytest.approx(2 * (parameters.model(shape).total + tower), rel=0.002)
 
 
+@pytest.mark.parametrize("name", traces.names())
+def test_a_plan_reads_what_was_traced(name: str) -> None:
+    """The index has differences in the place of numbers; they add up to the same, to the last bit."""
+    traced = traces.model_of(json.loads(knowledge_path("traces", f"{name}.json").read_text()))
+    found = traces.of_shape(known_models.shape(name))
+    assert found is not None
+    assert tuple(found) == tuple(traced)
+
+
 def test_a_model_that_takes_images_ships_traced_with_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
