@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -143,6 +144,10 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
                 vars(each)[_ALIASES] = aliases
                 aliases.append(weakref.ref(each))
             return alias
+        if func is torch.autograd.grad and not any(map(is_absent, args[0])):
+            # Of an input it wants the place where a gradient arrives, and no element.
+            edges = [unanswered(get_gradient_edge, each) if is_absent(each) else each for each in args[1]]
+            return func(args[0], edges, **(kwargs or {}))
         if not describes(func):
             raise RuntimeError(f"{name} is not on the device; {remedy}")
         return unanswered(func, *args, **(kwargs or {}))

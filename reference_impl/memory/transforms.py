@@ -8,9 +8,10 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec
 
+import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
@@ -31,6 +32,14 @@ def running_transform() -> str | None:
     if innermost is not None:
         return _NAMES.get(innermost.key().name, "a transform of torch.func")
     return "torch.autograd.forward_ad.dual_level" if forward_ad._current_level >= 0 else None
+
+
+def layers_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield `tensor`, then whatever it wraps inside transforms: each of these layers has a graph of its own."""
+    yield tensor
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        yield tensor
 
 
 def outside_transforms(call: Callable[_P, None]) -> Callable[_P, None]:

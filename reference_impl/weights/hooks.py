@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from reference_impl.memory.closing import do_undoably, register_undoably
+from reference_impl.memory.transforms import layers_of
 
 Gather = Callable[[], AbstractContextManager[object]]
 
@@ -44,12 +45,17 @@ def follow(
     def prehook(_: torch.Tensor) -> None:
         before_backward()
 
+    def notice(tensor: torch.Tensor) -> None:
+        for layer in layers_of(tensor):
+            if layer.grad_fn is not None:
+                layer.grad_fn.register_prehook(prehook)
+
     def announce(_: nn.Module, args: Any, output: Any) -> None:
         # A compiled block runs backward as one node, which only its own output can announce.
         if not torch.compiler.is_compiling():
             for leaf in (output,) if isinstance(output, torch.Tensor) else tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    leaf.grad_fn.register_prehook(prehook)
+                if isinstance(leaf, torch.Tensor):
+                    notice(leaf)
 
     def enter(_: nn.Module, args: Any) -> None:
         before_forward()
@@ -57,8 +63,7 @@ def follow(
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         after_forward()
         for tensor in _tensors(block, output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(prehook)
+            notice(tensor)
 
     register_undoably(block.register_forward_pre_hook, torch.compiler.disable(enter), undo, prepend=True)
     # Always, so that an exception inside the block does not leave it in use.

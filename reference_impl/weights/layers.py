@@ -21,6 +21,7 @@ from torch import nn
 from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
 from reference_impl.memory.shown import Report, Shown, size
+from reference_impl.memory.transforms import outside_transforms
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.host_memory import Host
@@ -239,9 +240,10 @@ class LayerStreamer(Shown, ClosedAtExit):
         hooks.follow(
             block.module,
             weighted_modules(block.module, with_trained=self._with_trained),
-            before_forward=functools.partial(self._enter_forward, block),
-            after_forward=functools.partial(self._leave_forward, block),
-            before_backward=functools.partial(self._enter_backward, block),
+            # Of memory that moves inside a transform, torch would say that somebody has captured it.
+            before_forward=outside_transforms(functools.partial(self._enter_forward, block)),
+            after_forward=outside_transforms(functools.partial(self._leave_forward, block)),
+            before_backward=outside_transforms(functools.partial(self._enter_backward, block)),
             undo=undo,
         )
         self._loads[block.index] = hooks.gather_around(

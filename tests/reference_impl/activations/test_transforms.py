@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader, TrainableLayerStreamer
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
@@ -60,17 +60,27 @@ def of_second_derivatives(model):
     return torch.autograd.grad(sum(each.square().sum() for each in first), params)
 
 
+def of_mapped_inputs(model):
+    """A backward behind a vmap, through layers whose outputs were wrapped."""
+    inputs = BATCH.unsqueeze(1).requires_grad_()
+    return torch.autograd.grad(vmap(model)(inputs).sum(), inputs)
+
+
 REVERSE = {
     "grad": lambda model: grad(lambda params: called(model, params, BATCH))(trained(model)),
     "per-sample gradients": lambda model: vmap(
         grad(lambda params, batch: called(model, params, batch)), in_dims=(None, 0)
     )(trained(model), BATCH.unsqueeze(1)),
     "hessian": lambda model: hessian(model)(BATCH[:1]),
+    "vjp": lambda model: vjp(model, BATCH)[1](torch.ones(())),
 }
+# Torch makes a graph of their backward.
+TWICE = ("hessian", "vjp")
 OTHERS = {
     "jvp": lambda model: jvp(model, (BATCH,), (torch.ones(4, WIDTH),)),
     "dual numbers": of_dual_numbers,
     "vmap": lambda model: vmap(model)(BATCH.unsqueeze(1)),
+    "inputs of a vmap": of_mapped_inputs,
     "stacked parameters": of_stacked_parameters,
 }
 WAYS = {**REVERSE, **OTHERS}
@@ -153,11 +163,12 @@ def test_offloaded_weights_are_refused_by_name_before_a_module_runs():
     assert_same(WAYS["vmap"](model), WAYS["vmap"](Net()))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_layers_that_stream_are_refused_by_name_and_run_while_they_are_gathered(way):
+def test_layers_that_stream_are_refused_by_name_and_run_while_they_are_gathered(way, prefetch):
     model, expected = Net(), WAYS[way](Net())
     given = torch.optim.AdamW(model.parameters(), fused=True)
-    with TrainableLayerStreamer(model, given) as streamer:
+    with TrainableLayerStreamer(model, given, prefetch=prefetch) as streamer:
         with pytest.raises(RuntimeError, match=r"with streamer\.gathered\(\):` around"):
             WAYS[way](model)
         with streamer.gathered():
@@ -166,14 +177,15 @@ def test_layers_that_stream_are_refused_by_name_and_run_while_they_are_gathered(
         streamer.optimizer.step()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_frozen_layers_that_stream_serve_what_has_one_backward(way):
+def test_frozen_layers_that_stream_serve_what_has_one_backward(way, prefetch):
     model, plain = Net(), Net()
     for each in (model, plain):
         each.layers.requires_grad_(False)
     expected = WAYS[way](plain)
-    with FrozenLayerStreamer(model) as streamer:
-        if way == "hessian":
+    with FrozenLayerStreamer(model, prefetch=prefetch) as streamer:
+        if way in TWICE:
             with pytest.raises(
                 RuntimeError, match=r"create_graph=True.*with streamer\.gathered\(\):` around"
             ):
