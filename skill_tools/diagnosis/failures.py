@@ -39,14 +39,13 @@ _NATIVE = re.compile(
     r"|terminate called after throwing an instance of|Fatal Python error: |: Assertion [`'].{1,400}' failed\.$"
 )
 _INTERESTING = re.compile(
-    r"^.*(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
+    r"(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|terminate called|Bus error|Illegal instruction"
-    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误).*$",
-    re.MULTILINE,
+    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"
 )
 _PROGRESS = re.compile(
-    r"(?:iteration +\d+/|'loss': |(?:^|[ \[|)])step(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)|elapsed time per iteration"
-    r"|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
+    r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"
+    r"|elapsed time per iteration|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
     re.MULTILINE,
 )
 _GAP = 6000  # characters between two frames of one traceback, others' lines among them
@@ -221,13 +220,19 @@ def trained_until(log: Log, position: int) -> bool:
 
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield the lines that may belong to an exception: position, who wrote it, and the rest."""
+    end = -1
     for match in _INTERESTING.finditer(text):
-        line = text[match.start() : min(match.end(), match.start() + _LONGEST)]
+        if match.start() < end:
+            continue
+        start = text.rfind("\n", 0, match.start()) + 1
+        end = text.find("\n", match.end())
+        end = len(text) if end < 0 else end
+        line = text[start : min(end, start + _LONGEST)]
         skipped = line.rfind("\r", 0, len(line) - 1) + 1  # behind a progress bar
         prefix = _PREFIX.match(line, skipped)
         assert prefix is not None
         yield (
-            match.start() + skipped,
+            start + skipped,
             _named(prefix["rank"]),
             line[prefix.end() :].rstrip(),
         )

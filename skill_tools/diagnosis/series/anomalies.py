@@ -33,8 +33,9 @@ KINDS = {
 }
 _WEAK = frozenset({"flat", "flat-reward", "high-loss", "kl", "spike"})
 _RESUMES = re.compile(
-    r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bresum(?:e|ed|ing) (?:training )?from"
-    r"|successfully loaded checkpoint|\bload_checkpoint\b"
+    r"loading (?<=\bloading )(?:distributed |the )?checkpoint (?!shards)"
+    r"|resum(?<=\bresum)(?:e|ed|ing) (?:training )?from|successfully loaded checkpoint"
+    r"|load_checkpoint(?<=\bload_checkpoint)\b"
 )
 _GARBAGE = re.compile(r"!{12,}")  # other characters are lines of a banner or digits of an address
 _FIRST_LOSSES, _LEAP, _LEAST_LEAP = 12, 3.0, 2.0
@@ -55,20 +56,29 @@ _FIRST_ROUNDS = (
 # Statements of a report about numbers that it does not show; a warning may say the same, so they count like a weak one.
 _VERB = r"(?:is|are|was|were|be|becom\w{1,4}|became|goes to|went to|turn\w{0,3} (?:in)?to|stay\w{0,3})"
 _IS = rf"\W{{1,3}}{_VERB}\W(?:\w{{1,12}} ){{0,3}}"
-_GRADIENT = r"\bgrad(?:ient)?s?(?:[ _]norm)?"
+_GRADIENT = r"grad(?<=\bgrad)(?:ient)?s?(?:[ _]norm)?"
 _NO = r"\b[^.\n]{0,30}(?:\bnot|n't|\bnever|\bno longer) "
 _NONSENSE = r"(?:gibberish|garbage|garbled|nonsense)"
 _TEXT = r"(?:completion|generation|rollout|output|response|text)"
 _SAID = {
-    kind: re.compile(pattern, re.IGNORECASE)
+    kind: re.compile(pattern)
     for kind, pattern in {
-        "nan": rf"(?:\bloss(?:es)?|{_GRADIENT}){_IS}(?:nan|inf)\b",
+        "nan": rf"(?:loss(?<=\bloss)(?:es)?|{_GRADIENT}){_IS}(?:nan|inf)\b",
         "zero-gradient": rf"{_GRADIENT}{_IS}(?:0(?:\.0{{1,6}})?|zero)(?!\.?\w)",
         "garbage": rf"\b{_TEXT}s?\b[^.\n]{{0,40}}\b{_NONSENSE}\b|\b{_NONSENSE} {_TEXT}",
-        "flat": rf"\bloss{_NO}(?:go(?:es|ing)? down|decreas|converg|fall|improv)",
-        "flat-reward": rf"\breward{_NO}(?:go(?:es|ing)? up|increas|improv|chang)",
-        "jump-at-resume": r"\bloss\b[^.\n]{0,30}\b(?:jump|spike|explode|higher)[^.\n]{0,40}\b(?:resum|load|restor)",
+        "flat": rf"loss(?<=\bloss){_NO}(?:go(?:es|ing)? down|decreas|converg|fall|improv)",
+        "flat-reward": rf"reward(?<=\breward){_NO}(?:go(?:es|ing)? up|increas|improv|chang)",
+        "jump-at-resume": r"loss(?<=\bloss)\b[^.\n]{0,30}\b(?:jump|spike|explode|higher)"
+        r"[^.\n]{0,40}\b(?:resum|load|restor)",
     }.items()
+}
+# One of these words stands in each such sentence: where none does, it is not looked for.
+_OF_SAID = {
+    "nan": ("nan", " inf"),
+    "garbage": ("gibberish", "garbage", "garbled", "nonsense"),
+    "flat": (" down", "decreas", "converg", " fall", "improv"),
+    "flat-reward": ("reward",),
+    "jump-at-resume": ("jump", "spike", "explode", "higher"),
 }
 
 
@@ -196,7 +206,7 @@ def _after_resume(log: Log, of: Series) -> tuple[int, str] | None:
 
 @lru_cache(maxsize=4)
 def _resumes(text: str) -> tuple[int, ...]:
-    return tuple(match.start() for match in metrics.edges(text, _RESUMES))
+    return tuple(match.start() for match in metrics.edges(metrics.lowered(text), _RESUMES))
 
 
 def _flat(log: Log, of: Series) -> tuple[int, str] | None:
@@ -247,10 +257,13 @@ def _zero_losses(log: Log, read: Sequence[Series]) -> Iterator[Anomaly]:
 
 def _said(log: Log, shown: set[str]) -> Iterator[Anomaly]:
     """Yield the sentences of the text about its numbers, where no number shows it."""
+    lower = metrics.lowered(log.text)
     for kind, pattern in _SAID.items():
-        if kind not in shown and (match := next(metrics.edges(log.text, pattern), None)) is not None:
-            line = log.line_at(match.start())
-            yield Anomaly(kind, match.start(), line, f'it says "{match.group()}" (line {line})', is_said=True)
+        if kind in shown or not any(word in lower for word in _OF_SAID.get(kind, ("",))):
+            continue
+        if (match := next(metrics.edges(lower, pattern), None)) is not None:
+            line, said = log.line_at(match.start()), log.text[match.start() : match.end()]
+            yield Anomaly(kind, match.start(), line, f'it says "{said}" (line {line})', is_said=True)
 
 
 def _tail(values: Sequence[float], holds: Callable[[float], bool]) -> int:

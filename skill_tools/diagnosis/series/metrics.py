@@ -6,7 +6,8 @@ value`), but call them by few names. So a value is read wherever it follows such
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
@@ -23,13 +24,16 @@ _NAMES = {
 }
 _NUMBER = r"[-+]?(?:nan|inf(?:inity)?|(?:[0-9]{1,12}(?:\.[0-9]{0,20})?|\.[0-9]{1,20})(?:e[-+]?[0-9]{1,3})?)(?![\w%])"
 _VALUE = re.compile(
-    r"(?<![\w/.-])(?P<section>(?:[a-z_]{1,24}/){0,3})(?:"
+    r"(?P<section>(?:[a-z_]{1,24}/){0,3})(?:"
     + "|".join(f"(?P<{kind}>{names})" for kind, names in reversed(_NAMES.items()))
     + r")(?:/(?:mean|avg))?[\"']?(?:\s{0,3}[:=]\s{0,3}|\s{1,3})[\"']?(?:(?:np\.float(?:16|32|64)|tensor)\()?(?P<value>"
     + _NUMBER
-    + ")",
-    re.IGNORECASE,
+    + ")"
 )
+# One of these stands in each of the names: they are found in a tenth of the time that the whole pattern would take.
+_WORDS = re.compile("loss|norm|reward|score|kl|diff")
+_INSIDE = "_/.-"  # what stands inside of a name beside letters and digits
+_OF_A_NAME = 100  # characters of the longest name with its sections
 _EVALUATES = re.compile(r"(?:eval|val|valid|validation|test)/", re.IGNORECASE)
 _STEP = re.compile(
     r"(?:\b(?:global_)?step|\biteration|\brollout)[\"']?(?:\s{0,3}[:=#]\s{0,3}|\s{1,8})(?P<step>[0-9]{1,9})\b",
@@ -67,12 +71,49 @@ class Series(NamedTuple):
 def series(log: Log) -> tuple[Series, ...]:
     """Return the series that `log` prints, in the order of their first values."""
     found: dict[tuple[str, str], list[Point]] = {}
-    for match in edges(log.text, _VALUE):
-        kind = _kind(match)
-        name = _name(match)
-        point = Point(float(match["value"]), match.start("value"))
-        found.setdefault((kind, name), []).append(point)
+    named: dict[
+        str, tuple[str, str]
+    ] = {}  # kind and name of each text before a value: few, repeated in each step
+    for match in _values(log.text):
+        at = match.start("value")
+        before = log.text[match.start() : at]
+        if before not in named:
+            named[before] = _kind(match), log.text[match.start() : match.end(_group(match))]
+        found.setdefault(named[before], []).append(Point(float(match["value"]), at))
     return tuple(Series(kind, name, tuple(points)) for (kind, name), points in found.items())
+
+
+def _values(text: str) -> Iterator[re.Match[str]]:
+    """Yield the values behind the names of metrics; one that is named in two words begins at the first."""
+    lower, end = lowered(text), 0
+    for hit in edges(lower, _WORDS):
+        if hit.start() < end:
+            continue
+        begin = _begin(lower, hit.start())
+        before = _begin(lower, begin - 1) if begin > 0 and lower[begin - 1] == " " else begin
+        match = (_VALUE.match(lower, before) if end <= before < begin else None) or _VALUE.match(lower, begin)
+        if match is not None and match.end("value") > hit.start() and begin >= end:
+            end = match.end()
+            yield match
+
+
+def _begin(text: str, position: int) -> int:
+    """Return where the name begins that goes on at `position`."""
+    first = max(0, position - _OF_A_NAME)
+    while position > first and (text[position - 1].isalnum() or text[position - 1] in _INSIDE):
+        position -= 1
+    return position
+
+
+@lru_cache(maxsize=2)
+def lowered(text: str) -> str:
+    """Return `text` in small letters, with each letter where it was."""
+    lower = text.lower()
+    return (
+        lower
+        if len(lower) == len(text)
+        else "".join(low if len(low := each.lower()) == 1 else each for each in text)
+    )
 
 
 def edges(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
@@ -95,12 +136,10 @@ def step_at(log: Log, position: int) -> int | None:
     return int(match["step"]) if match else None
 
 
+def _group(match: re.Match[str]) -> str:
+    return next(kind for kind in _NAMES if match[kind])
+
+
 def _kind(match: re.Match[str]) -> str:
-    kind = next(kind for kind in _NAMES if match[kind])
+    kind = _group(match)
     return "evaluation" if kind == "loss" and _EVALUATES.search(match["section"]) else kind
-
-
-def _name(match: re.Match[str]) -> str:
-    groups: Mapping[str, str | None] = match.groupdict()
-    name = next(groups[kind] for kind in _NAMES if groups[kind]) or ""
-    return f"{match['section']}{name}"
