@@ -53,7 +53,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case _ if is_deepspeed(source):
                 section.write_file(draft, source)
             case _:
-                _write_recipe(draft, source, Parser.RECIPE)
+                _write_file(draft, source)
     for text in overrides:
         _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
     arguments.settle(draft, folders)
@@ -68,19 +68,23 @@ def is_fsdp_config(entries: Mapping[str, Node]) -> bool:
     )
 
 
-def _write_recipe(draft: Draft, source: Source, parser: Parser) -> None:
+def _write_file(draft: Draft, source: Source) -> None:
+    """Write a file that no command names: arguments, or a file for `fsdp_config`."""
     root = single_document(source, draft=draft)
-    entries = entries_of(root)
-    if is_fsdp_config(entries):
+    if is_fsdp_config(entries_of(root)):
         draft.may_be_set()
         arguments.write(draft, arguments.FSDP_CONFIG, root, source.name)
-        return
-    for name, node in entries.items():
+    else:
+        _write_recipe(draft, root, source.name, Parser.RECIPE)
+
+
+def _write_recipe(draft: Draft, root: Node, file: str, parser: Parser) -> None:
+    for name, node in entries_of(root).items():
         if name == "env":
             for variable, value in entries_of(node).items():
-                draft.set_environment(variable, plain(value), Place(source.name, value.line, value.column))
+                draft.set_environment(variable, plain(value), Place(file, value.line, value.column))
         else:
-            _write_given(draft, name, node, source.name, parser)
+            _write_given(draft, name, node, file, parser)
 
 
 def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
@@ -125,7 +129,8 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
         _write_accelerate(draft, launch, source.name, folders)
     for recipe in recipes(launch, folders):
         draft.take(recipe)
-        _write_recipe(draft, recipe, Parser.ARGPARSE if names_recipe(launch) else Parser.CALL)
+        parser = Parser.ARGPARSE if names_recipe(launch) else Parser.CALL
+        _write_recipe(draft, single_document(recipe, draft=draft), recipe.name, parser)
     if any(more in source.text for more in _PASSED_ON):
         draft.may_be_set()
     _write_options(draft, launch.words, source.name)

@@ -66,8 +66,9 @@ TABLE = [
         ["--gradient-checkpointing", "offload"],
     ]
 ] + [
-    {"text": f"{BASE}micro_batch_size: 2\n", "words": ["--micro-batch-size", each], "launcher": "accelerate"}
-    for each in ("010", "0x10", "null", "1e3")
+    {"text": f"{BASE}micro_batch_size: 2\n", "words": ["--micro-batch-size", each], "launcher": launcher}
+    for launcher in ("accelerate", "python")
+    for each in ("010", "0x10", "null", "~", "1e3")
 ]
 
 

@@ -56,6 +56,9 @@ TABLE: list[dict[str, Any]] = [
     *({"recipe": None, "words": words.split()} for words in _WORDS),
     {"recipe": {"gradient_checkpointing": None}, "words": []},
     {"recipe": {"activation_checkpointing": "no"}, "words": []},
+    {"recipe": {"max_steps": "1e3"}, "words": []},
+    {"recipe": {"cpu_offload": True}, "words": []},
+    {"recipe": None, "words": ["--activation_checkpointing_k", '{"offload": true}']},
 ]
 
 

@@ -115,7 +115,11 @@ def test_extra_kwargs_go_to_the_model() -> None:
 
 
 def test_a_file_becomes_text_on_the_command_line() -> None:
-    text = "model: some/model\ntuner_type: lora\ndataset: a.jsonl\nmax_grad_norm: null\ngradient_checkpointing: on\n"
+    base = "model: some/model\ntuner_type: lora\ndataset: a.jsonl\n"
+    for name in ("gradient_checkpointing", "deepspeed"):
+        (refused,) = read_text(f"{base}{name}: null\n", "config.yaml").wrong_types
+        assert refused.setting.value == "None", name
+    text = f"{base}max_grad_norm: null\ngradient_checkpointing: on\n"
     config = read_text(f"{text}save_only_model: 'on'\ntarget_modules: [1]\n", "config.yaml")
     wrong = [each.setting.key for each in config.wrong_types]
     assert wrong == ["--max_grad_norm", "swift.save_only_model", "--target_modules"]

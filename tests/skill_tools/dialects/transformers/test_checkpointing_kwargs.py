@@ -16,3 +16,13 @@ def test_nobody_converts_the_keywords_of_checkpointing() -> None:
         config = read_text(script, "train.py")
         assert config.value("activation_checkpointing_kwargs.offload") is True
         assert (len(config.wrong_types), len(config.unknown)) == (refused, unknown), more
+
+
+def test_a_text_in_python_is_true_whatever_it_says() -> None:
+    for text in ("no", "false", "off"):
+        call = f"activation_checkpointing='{text}', activation_checkpointing_kwargs={{'offload': True}}"
+        config = read_text(
+            f"from transformers import TrainingArguments\nargs = TrainingArguments('out', {call})\n",
+            "train.py",
+        )
+        assert config.value("activation_checkpointing") is True, text
