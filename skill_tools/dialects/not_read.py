@@ -61,8 +61,7 @@ KNOWN = (
         "Oumi",
         ("oumi",),
         r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",
-        names=frozenset({"model", "data", "training"}),
-        inside="trainer_type",
+        attempt="offload lint on the YAML that it names",
     ),
     Known(
         "NeMo AutoModel",

@@ -34,6 +34,7 @@ _MODULES = {
     "onetrainer": "skill_tools.dialects.block_swap.onetrainer",
     "ai-toolkit": "skill_tools.dialects.block_swap.ai_toolkit",
     "simpletuner": "skill_tools.dialects.block_swap.simpletuner",
+    "oumi": "skill_tools.dialects.oumi",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",

@@ -370,7 +370,6 @@ NOT_READ = {
     ),
     "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
     "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
-    "oumi.yaml": ("model: {}\ndata: {}\ntraining: {trainer_type: TRL_SFT}\n", "Oumi's"),
     "automodel.sh": ("automodel examples/llm_finetune/a.yaml --nproc-per-node 8\n", "AutoModel's"),
     "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
     "veomni.sh": ("bash train.sh tasks/train_text.py configs/text/a.yaml\n", "VeOmni's"),
