@@ -12,7 +12,6 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -23,7 +22,7 @@ import torch
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError, host_book
-from reference_impl.memory.interrupts import UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedLock
 from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.slab import Slab, SlabSupply
 from reference_impl.memory.staged import ring_of
@@ -107,8 +106,7 @@ class HostArena:
         self._remedy = remedy or "try offloading less"
         self._pinned = pinned
         self._is_copied = pinned or copied
-        self._mutex = threading.Lock()
-        self._lock = UninterruptedLock(self._mutex)
+        self._lock = UninterruptedLock()
         self._returned: deque[HostBlock] = deque()
         self._slabs: list[Slab] = []
         self._free: list[HostBlock] = []
@@ -205,12 +203,8 @@ class HostArena:
         # At once: from here on it is back, whatever happens.
         self._returned.append(block)
         # So nothing is raised for lack of memory or stack: whoever allocates next sorts it in.
-        with suppress(MemoryError, RecursionError), deferred_interrupts():
-            if self._mutex.acquire(blocking=False):
-                try:
-                    self._take_back()
-                finally:
-                    self._mutex.release()
+        with suppress(MemoryError, RecursionError):
+            self._lock.run_if_free(self._take_back)
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""

@@ -26,9 +26,9 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
-from reference_impl.memory.interrupts import UninterruptedCondition, UninterruptedLock, deferred_interrupts
+from reference_impl.memory.interrupts import UninterruptedCondition, UninterruptedLock
 from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
-from reference_impl.memory.tiers import HostTier, StoredBytes
+from reference_impl.memory.tiers import HostTier, ReleasedOnce, StoredBytes
 from reference_impl.memory.worker import Worker, is_done
 
 _STAGING_BYTES = 2 * 2**30
@@ -111,7 +111,7 @@ class DiskTier:
         # How many failures have been raised. Bytes stored before the last one belong to a step that has failed.
         self.failures_raised = 0
         # Only a write that ends frees staging memory for whoever waits.
-        self._last_write: Future[None] | None = None
+        self.last_write: Future[None] | None = None
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
         """Start the D2H copy and the write behind it; waits while the staging memory is full.
@@ -136,8 +136,7 @@ class DiskTier:
             self.file.free(offset, size_bytes)
             raise
         try:
-            with deferred_interrupts():
-                self._last_write = stored.start_writing()
+            stored.start_writing()
         except BaseException:
             # The thread may be writing already: its memory comes back behind it.
             stored.release()
@@ -156,7 +155,7 @@ class DiskTier:
         while True:
             unless()
             self.sweep()
-            write = self._last_write
+            write = self.last_write
             is_writing = write is not None and not is_done(write) and self.writer.is_alive
             try:
                 return self.staging.allocate(size_bytes)
@@ -233,7 +232,7 @@ class DiskTier:
             raise failure
 
 
-class DiskBytes:
+class DiskBytes(ReleasedOnce):
     """One storage on its way to the file, in it, or on its way back."""
 
     def __init__(
@@ -245,6 +244,7 @@ class DiskBytes:
         source: torch.Tensor,
         after: Event,
     ) -> None:
+        super().__init__()
         self._tier = tier
         self._failures_raised = tier.failures_raised
         self._block: HostBlock | None = block
@@ -258,15 +258,14 @@ class DiskBytes:
         self._is_wanted = False
         self._is_needed = False
         self._is_written = False
-        self._is_released = False
         host = block.view(torch.uint8, (self._size_bytes,))
         self.stored = tier.device.copy_out(host, source, after=(after, block.ready), for_threads=True)
         self._last_copy = self.stored
 
-    def start_writing(self) -> Future[None]:
-        """Queue the write behind the copy."""
-        self._writing = self._tier.writer.submit(self._write)
-        return self._writing
+    def start_writing(self) -> None:
+        """Queue the write behind the copy; it is the tier's last one."""
+        with self._lock:
+            self._writing = self._tier.last_write = self._tier.writer.submit(self._write)
 
     def prepare(self) -> None:
         """Queue the read when staging memory is free; does nothing while the bytes still are in memory."""
@@ -306,12 +305,9 @@ class DiskBytes:
                 self._is_wanted = False
                 self._free_staging()
 
-    def release(self) -> None:
-        """Let the tier's next sweep take everything back. Calling it again does nothing."""
-        with deferred_interrupts():
-            if not self._is_released:
-                self._is_released = True
-                self._tier.take_back_later(self)
+    def _on_release(self) -> None:
+        """Let the tier's next sweep take everything back."""
+        self._tier.take_back_later(self)
 
     def give_back(self) -> bool:
         """Give the extent and the staging block back if no thread uses them; return whether that was so."""

@@ -95,7 +95,7 @@ class deferred_interrupts:  # noqa: N801 (used like a function, as contextlib's)
 
 
 class _Lock(Protocol):
-    def acquire(self) -> bool: ...
+    def acquire(self, blocking: bool = True, /) -> bool: ...
 
     def release(self) -> None: ...
 
@@ -133,6 +133,15 @@ class UninterruptedLock:
         region = self._region
         self._lock.release()
         region.__exit__(kind, error, trace)
+
+    def run_if_free(self, change: Callable[[], object]) -> None:
+        """Take the lock for `change` without waiting; where another holder has it, do nothing."""
+        with deferred_interrupts():
+            if self._lock.acquire(False):
+                try:
+                    change()
+                finally:
+                    self._lock.release()
 
 
 class UninterruptedCondition(UninterruptedLock):

@@ -6,14 +6,14 @@ Explained in docs/optimizer-offloading.md.
 
 from __future__ import annotations
 
-import weakref
+from functools import partial
 from typing import Any
 
 import torch
 
-from reference_impl.device import Device
-from reference_impl.memory.arena import HostArena
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.device import Device, Event
+from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.closing import owned
 
 
 class Readback:
@@ -30,23 +30,31 @@ class Readback:
     def __init__(self, device: Device, arena: HostArena, values: torch.Tensor) -> None:
         self._values = values
         made = device.record()
-        with deferred_interrupts():
-            block = arena.allocate(values.nbytes)
-            self._arrival = made
-            try:
-                self._host = block.view(values.dtype, (values.numel(),))
-                self._arrival = device.copy_out(self._host, values, after=[made], for_threads=True)
-                # Also where nobody reads it: of a step, say, that fails before it begins.
-                self._free = weakref.finalize(self, arena.free, block, after=self._arrival)
-            except BaseException:
-                arena.free(block, after=self._arrival)
-                raise
+        # The block goes back also where nobody reads it: of a step, say, that fails before it begins.
+        copy, self._free = owned(
+            self,
+            partial(_started, device, arena, values, made),
+            lambda copy: arena.free(copy[0], after=copy[2]),
+        )
+        _, self._host, self._arrival = copy
 
     def read(self) -> list[Any]:
         """Wait for the copy and return the numbers, once: the block goes back."""
         self._arrival.synchronize()
         numbers: list[Any] = self._host.tolist()
-        # A finalizer that is cut short is over, and has done nothing.
-        with deferred_interrupts():
-            self._free()
+        self._free()
         return numbers
+
+
+def _started(
+    device: Device, arena: HostArena, values: torch.Tensor, made: Event
+) -> tuple[HostBlock, torch.Tensor, Event]:
+    """Start the copy of `values`, which are there behind `made`: its block, the block's numbers, its end."""
+    block, arrival = arena.allocate(values.nbytes), made
+    try:
+        host = block.view(values.dtype, (values.numel(),))
+        arrival = device.copy_out(host, values, after=[made], for_threads=True)
+        return block, host, arrival
+    except BaseException:
+        arena.free(block, after=arrival)
+        raise

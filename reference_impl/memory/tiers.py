@@ -8,6 +8,7 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Protocol
 
@@ -33,6 +34,26 @@ class StoredBytes(Protocol):
 
     def release(self) -> None:
         """Give the memory back once nothing uses it any more. Safe in a finalizer, and to call again."""
+
+
+class ReleasedOnce(ABC):
+    """Bytes of a tier whose memory goes back once: a release that a signal would cut short has happened, or has not."""
+
+    __slots__ = ("_is_released",)
+
+    def __init__(self) -> None:
+        self._is_released = False
+
+    def release(self) -> None:
+        """See `StoredBytes`."""
+        with deferred_interrupts():
+            if not self._is_released:
+                self._is_released = True
+                self._on_release()
+
+    @abstractmethod
+    def _on_release(self) -> None:
+        """Give the memory back, behind the last copy that uses it."""
 
 
 class Tier(Protocol):
@@ -61,15 +82,15 @@ class HostTier:
         self._arena.close()
 
 
-class HostBytes:
+class HostBytes(ReleasedOnce):
     """A block of the arena and the event of the last copy that used it."""
 
-    __slots__ = ("_arena", "_block", "_device", "_is_released", "_view", "stored")
+    __slots__ = ("_arena", "_block", "_device", "_view", "stored")
 
     def __init__(self, device: Device, arena: HostArena, source: torch.Tensor, after: Event) -> None:
+        super().__init__()
         self._device = device
         self._arena = arena
-        self._is_released = False
         self._block = arena.allocate(source.numel())
         try:
             self._view = self._block.view(torch.uint8, (source.numel(),))
@@ -91,9 +112,6 @@ class HostBytes:
     def prepare(self) -> None:
         """Do nothing: pinned memory is ready."""
 
-    def release(self) -> None:
-        """Hand the block back; its next user waits for the last copy. Calling it again does nothing."""
-        with deferred_interrupts():
-            if not self._is_released:
-                self._is_released = True
-                self._arena.free(self._block, after=self._block.ready)
+    def _on_release(self) -> None:
+        """Hand the block back; its next user waits for the last copy."""
+        self._arena.free(self._block, after=self._block.ready)

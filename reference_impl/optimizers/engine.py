@@ -281,15 +281,16 @@ class Engine:
 
     def attach(self, model: nn.Module, *, refresh_masters: Wait, check_load: CheckLoad) -> None:
         """Let `model` wait for the weights of the members, see `AttachedModel.attach`."""
-        self.attached.attach(
-            model,
-            self.members,
-            device=self.device,
-            wait_for=self.wait_for_forward,
-            refresh_masters=refresh_masters,
-            check_load=check_load,
-            noting_status=self._failures.noting_status_on_error,
-        )
+        with deferred_interrupts():
+            self.attached.attach(
+                model,
+                self.members,
+                device=self.device,
+                wait_for=self.wait_for_forward,
+                refresh_masters=refresh_masters,
+                check_load=check_load,
+                noting_status=self._failures.noting_status_on_error,
+            )
 
     @property
     def returns_early(self) -> bool:

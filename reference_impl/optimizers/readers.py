@@ -15,7 +15,6 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits, Wait
 from reference_impl.optimizers.layout import Member
@@ -40,7 +39,10 @@ class AttachedModel:
         check_load: CheckLoad,
         noting_status: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Let `model` wait from now on, and no other; see `ForwardWaits`, whose errors this raises."""
+        """Let `model` wait from now on, and no other; see `ForwardWaits`, whose errors this raises.
+
+        Its caller defers signals: nobody would take the hooks off that an interrupt keeps this from knowing.
+        """
         checks.check_model(model, serves_data_parallel=True)
         matrices = {param: m.matrices for param, m in members.items() if m.matrices is not None}
         checks.check_no_embeddings(model, matrices)
@@ -48,21 +50,19 @@ class AttachedModel:
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)
         before = self._waits
-        # Nothing would take the hooks off that an interrupt keeps this from knowing.
-        with deferred_interrupts():
-            self._waits = ForwardWaits(
-                model,
-                members,
-                device=device,
-                wait_for=wait_for,
-                refresh_masters=refresh_masters,
-                check_load=check_load,
-                noting_status=noting_status,
-                gates=missing is None,
-            )
-            self._gathers_can_wait = missing is None
-            if before is not None:
-                before.close()
+        self._waits = ForwardWaits(
+            model,
+            members,
+            device=device,
+            wait_for=wait_for,
+            refresh_masters=refresh_masters,
+            check_load=check_load,
+            noting_status=noting_status,
+            gates=missing is None,
+        )
+        self._gathers_can_wait = missing is None
+        if before is not None:
+            before.close()
 
     def check_has(self, params: Iterable[torch.Tensor]) -> None:
         """Raise ValueError for one of `params` that the model does not have."""

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from reference_impl.distributed.ddp import data_parallels
 from reference_impl.distributed.ranks import RankGroup, alike
 from reference_impl.memory.closing import ClosedAtExit, close_behind, closed_behind, undo_all
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Report, Shown
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.parking.given import check_ranges, check_timeout, given
@@ -280,9 +279,7 @@ class ParkedTraining(Shown, ClosedAtExit):
                 self._transfer.bring_back(
                     storages, timeout_s=self._timeout_s if timeout_s is None else timeout_s
                 )
-            with deferred_interrupts():
-                self._transfer.be_present(storages)
-                self._masters.weights_are_back()
+            self._transfer.be_present(storages, then=self._masters.weights_are_back)
         except BaseException:
             self._transfer.free_again(storages)
             raise

@@ -10,7 +10,7 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -184,8 +184,10 @@ class Transfer:
                     ) from error
             time.sleep(_RETRY_S)
 
-    def be_present(self, storages: Sequence[ParkedStorage]) -> None:
-        """Let the tensors of `storages` be computed with, all of them, also after an error in between."""
+    def be_present(
+        self, storages: Sequence[ParkedStorage], *, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let the tensors of `storages` be computed with, all of them, also after an error in between; run `then`."""
 
         def all_are() -> None:
             # In one call: a thousand take a millisecond.
@@ -193,11 +195,13 @@ class Transfer:
             for each in storages:
                 each.be_present()
 
-        try:
-            all_are()
-        except BaseException:
-            all_are()
-            raise
+        with deferred_interrupts():
+            try:
+                all_are()
+            except BaseException:
+                all_are()
+                raise
+            then()
 
     def free_again(self, storages: Sequence[ParkedStorage]) -> None:
         """Undo `bring_back`."""

@@ -148,7 +148,7 @@ def test_a_block_comes_back_also_without_memory_for_it(device, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr("reference_impl.memory.arena.deferred_interrupts", no_memory)
+        patched.setattr("reference_impl.memory.interrupts.deferred_interrupts", no_memory)
         arena.free(block)
     assert arena.allocate(2**12) is block
     assert arena.live_bytes == 2**12
