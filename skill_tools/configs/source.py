@@ -42,6 +42,11 @@ class Kind(Enum):
     PYTHON = "python"
     SHELL = "shell"
 
+    @property
+    def label(self) -> str:
+        """Its name in an answer."""
+        return {"python": "Python", "shell": "a shell script"}.get(self.value, self.value.upper())
+
 
 class Source:
     """One input: `name` as the user gave it, its text, and the folder that its relative paths start from.
@@ -81,6 +86,10 @@ class Source:
     def title(self) -> str:
         """The input's name in an answer: its name, and the recipe in it."""
         return f"{self.name}::{self.recipe}" if self.recipe else self.name
+
+    def refused(self, *, expected: str, attempt: str) -> UnusableInput:
+        """Return the error of a dialect that reads no input of this kind."""
+        return UnusableInput(f"{self.name}:1 is {self.kind.label}", expected=expected, attempt=attempt)
 
     def for_recipe(self, recipe: str) -> "Source":
         """Return the same input for one recipe in it."""

@@ -26,7 +26,6 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
-from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 
@@ -49,8 +48,7 @@ def compose(name: str, sources: Sequence[Source], overrides: Sequence[str], *, p
                 _write_toml(draft, single_document(source), source.name)
                 draft.keys_may_be_set((f"{_section(name)}.program",))
             case _:
-                raise UnusableInput(
-                    f"{source.name}:1 is {source.kind.value}",
+                raise source.refused(
                     expected=f"a script that starts a program of {name}, or the file that its --config_file names",
                     attempt="the script that starts the program",
                 )

@@ -15,7 +15,6 @@ from skill_tools.dialects.accelerate.launch import launch_words, write_launch, w
 from skill_tools.dialects.accelerate.section import settle, write_file
 from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
-from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 _OF_THE_SCRIPT = frozenset({"lora_rank", "recompute_granularity"})
@@ -40,8 +39,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
                 write_script(draft, source)
             case _:
-                raise UnusableInput(
-                    f"{source.name} is no configuration of Accelerate",
+                raise source.refused(
                     expected="its YAML or JSON, or the script with `accelerate launch`",
                     attempt="the file that --config_file names",
                 )

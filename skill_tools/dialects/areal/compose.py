@@ -41,8 +41,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.YAML:
                 entries.write_tree(single_document(source, OMEGACONF, draft=draft), source.name)
             case _:
-                raise UnusableInput(
-                    f"{source.name}:1 is {source.kind.value}",
+                raise source.refused(
                     expected="a YAML configuration of AReaL, or the script that runs it",
                     attempt="the file after --config",
                 )

@@ -22,7 +22,6 @@ from skill_tools.configs.yaml_lines import plain
 from skill_tools.dialects.axolotl import AXOLOTL
 from skill_tools.dialects.axolotl.options import Read, read, value_at
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
-from skill_tools.errors import UnusableInput
 
 _PRESETS = "deepspeed_configs/"
 _OVERRIDES = "<overrides>"
@@ -87,8 +86,7 @@ def _write_source(run: _Run, source: Source) -> None:
         case Kind.SHELL:
             _write_script(run, source)
         case Kind.PYTHON:
-            raise UnusableInput(
-                f"{source.name} is Python",
+            raise source.refused(
                 expected="a YAML configuration of Axolotl",
                 attempt="the YAML file that `axolotl train` gets",
             )

@@ -14,7 +14,6 @@ from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.yaml_lines import plain
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.block_swap import ONETRAINER
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.keys import Key
@@ -127,8 +126,7 @@ class OneTrainer(Dialect):
         draft.complete = True
         for source in sources:
             if source.kind is not Kind.JSON:
-                raise UnusableInput(
-                    f"{source.name}:1 is {source.kind.value}",
+                raise source.refused(
                     expected="a preset or configuration of OneTrainer",
                     attempt="the JSON that its window saves (export)",
                 )

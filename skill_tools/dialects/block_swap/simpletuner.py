@@ -15,7 +15,6 @@ from skill_tools.configs.yaml_lines import plain
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.block_swap import SIMPLETUNER
 from skill_tools.dialects.commands import full_name
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.keys import Key
@@ -49,8 +48,7 @@ class SimpleTuner(Dialect):
         draft.complete = True
         for source in sources:
             if source.kind not in (Kind.JSON, Kind.YAML):
-                raise UnusableInput(
-                    f"{source.name}:1 is {source.kind.value}",
+                raise source.refused(
                     expected="a config.json of SimpleTuner",
                     attempt="the file that simpletuner train reads: config/config.json, or config/$ENV/config.json",
                 )

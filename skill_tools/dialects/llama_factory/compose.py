@@ -66,8 +66,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.SHELL:
                 _write_script(draft, source)
             case _:
-                raise UnusableInput(
-                    f"{source.name}:1 is no YAML",
+                raise source.refused(
                     expected="a configuration of LLaMA-Factory, or a script with `llamafactory-cli train`",
                     attempt="the YAML file that `llamafactory-cli train` gets",
                 )

@@ -27,7 +27,6 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.megatron import LM
-from skill_tools.errors import UnusableInput
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
 _OVERRIDES = "<overrides>"
@@ -70,8 +69,7 @@ def _write_source(draft: Draft, source: Source) -> None:
         case Kind.YAML | Kind.JSON:
             _write_yaml(draft, single_document(source, FULL, draft=draft), source.name)
         case Kind.PYTHON:
-            raise UnusableInput(
-                f"{source.name} is Python",
+            raise source.refused(
                 expected="a launch script, arguments or YAML of Megatron-LM",
                 attempt="the script that starts the training",
             )

@@ -24,7 +24,6 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.megatron import LM
 from skill_tools.dialects.megatron.embedded import SHARED_CODE
 from skill_tools.dialects.megatron.lm_compose import is_slip
-from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 _RAY_ENVIRONMENT = "runtime-env"  # Ray gives it to the trainer, beside the script's own
@@ -56,8 +55,7 @@ def compose(program: Program, sources: Sequence[Source], overrides: Sequence[str
     for source in sources:
         draft.take(source)
         if source.kind is not Kind.SHELL:
-            raise UnusableInput(
-                f"{source.name}:1 is {source.kind.value}",
+            raise source.refused(
                 expected=f"a script that starts {program.starts}",
                 attempt="the script with the command that trains",
             )

@@ -32,7 +32,6 @@ from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.megatron import BRIDGE, embedded
 from skill_tools.dialects.ms_swift import MS_SWIFT
 from skill_tools.dialects.transformers.parsers import FALSE, TRUE, TRUTH, meant
-from skill_tools.errors import UnusableInput
 
 _OVERRIDES = "<overrides>"
 _OF_RELEASE = "sw-key-release"
@@ -65,8 +64,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 program = _program_of(draft, entries_of(root))
                 _write_file(draft, root, source.name, program, source.release(MS_SWIFT))
             case _:
-                raise UnusableInput(
-                    f"{source.name} is {source.kind.value}",
+                raise source.refused(
                     expected="a script, YAML or JSON with arguments of ms-swift",
                     attempt="the script that runs `swift sft` or `megatron sft`",
                 )

@@ -13,7 +13,6 @@ from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.nemo_automodel import NEMO_AUTOMODEL
-from skill_tools.errors import UnusableInput
 
 _STRICT = ("distributed", "fsdp", "ddp")  # whose names have to be fields
 _SWITCHES = ("offload_teacher_model", "separate_meshes", "checkpoint.cpu_offload", "checkpoint.enabled")
@@ -30,8 +29,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     draft.complete = True
     for source in sources:
         if source.kind not in (Kind.YAML, Kind.JSON):
-            raise UnusableInput(
-                f"{source.name}:1 is {source.kind.value}",
+            raise source.refused(
                 expected="the YAML of a recipe",
                 attempt="the file that automodel runs; what its command sets goes into --overrides",
             )

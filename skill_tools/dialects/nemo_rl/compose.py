@@ -54,8 +54,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.YAML | Kind.JSON:
                 _read_file(draft, entries, source, ())
             case _:
-                raise UnusableInput(
-                    f"{source.name} is {source.kind.value}",
+                raise source.refused(
                     expected="a YAML configuration of NeMo-RL, or the script that runs it",
                     attempt="the file after --config",
                 )

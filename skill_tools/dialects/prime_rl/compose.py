@@ -28,6 +28,8 @@ _LEAST = {
     "trainer.model.ac.freq": 1,
     "trainer.model.ac_offloading.max_inflight_activations": 1,
 }
+_EXPECTED = "a TOML configuration of prime-rl"
+_ATTEMPT = "the file behind the @ of `uv run rl @ FILE`"
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -37,12 +39,10 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     for source in sources:
         draft.take(source)
         root = single_document(source)
-        if source.kind is not Kind.TOML or overrides:
-            raise UnusableInput(
-                repr(overrides[0]) if overrides else f"{source.name}:1 is {source.kind.value}",
-                expected="a TOML configuration of prime-rl",
-                attempt="the file behind the @ of `uv run rl @ FILE`",
-            )
+        if overrides:
+            raise UnusableInput(repr(overrides[0]), expected=_EXPECTED, attempt=_ATTEMPT)
+        if source.kind is not Kind.TOML:
+            raise source.refused(expected=_EXPECTED, attempt=_ATTEMPT)
         _write(draft, root, source.name)
     return draft.finish()
 

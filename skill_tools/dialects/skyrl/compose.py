@@ -44,8 +44,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     for source in sources:
         draft.take(source)
         if source.kind is not Kind.SHELL:
-            raise UnusableInput(
-                f"{source.name}:1 is {source.kind.value}",
+            raise source.refused(
                 expected="a script that starts a program of SkyRL",
                 attempt="the script with `-m skyrl.train.entrypoints.main_base`",
             )

@@ -47,8 +47,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.SHELL:
                 _write_script(draft, source)
             case _:
-                raise UnusableInput(
-                    f"{source.name}:1 is no TOML",
+                raise source.refused(
                     expected="a TOML of torchtitan up to 0.2.2, or a script that starts torchtitan.train",
                     attempt="the file that --job.config_file names; from 0.3 on, the script with --module and --config",
                 )

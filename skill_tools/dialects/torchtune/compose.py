@@ -76,8 +76,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.SHELL:
                 _read_script(draft, entries, source)
             case _:
-                raise UnusableInput(
-                    f"{source.name}:1 is no YAML",
+                raise source.refused(
                     expected="a configuration of torchtune, or a script with `tune run`",
                     attempt="the YAML file that `tune run` gets with --config",
                 )

@@ -65,8 +65,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.YAML | Kind.JSON:
                 _write_file(draft, single_document(source, OMEGACONF, draft=draft), source.name)
             case _:
-                raise UnusableInput(
-                    f"{source.name} is {source.kind.value}",
+                raise source.refused(
                     expected="a launch script, overrides or YAML of verl",
                     attempt="the script that starts verl.trainer.main_ppo",
                 )

@@ -224,7 +224,7 @@ def test_yaml_over_a_base_that_is_not_here() -> None:
 
 
 def test_python_is_refused() -> None:
-    with pytest.raises(UnusableInput, match="is python"):
+    with pytest.raises(UnusableInput, match="is Python"):
         read_text("import verl\n", "main.py", framework="verl")
 
 
