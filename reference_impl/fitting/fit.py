@@ -191,7 +191,7 @@ def fit(
                 )
                 for task, (model_described, error_share) in zip(tasks, described, strict=True)
             ]
-            chosen, settled = fastest(searches)
+            chosen, best = fastest(searches)
             task = tasks[chosen]
             if on.allocator is not None:
                 # As before each trial: the plan's buffers would split the large blocks that the last one has left in
@@ -202,8 +202,8 @@ def fit(
                 on.allocator.limit(budget_bytes)
                 undo.append(partial(on.allocator.limit, None))
             undo.append(task.put_back)
-            task.place(settled.plan)
-            applied = task.apply(settled.plan)
+            task.place(best.plan)
+            applied = task.apply(best.plan)
             undo.append(applied.close)
         except BaseException as error:
             before.restore()
@@ -222,13 +222,13 @@ def fit(
         shown.end()
     for each in optimizers_in(optimizer):
         each.state.clear()
-    measured, summary = settled.measured(budget_bytes), settled.summary(budget_bytes)
+    measured, summary = best.measured(budget_bytes), best.summary(budget_bytes)
     if len(losses) > 1:
         measured["loss"] = chosen
         summary += f"; loss {chosen} of those given"
     # A formula may have counted others; `apply_plan` compares them.
-    described_as = settled.plan.get("model", {}) | {"parameters": sum(p.numel() for p in model.parameters())}
-    plan_of_model = settled.plan | {"fitted": measured, "model": described_as}
+    described_as = best.plan.get("model", {}) | {"parameters": sum(p.numel() for p in model.parameters())}
+    plan_of_model = best.plan | {"fitted": measured, "model": described_as}
     fitted = Fitted(applied, losses[chosen], plan_of_model, summary, undo)
     _LOG.info(fitted.summary)
     return fitted

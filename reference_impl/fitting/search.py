@@ -51,7 +51,7 @@ _OTHER_WAY = {_TRAINED_LAYERS: _OPTIMIZER, _OPTIMIZER: _TRAINED_LAYERS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class ChosenPlan:
     """The plan that was chosen, its trial, and the cost of the search."""
 
     plan: Plan
@@ -116,7 +116,7 @@ class Search:
         # Whether layers could not be taken off the device, because it was full of their weights.
         self._is_full = False
 
-    def settle(self) -> Settled:
+    def find_best(self) -> ChosenPlan:
         """Return the best plan that was tried. Raises RefusedPlanError where none is left to try."""
         steps = plans = 0
         for _ in range(_MOST_PLANS):
@@ -155,7 +155,7 @@ class Search:
                 f"{plans} plans had too little memory; expected one to fit; try a smaller batch"
             )
         plan, found = min(self._good, key=lambda good: self.preference(*good))
-        return Settled(plan=plan, trial=found, steps=steps, plans=plans)
+        return ChosenPlan(plan=plan, trial=found, steps=steps, plans=plans)
 
     def _next(self) -> Plan:
         try:
@@ -283,25 +283,23 @@ class Search:
         return is_tight, found.step_s if on_device else _time(plan)["step_s"]
 
 
-def fastest(searches: Sequence[Search]) -> tuple[int, Settled]:
-    """Let all of them settle; return the number of the best, the plan that it has settled on, and the steps of all.
+def fastest(searches: Sequence[Search]) -> tuple[int, ChosenPlan]:
+    """Run all of them; return the number of the best, the plan that it has chosen, and the steps of all.
 
     Raises RefusedPlanError, the first one's, where none has a plan.
     """
-    settled: dict[int, Settled] = {}
+    found: dict[int, ChosenPlan] = {}
     refused: list[RefusedPlanError] = []
     for index, search in enumerate(searches):
         try:
-            settled[index] = search.settle()
+            found[index] = search.find_best()
         except RefusedPlanError as error:
             refused.append(error)
-    if not settled:
+    if not found:
         raise refused[0]
-    best = min(
-        settled, key=lambda index: searches[index].preference(settled[index].plan, settled[index].trial)
-    )
-    steps, plans = (sum(getattr(each, name) for each in settled.values()) for name in ("steps", "plans"))
-    return best, replace(settled[best], steps=steps, plans=plans)
+    best = min(found, key=lambda index: searches[index].preference(found[index].plan, found[index].trial))
+    steps, plans = (sum(getattr(each, name) for each in found.values()) for name in ("steps", "plans"))
+    return best, replace(found[best], steps=steps, plans=plans)
 
 
 def _predicted(plan: Plan) -> int:

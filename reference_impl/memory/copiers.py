@@ -130,7 +130,7 @@ class Copiers:
                 self._call_threads(-(-copy.size_bytes // _PART_BYTES))
                 (self._needed if is_needed else self._others).append(copy)
         except BaseException:
-            self.settle([copy])
+            self.stop_writing([copy])
             raise
         return copy
 
@@ -154,7 +154,7 @@ class Copiers:
         if copy.error is not None:
             raise copy.error
 
-    def settle(self, copies: Iterable[Copy]) -> None:
+    def stop_writing(self, copies: Iterable[Copy]) -> None:
         """Have none of `copies` write any more: those that have not begun never will."""
         for copy in copies:
             with self._lock:
@@ -171,7 +171,7 @@ class Copiers:
             for each in started:
                 self.wait(each)
         except BaseException:
-            self.settle(started)
+            self.stop_writing(started)
             raise
 
     def close(self) -> None:

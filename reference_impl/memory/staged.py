@@ -138,7 +138,7 @@ class Ring:
     def copy_out(self, host: torch.Tensor, source: torch.Tensor) -> Event:
         """Start filling `host`; return the event that its readers on the host wait for beside the stream."""
         landings: list[Event] = []
-        with self._out.lock, self._settled_after_failure():
+        with self._out.lock, self._copies_ended_on_error():
             if self._out.count < _BUFFERS:
                 self._in.hand_over(self._out, _BUFFERS)
             self._begin_anew(host)
@@ -154,7 +154,7 @@ class Ring:
         self._wait_landed(host)
         # Buffers that are being filled, the first one first.
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
-        with self._in.lock, self._settled_after_failure(filling):
+        with self._in.lock, self._copies_ended_on_error(filling):
             for part, piece in _pieces(target, host, self._in.size_bytes):
                 # The link reads the other half: who fills all of them waits for the one sent last, alone on the link.
                 if len(filling) == self._in.count // 2:
@@ -234,14 +234,14 @@ class Ring:
             self._lost = [entry for entry in self._lost if not _overlaps(entry, host)]
 
     @contextmanager
-    def _settled_after_failure(
+    def _copies_ended_on_error(
         self, filling: Iterable[tuple[torch.Tensor, torch.Tensor, Copy]] = ()
     ) -> Iterator[None]:
         """Wait for the device and for `filling` after an error: nobody knows how far these copies have come."""
         try:
             yield
         except BaseException:
-            self._copiers.settle(copy for _, _, copy in filling)
+            self._copiers.stop_writing(copy for _, _, copy in filling)
             with suppress(Exception):
                 self._device.synchronize()
             raise

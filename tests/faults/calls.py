@@ -16,7 +16,7 @@ from functools import cache
 
 from injector import Injector
 from injector import undisturbed as quiet
-from interrupts import AROUND_A_STEP, Interrupt, counted
+from interrupts import AROUND_A_STEP, Interrupt, counted, of_package
 from judge import Outcome, Snapshot, Verdict, checkpoint, told_of, train, undisturbed, undisturbed_until
 from leftovers import Leftovers, hooks_of
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
@@ -98,7 +98,7 @@ def _come(setting: Setting, call: str) -> Iterator[Program]:
 @cache
 def bytecodes(setting: Setting, call: str) -> int:
     """Return how many bytecodes the call takes."""
-    with _come(setting, call) as program, counted(None, lambda: None, also=ALSO) as count:
+    with _come(setting, call) as program, counted(None, lambda: None, of=of_package(ALSO)) as count:
         program.run()
     return count[0]
 

@@ -54,7 +54,7 @@ class Interrupt:
             os.kill(os.getpid(), self.number)
 
         try:
-            with self._timed(send) if self.nth is None else counted(self.nth, send, also=self.also):
+            with self._timed(send) if self.nth is None else counted(self.nth, send, of=of_package(self.also)):
                 yield
                 # What is still under way must not hit the judge.
                 signal.signal(self.number, signal.SIG_IGN)
@@ -79,19 +79,23 @@ class Interrupt:
             timer.join()
 
 
+def of_package(also: tuple[str, ...] = AROUND_A_STEP) -> Callable[[str], bool]:
+    """Return whether a path is a file of the package, or ends like one of `also`."""
+    return lambda path: path.startswith(PACKAGE) or path.endswith(also)
+
+
 @contextmanager
 def counted(
-    nth: int | None, send: Callable[[], None], *, also: tuple[str, ...] = AROUND_A_STEP
+    nth: int | None, send: Callable[[], None], *, of: Callable[[str], bool] | None = None
 ) -> Iterator[list[int]]:
-    """Count bytecodes of the package on this thread, into the list that is returned; call `send` before the `nth`.
+    """Count bytecodes on this thread, into the list that is returned; call `send` before the `nth`.
 
-    Those of files whose paths end like `also` count too.
+    Those count whose file's path is one `of`: by default of the package, and of torch around a step.
     """
-    count = [0]
+    count, is_counted = [0], of or of_package()
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        path = frame.f_code.co_filename
-        if not path.startswith(PACKAGE) and not path.endswith(also):
+        if not is_counted(frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return each

@@ -14,7 +14,7 @@ from typing import Any
 
 from calls import ALSO, SIGNALS
 from injector import Injector
-from interrupts import Interrupt, counted
+from interrupts import Interrupt, counted, of_package
 from judge import Outcome, Verdict, told_of
 from leftovers import Leftovers, hooks_of
 from memory_cases import STEPS, WAYS, Trainee, Way, directory_of, plain
@@ -77,7 +77,7 @@ def _come(way: Way, call: str) -> Iterator[Program]:
 @cache
 def sizes(way: Way, call: str) -> tuple[int, int, int]:
     """Return how many bytecodes a call takes, how many calls it makes, and how many frames deep it goes."""
-    with _come(way, call) as program, counted(None, lambda: None, also=ALSO) as bytecodes:
+    with _come(way, call) as program, counted(None, lambda: None, of=of_package(ALSO)) as bytecodes:
         program.run()
     with _come(way, call) as program, calls_counted(None, lambda where: None, on_main=True) as calls:
         program.run()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from injector import WORKER, Fault, Injector, Moment, some_kind, undisturbed
-from interrupts import Interrupt, counted
+from interrupts import Interrupt, counted, of_package
 from judge import Outcome, Verdict, told_of
 from leftovers import Leftovers
 from python_faults import OTHERS_FRAMES, NoMemory, TooDeep, calls_counted, deeper, frames_counted
@@ -218,7 +218,7 @@ def bytecodes(way: Way) -> tuple[int, int]:
     trainee = Trainee(way, Injector())
     with directory_of(way) as directory:
         offloader = way.wrap(trainee.model, directory)
-        with counted(None, lambda: None, also=CONTEXTS) as count:
+        with counted(None, lambda: None, of=of_package(CONTEXTS)) as count:
             trainee.train(0, stop=1)
             before = count[0]
             trainee.train(1, stop=STEPS - 1)

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from interrupts import counted
+from interrupts import counted, of_package
 from torch import nn
 
 from reference_impl import ActivationOffloader, CheckpointOffloader
@@ -34,13 +34,13 @@ def test_an_interrupted_constructor_leaves_nothing(kind, tmp_path):
     before_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     make().close()
     before = state()
-    with counted(None, lambda: None, also=()) as count:
+    with counted(None, lambda: None, of=of_package(())) as count:
         made = make()
     made.close()
     interrupted = 0
     for nth in range(1, count[0] - 20, -(-count[0] // 60)):
         try:
-            with counted(nth, lambda: signal.raise_signal(signal.SIGINT), also=()):
+            with counted(nth, lambda: signal.raise_signal(signal.SIGINT), of=of_package(())):
                 made = make()
             made.close()
         except KeyboardInterrupt:

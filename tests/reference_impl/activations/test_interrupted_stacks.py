@@ -2,14 +2,14 @@
 
 import itertools
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from interrupts import counted
 from leftovers import Leftovers
 from torch import nn
 
@@ -42,31 +42,8 @@ class Net(nn.Module):
         return hidden.square().mean()
 
 
-@contextmanager
-def interrupted(nth: int) -> Iterator[list[int]]:
-    """Send SIGINT before bytecode `nth` of torch's context managers; yield the count of them."""
-    count = [0]
-
-    def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(TORCHS):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return each
-
-    def each(frame: FrameType, event: str, argument: Any) -> Any:
-        count[0] += event == "opcode"
-        if event == "opcode" and count[0] == nth:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return each
-
-    # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
-    sys._getframe().f_trace_opcodes = True
-    sys.settrace(enter)
-    try:
-        yield count
-    finally:
-        sys.settrace(None)
+def of_torch(path: str) -> bool:
+    return path.endswith(TORCHS)
 
 
 @pytest.mark.parametrize("kind", OFFLOADERS)
@@ -77,7 +54,10 @@ def test_an_interrupt_in_a_context_of_torchs_leaves_nothing_there(kind):
             model(batch).backward()
         before = Leftovers.now().modes
         for nth in itertools.count(1):
-            with suppress(KeyboardInterrupt), interrupted(nth) as count:
+            with (
+                suppress(KeyboardInterrupt),
+                counted(nth, partial(signal.raise_signal, signal.SIGINT), of=of_torch) as count,
+            ):
                 model(batch).backward()
             assert Leftovers.now().modes == before, f"bytecode {nth}"
             if count[0] < nth:

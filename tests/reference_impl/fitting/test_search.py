@@ -71,7 +71,7 @@ class Planner:
 def played(monkeypatch):
     """Settle where each trial is what `answers` gives for its plan."""
 
-    def settle(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
+    def play(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
         left, limits = list(answers), []
 
         def run(task, tried, *, limit_bytes, say):
@@ -84,12 +84,12 @@ def played(monkeypatch):
         task = SimpleNamespace(device=device, on_host=on_host)
         before = SimpleNamespace(restore=lambda: None)
         search = Search(task, before, planner, budget, other_bytes=other_bytes, error_share=0.0, first=first)
-        settled = search.settle()
+        chosen = search.find_best()
         assert set(limits) == {round(0.98 * budget)}
         assert not left
-        return settled
+        return chosen
 
-    return settle
+    return play
 
 
 def took(peak, step_s=1.0, **others):
@@ -98,16 +98,16 @@ def took(peak, step_s=1.0, **others):
 
 def test_the_first_question_leaves_headroom_and_a_good_plan_is_the_last(played):
     planner = Planner()
-    settled = played(planner, took(940))
+    chosen = played(planner, took(940))
     assert planner.asked == [(950, LAST_RESORT)]
-    assert (settled.steps, settled.plans) == (2, 1)
+    assert (chosen.steps, chosen.plans) == (2, 1)
 
 
 def test_what_no_plan_counts_is_left_free_from_the_start(played):
     planner = Planner()
-    settled = played(planner, took(945), other_bytes=60)
+    chosen = played(planner, took(945), other_bytes=60)
     assert planner.asked == [(890, LAST_RESORT)]
-    assert settled.plans == 1
+    assert chosen.plans == 1
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -124,17 +124,17 @@ def test_tensors_of_others_and_workspaces_are_counted_beside_the_weights(on_host
 
 def test_a_peak_above_the_headroom_is_corrected_by_what_the_plan_was_wrong_by(played):
     planner = Planner(plan(945))
-    settled = played(planner, took(985), took(948))
+    chosen = played(planner, took(985), took(948))
     assert planner.asked[1][0] == 950 - (985 - 945)
-    assert settled.trial.peak_device_bytes == 948
-    assert (settled.steps, settled.plans) == (4, 2)
+    assert chosen.trial.peak_device_bytes == 948
+    assert (chosen.steps, chosen.plans) == (4, 2)
 
 
 def test_room_that_is_left_is_asked_for(played):
     planner = Planner(plan(945))
-    settled = played(planner, took(800), took(945, step_s=0.9))
+    chosen = played(planner, took(800), took(945, step_s=0.9))
     assert planner.asked[1][0] == 950 + (945 - 800)
-    assert settled.trial.peak_device_bytes == 945
+    assert chosen.trial.peak_device_bytes == 945
 
 
 def learning(seconds, *, rivals=()):
@@ -147,15 +147,15 @@ def learning(seconds, *, rivals=()):
 def test_a_plan_whose_time_is_wrong_by_far_gives_way_to_another_mechanism_whatever_the_steps(played):
     planner = Planner(plan(945))
     given = learning(8.0, rivals=[(("optimizer-offload",), 9.0)])
-    settled = played(planner, took(800, steps=4, step_s=30.0), took(945, step_s=11.0), first=given)
+    chosen = played(planner, took(800, steps=4, step_s=30.0), took(945, step_s=11.0), first=given)
     assert planner.asked == [(950, LAST_RESORT)]
-    assert (settled.trial.step_s, settled.steps, settled.plans) == (11.0, 6, 2)
+    assert (chosen.trial.step_s, chosen.steps, chosen.plans) == (11.0, 6, 2)
 
 
 def test_a_plan_that_is_a_little_slower_than_said_is_the_last_within_four_steps(played):
     given = learning(8.0, rivals=[(("optimizer-offload",), 9.0)])
-    settled = played(Planner(), took(940, steps=4, step_s=14.0), first=given)
-    assert (settled.steps, settled.plans) == (4, 1)
+    chosen = played(Planner(), took(940, steps=4, step_s=14.0), first=given)
+    assert (chosen.steps, chosen.plans) == (4, 1)
 
 
 def test_a_plan_that_has_to_learn_is_tried_where_nothing_else_fits(played):
@@ -178,8 +178,8 @@ def test_each_trial_is_logged_with_what_it_took(played, caplog):
 
 
 def test_a_correction_that_finds_no_memory_leaves_the_plan_before(played):
-    settled = played(Planner(plan(945)), took(800), took(1000, short_of="device", steps=1))
-    assert settled.trial.peak_device_bytes == 800
+    chosen = played(Planner(plan(945)), took(800), took(1000, short_of="device", steps=1))
+    assert chosen.trial.peak_device_bytes == 800
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_a_correction_that_finds_no_memory_leaves_the_plan_before(played):
 )
 def test_what_lacked_is_asked_for_less(played, short_of, check):
     planner = Planner()
-    settled = played(planner, took(1000, short_of=short_of, steps=0), took(860))
+    chosen = played(planner, took(1000, short_of=short_of, steps=0), took(860))
     assert check(planner)
-    assert (settled.steps, settled.plans) == (3, 2)
+    assert (chosen.steps, chosen.plans) == (3, 2)
 
 
 def test_a_budget_of_activations_that_is_not_kept_is_left_out(played):
@@ -205,26 +205,26 @@ def test_a_budget_of_activations_that_is_not_kept_is_left_out(played):
 
 def test_where_the_cache_had_to_be_given_back_less_is_asked_for_and_kept(played):
     planner = Planner(plan(940))
-    settled = played(planner, took(940, retried=True, step_s=0.5), took(860, step_s=0.8))
+    chosen = played(planner, took(940, retried=True, step_s=0.5), took(860, step_s=0.8))
     assert planner.asked[1][0] == 950 - 80
-    assert settled.trial.peak_device_bytes == 860
-    assert "expandable_segments" not in settled.summary(1000)
+    assert chosen.trial.peak_device_bytes == 860
+    assert "expandable_segments" not in chosen.summary(1000)
 
 
 def test_a_cache_that_is_given_back_in_every_step_is_said(played):
-    settled = played(Planner(plan(940)), took(940, retried=True), took(860, retried=True))
-    assert settled.measured(1000)["retried"]
-    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in settled.summary(1000)
+    chosen = played(Planner(plan(940)), took(940, retried=True), took(860, retried=True))
+    assert chosen.measured(1000)["retried"]
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in chosen.summary(1000)
 
 
 @pytest.mark.parametrize(("rival_s", "chosen_s"), [(0.7, 0.7), (1.4, 1.0)])
 def test_a_rival_that_may_be_faster_is_tried_and_the_faster_one_is_kept(played, rival_s, chosen_s):
     first = plan(945, rivals=[(("optimizer-offload",), 0.8)])
     planner = Planner(first, plan(930, mode="layers", mechanisms=("optimizer-offload",)))
-    settled = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
+    chosen = played(planner, took(940, step_s=1.0), took(930, step_s=rival_s))
     assert planner.asked[1] == (950, LAST_RESORT | {"recompute"})
-    assert settled.trial.step_s == chosen_s
-    assert settled.steps == 4
+    assert chosen.trial.step_s == chosen_s
+    assert chosen.steps == 4
 
 
 def test_an_alternative_with_more_mechanisms_hides_no_rival(played):
@@ -265,9 +265,9 @@ class Ways(Planner):
 )
 def test_weights_of_the_host_stay_there_where_that_is_faster(played, stays, streams, took_s, settled_on):
     planner = Ways(stays=stays, streams=streams)
-    settled = played(planner, *(took(930, step_s=each) for each in took_s), on_host=True)
-    assert ("trained_layers" in settled.plan["execute"], settled.steps) == settled_on
-    assert settled.trial.step_s == min(took_s)
+    chosen = played(planner, *(took(930, step_s=each) for each in took_s), on_host=True)
+    assert ("trained_layers" in chosen.plan["execute"], chosen.steps) == settled_on
+    assert chosen.trial.step_s == min(took_s)
 
 
 def test_the_other_way_is_tried_before_another_plan_of_the_same(played):
@@ -289,22 +289,22 @@ def test_weights_of_the_host_that_have_no_room_there_are_planned_on_the_device(p
             return super().plan(tensor_bytes, without=without)
 
     short = took(0, short_of="host", steps=0, was_applied=False)
-    settled = played(Full(stays=1.0, streams=0.9), short, took(940), on_host=True)
-    assert "trained_layers" not in settled.plan["execute"]
+    chosen = played(Full(stays=1.0, streams=0.9), short, took(940), on_host=True)
+    assert "trained_layers" not in chosen.plan["execute"]
 
 
 def test_a_plan_to_start_with_that_streams_is_corrected_by_one_that_streams(played):
     planner = Planner()
-    settled = played(planner, took(800), took(940, step_s=0.9), first=streaming(930))
+    chosen = played(planner, took(800), took(940, step_s=0.9), first=streaming(930))
     assert planner.asked == [(950 + 130, STREAMS_ALL)]
-    assert settled.trial.peak_device_bytes == 940
+    assert chosen.trial.peak_device_bytes == 940
 
 
 def test_two_plans_are_tried_to_their_end_however_slow_they_are(played):
     first = plan(945, mechanisms=("optimizer-offload", "recompute"), rivals=[(("recompute",), 10.0)])
     second = plan(940, rivals=[((), 10.0)])
-    settled = played(Planner(first, second), took(945, step_s=40.0), took(940, step_s=30.0))
-    assert (settled.trial.step_s, settled.steps, settled.plans) == (30.0, 4, 2)
+    chosen = played(Planner(first, second), took(945, step_s=40.0), took(940, step_s=30.0))
+    assert (chosen.trial.step_s, chosen.steps, chosen.plans) == (30.0, 4, 2)
 
 
 def test_no_rival_is_tried_that_cannot_be_faster_nor_on_the_twin(played):
@@ -321,24 +321,24 @@ def test_where_no_attempt_has_room_the_planner_has_the_last_word(played):
 
 def test_trained_layers_stream_where_nothing_else_is_left(played):
     planner = Planner()
-    settled = played(planner, took(190), budget=200)
+    chosen = played(planner, took(190), budget=200)
     assert planner.asked == [(190, LAST_RESORT), (190, STREAMS_ALL)]
-    assert "trained_layers" in settled.plan["execute"]
+    assert "trained_layers" in chosen.plan["execute"]
 
 
 def test_with_trained_layers_too_room_that_is_left_is_asked_for(played):
     planner = Planner(streaming(185))
-    settled = played(planner, took(150), took(190, step_s=0.9), budget=200)
+    chosen = played(planner, took(150), took(190, step_s=0.9), budget=200)
     assert planner.asked[-1][0] == 190 + (185 - 150)
-    assert settled.trial.peak_device_bytes == 190
+    assert chosen.trial.peak_device_bytes == 190
 
 
 def test_after_attempts_without_room_they_are_the_last_resort_too(played):
     planner = Planner()
     short = took(1000, short_of="device", steps=1)
-    settled = played(planner, short, took(278), budget=330)
+    chosen = played(planner, short, took(278), budget=330)
     assert planner.asked == [(314, LAST_RESORT), (309 - 26, LAST_RESORT), (309 - 26, STREAMS_ALL)]
-    assert "trained_layers" in settled.plan["execute"]
+    assert "trained_layers" in chosen.plan["execute"]
 
 
 def test_weights_that_leave_no_room_to_stream_them_from_are_to_be_on_the_host(played):

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from interrupts import counted
+from interrupts import counted, of_package
 
 from reference_impl.device import REACHED
 from reference_impl.memory.arena import HostArena
@@ -40,12 +40,12 @@ def interrupted_everywhere(operation: Callable[[], object], check: Callable[[], 
     Returns how often it was interrupted.
     """
     operation()
-    with counted(None, lambda: None, also=TRACED) as count:
+    with counted(None, lambda: None, of=of_package(TRACED)) as count:
         operation()
     times = 0
     for nth in range(1, count[0] + 1, -(-count[0] // most)):
         try:
-            with counted(nth, lambda: signal.raise_signal(signal.SIGINT), also=TRACED):
+            with counted(nth, lambda: signal.raise_signal(signal.SIGINT), of=of_package(TRACED)):
                 operation()
         except KeyboardInterrupt:
             times += 1
