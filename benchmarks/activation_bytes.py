@@ -1,4 +1,4 @@
-"""Counts, without the engine's help, what the layers save and what crosses the link."""
+"""Counts, without the engine's help, the bytes that layers save and those that cross the link."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unique_bytes(model: nn.Module, step: Callable[[], object], *, min_bytes: int
 
 
 class Watched:
-    """A tier that notes what is stored."""
+    """A tier that notes the storages that it gets."""
 
     def __init__(self, tier: Tier, model: nn.Module) -> None:
         """Pass everything on to `tier`."""
@@ -60,7 +60,7 @@ class Watched:
 
 
 def count_bytes(model: nn.Module, step: Callable[[], object], *, min_bytes: int) -> dict[str, float | bool]:
-    """Return in GB what a step's layers save, each storage once, what of it was copied, and what of it were weights."""
+    """Return GB that a step's layers save, each storage once, and of them the GB copied and the GB of weights."""
     unique = unique_bytes(model, step, min_bytes=min_bytes)
     with ActivationOffloader(model, min_bytes=min_bytes) as offloader:
         watched = offloader.engine.tier = Watched(offloader.engine.tier, model)

@@ -34,7 +34,7 @@ GOAL_TOKENS = 32768
 
 @dataclass(frozen=True)
 class Goal:
-    """What a row is to reach at `GOAL_TOKENS`: its time over no offload, and its peak in GB."""
+    """The goals of a row at `GOAL_TOKENS`: its time over no offload, and its peak in GB."""
 
     ratio: float
     peak_gb: float

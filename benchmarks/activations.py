@@ -5,9 +5,9 @@
     python benchmarks/activations.py --figure docs/figures/activation-timeline.svg     # and a timeline of one step
 
 A row is forward and backward, no optimizer. Times are medians of the steps after warm-up; the peak is the allocator's,
-the highest of these steps. Beside each time stands what the link allows: forward and backward without offload, or the
-copies, whichever is longer. First steps are those of processes of their own, which run before everything else. Peers
-are imported where they are installed and left out where not.
+the highest of these steps. Beside each time stands the limit that the link sets: forward and backward without offload,
+or the copies, whichever is longer. First steps are those of processes of their own, which run before everything else.
+Peers are imported where they are installed and left out where not.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Step:
 
 
 def measure(attach: Attach, step: Step) -> dict[str, Any]:
-    """Return times in seconds, sizes in decimal GB, and what the offloader says about itself."""
+    """Return times in seconds, sizes in decimal GB, and the offloader's own report."""
     forget_caches(step.device)
     with ExitStack() as stack:
         ledger = stack.enter_context(Ledger(step.device, track=step.model.parameters()))
@@ -235,7 +235,7 @@ def run_rows(
 
 
 def judge(results: dict[str, dict[str, Any]], first_steps: dict[str, float]) -> list[dict[str, Any]]:
-    """Return a line for each goal: what was to be reached, what was, and whether."""
+    """Return a line for each goal: the value to reach, the value reached, and whether it is met."""
     lines = []
 
     def add(what: str, goal: float, reached: float) -> None:

@@ -1,4 +1,4 @@
-"""Gives memory back between the rows of a benchmark, so that none is measured with what another has left."""
+"""Gives memory back between the rows of a benchmark, so that none is measured with the caches of another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference_impl.device import Device
 
 
 def forget_caches(device: Device) -> None:
-    """Give back what the row before has left in torch's caches, pinned memory among it."""
+    """Give back the memory that the row before has left in torch's caches, pinned memory among it."""
     gc.collect()
     if device.is_accelerator:
         torch.cuda.empty_cache()

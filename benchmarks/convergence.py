@@ -185,7 +185,7 @@ def train(
 
 
 def rows(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, object]]:
-    """Yield a line for each form: validation losses and what they are off the exact ones of the same seed."""
+    """Yield a line for each form: validation losses and their distance from the exact ones of the same seed."""
     for form in FORMS:
         exact = {run["seed"]: run for run in runs if run["form"] == exact_of(form)}
         listed = [run for run in runs if run["form"] == form]
@@ -210,7 +210,7 @@ def same_until(losses: Sequence[float], exact: Sequence[float]) -> str:
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the losses, means of 50 steps over all seeds, and below them what each form is off the exact one."""
+    """Draw the losses, means of 50 steps over all seeds, and below them each form's distance from the exact one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -240,7 +240,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train what is asked for, or read it, print the table, write JSON and the figure."""
+    """Train the forms asked for, or read them, print the table, write JSON and the figure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

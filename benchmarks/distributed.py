@@ -35,14 +35,14 @@ A trace of rank 0 in one row, and a drawing of one step:
 
 A row is one optimizer in training: forward, backward, step, zero_grad. fp32 parameters, unless a row says bf16, bf16
 compute (under DDP by autocast), full activation checkpointing; gradients are clipped exactly, but not in torch's
-offloading row, whose clipping is a pass over the host. `--rows` leaves out what a host has no memory for. `weights` is
-a sum of the bits of all weights at the end: rows that trained alike to the bit have the same.
-A time is the median of the steps after warming up, from one end of the compute stream's work to the next, on the
-slowest rank; the host runs ahead. The first step is that of a row's first batch size. The peak is the allocator's, the
-largest of all ranks, in GB of 10**9 bytes.
+offloading row, whose clipping is a pass over the host. `--rows` leaves out rows for which a host has no memory.
+`weights` is a sum of the bits of all weights at the end: rows that trained alike to the bit have the same. A time is
+the median of the steps after warming up, from one end of the compute stream's work to the next, on the slowest rank;
+the host runs ahead. The first step is that of a row's first batch size. The peak is the allocator's, the largest of all
+ranks, in GB of 10**9 bytes.
 
 `least` is the ratio that the rates allow, measured on all ranks at once: a step lasts backward, three quarters of the
-step without offload or the copies in it, and then what is left of the copies or of the CPU's update, or forward.
+step without offload or the copies in it, and then the rest of the copies or of the CPU's update, or forward.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def train(model: nn.Module, optimizer: Any, device: Device, ids: torch.Tensor, s
 def measure(
     row: Row, layout: Layout, shape: DecoderShape, device: Device, batches: list[int], tokens: int, steps: int
 ) -> dict[str, Any]:
-    """Build a row once and train it at each batch size; return what this rank has measured, or its error.
+    """Build a row once and train it at each batch size; return this rank's measurements, or its error.
 
     An error that all ranks meet, such as too little memory, ends the row; one of a single rank ends the run.
     """
@@ -140,7 +140,7 @@ def _measured(
             ids = torch.randint(0, shape.vocab, (batch, tokens), generator=generator)
             found[str(batch * tokens)] = train(model, optimizer, device, ids.to(device.torch_device), steps)
     finally:
-        # Also after an error: what is frozen would stay, and the next row needs the memory.
+        # Also after an error: frozen objects would stay, and the next row needs the memory.
         gc.unfreeze()
         optimizer.close()
         torch.set_num_threads(threads)
@@ -191,7 +191,7 @@ def trace(
 
 
 def of_all_ranks(value: Any) -> list[Any]:
-    """Return what each rank has."""
+    """Return the value of each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -230,7 +230,7 @@ def threads_of_a_rank() -> int:
 
 
 def rates(device: Device) -> dict[str, object]:
-    """Return what this machine is and, on CUDA, what its link and the host's memory carry, in GB/s.
+    """Return this machine's name and, on CUDA, the bandwidths of its link and of the host's memory, in GB/s.
 
     All ranks measure together: they share the host's memory.
     """
@@ -289,7 +289,7 @@ def main() -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
     device = Device.of("cuda" if is_cuda else "cpu")
-    # Torch's offloading reduces on the host what it keeps there.
+    # Torch's offloading reduces gradients that it keeps on the host there.
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(minutes=3))
     shape = DecoderShape(
         hidden=args.hidden, ffn=args.ffn, layers=args.layers, heads=args.heads, vocab=args.vocab
@@ -338,7 +338,7 @@ def main() -> None:
             if is_first:
                 print(json.dumps(line), flush=True)
         if is_first and args.out:
-            # After every row, so that a run that is cut short has what it had.
+            # After every row, so that a run that is cut short keeps its rows.
             args.out.write_text(json.dumps(report, indent=1))
     if is_first:
         print_table(table)

@@ -1,4 +1,4 @@
-"""What `distributed.py` trains: the rows of its table, their optimizers, and the model under each engine.
+"""The trainings of `distributed.py`: the rows of its table, their optimizers, and the model under each engine.
 
 A row also says which bytes it moves, from which the least follows that the rates of a machine allow.
 """
@@ -71,7 +71,7 @@ class Plain:
 class Traffic:
     """Bytes for each parameter of a rank: on its link (in, out) in backward and from step to forward; of host memory.
 
-    Of what a step streams some may come in during backward (`comes_early`), or of shards stay on the device.
+    Some of a step's streamed states may come in during backward (`comes_early`), or of shards stay on the device.
     """
 
     in_backward: tuple[int, int] = (0, 0)
@@ -82,7 +82,7 @@ class Traffic:
     def least_s(self, base_s: float, numel: int, slots_bytes: int, link: CopyRates, host: float) -> float:
         """Return the seconds of a step that takes `base_s` without offload, of a rank with `numel` parameters.
 
-        `link` and `host`, in bytes/s, are what the rank has while all are busy.
+        `link` and `host`, in bytes/s, are the bandwidths of the rank while all are busy.
         """
         into, out = self.in_backward
         backward_s = max(0.75 * base_s, over_link(into * numel, out * numel, link))
@@ -115,7 +115,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """How an optimizer is built, whether FSDP2 keeps the shards on the host, in which dtype, and what it moves.
+    """How an optimizer is built, whether FSDP2 keeps the shards on the host, in which dtype, and its copies.
 
     Torch's AdamW on the host has this rank's part of the cores, or `has_one_thread`, as `torchrun` leaves it.
     """

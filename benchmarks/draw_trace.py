@@ -2,7 +2,7 @@
 
     python benchmarks/draw_trace.py trace.json docs/figures/layer-streaming.svg --title "LoRA, 8192 tokens"
 
-The trace is what `trace_overlap.record` wrote: two steps, of which the second is drawn; where that consists of several
+The trace comes from `trace_overlap.record`: two steps, of which the second is drawn; where that consists of several
 steps, one behind the other, the last one that another follows.
 """
 

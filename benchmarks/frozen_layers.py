@@ -41,7 +41,7 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from skill_tools.units import parse_bytes
 
-# What cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
+# The setting that cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PUBLISHED = DecoderShape(hidden=4096, ffn=14336, layers=16, heads=32, vocab=32000)
@@ -68,17 +68,17 @@ class Setting:
 
 
 def resident(model: nn.Module) -> Any:
-    """Keep every weight on the device: what every ratio is relative to."""
+    """Keep every weight on the device: the reference of every ratio."""
     return nullcontext()
 
 
 def streamed(**options: Any) -> Attach:
-    """Return what attaches a streamer."""
+    """Return the function that attaches a streamer."""
     return lambda model: FrozenLayerStreamer(model, **options)
 
 
 def limited(limit_bytes: int) -> Attach:
-    """Return what attaches a streamer in a process that may pin only `limit_bytes`."""
+    """Return the function that attaches a streamer in a process that may pin only `limit_bytes`."""
 
     @contextmanager
     def attached(model: nn.Module) -> Iterator[FrozenLayerStreamer]:
@@ -119,7 +119,7 @@ def build(setting: Setting) -> nn.Module:
 
 
 def training_step(model: nn.Module, setting: Setting) -> Callable[[], torch.Tensor]:
-    """Return what runs one step and returns its loss."""
+    """Return the function that runs one step and returns its loss."""
     ids = setting.ids()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
 

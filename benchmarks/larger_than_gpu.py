@@ -9,17 +9,17 @@
     python benchmarks/larger_than_gpu.py --model tiny  # any machine
 
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward with
-each layer recomputed, step, zero_grad. What follows a colon holds for that row alone: `memory`, `inputs`, `resident`,
-`prefetch`, as the options of these names, `attention`, which keeps its outputs on the host, `chunk`, the MiB of a
-chunk of states, and `no-clip`, which updates in backward. Layers run `--slices` micro-batches one after the other, by
-default each sequence of `--tokens` alone; fewer are fewer kernels and more memory. The loss is chunked in every row.
-`resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its
-slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32
-parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic; `zero3` is DeepSpeed's ZeRO-3,
-parameters and optimizer on the host, where deepspeed is installed. A step's update runs behind the next forward, so
-the time is the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first. `limit_s`
-is what compute and the measured link leave no way around (`stream_limits`). GPU memory is the allocator's peak,
-reserved included; host memory is what is pinned, and the process's own peak. Models are Hugging Face's classes where
+each layer recomputed, step, zero_grad. The words behind a colon hold for that row alone: `memory`, `inputs`,
+`resident`, `prefetch`, as the options of these names, `attention`, which keeps its outputs on the host, `chunk`, the
+MiB of a chunk of states, and `no-clip`, which updates in backward. Layers run `--slices` micro-batches one after the
+other, by default each sequence of `--tokens` alone; fewer are fewer kernels and more memory. The loss is chunked in
+every row. `resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike,
+but its slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and
+fp32 parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic; `zero3` is DeepSpeed's ZeRO-3,
+parameters and optimizer on the host, where deepspeed is installed. A step's update runs behind the next forward, so the
+time is the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first. `limit_s` is the
+time that compute and the measured link need at least (`stream_limits`). GPU memory is the allocator's peak, reserved
+included; host memory is the pinned part, and the process's own peak. Models are Hugging Face's classes where
 transformers is installed, else decoders of like shape.
 """
 
@@ -68,7 +68,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds every row: compute, and the link."""
+    """The bounds of every row: compute, and the link."""
 
     compute: stream_limits.Compute
     link: CopyRates

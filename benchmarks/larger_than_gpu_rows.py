@@ -1,4 +1,4 @@
-"""What `larger_than_gpu.py` trains: models, the rows of its table with their options, and the peers beside them."""
+"""The trainings of `larger_than_gpu.py`: models, rows of its table with their options, and peers beside them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LEARNING_RATE, MAX_NORM = 1e-5, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How one row trains: `form` is a form of states, or what is compared with them. `memory_gb` limits the GPU's.
+    """How one row trains: `form` is a form of states, or a peer beside them. `memory_gb` limits the GPU's.
 
     Of all states the share `stay` is on the GPU, and the CPU updates the share `on_cpu`.
     """
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows train, and on what."""
+    """The model and the batch of all rows."""
 
     model: str
     sequences: int
@@ -145,7 +145,7 @@ def build(setting: Setting, *, on_device: bool, layers: int | None = None) -> nn
 
 
 def hidden_states(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Return what the head takes."""
+    """Return the head's input."""
     inner: Any = model
     if isinstance(model, Decoder):
         hidden = inner.embedding(ids)
@@ -184,14 +184,14 @@ class WithLoss(nn.Module):
         return self.loss(hidden_states(self.model, ids), ids)
 
     def loss(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the loss of what the head takes."""
+        """Return the loss of the head's input."""
         head = head_of(self.model)
         return chunked_cross_entropy(head, hidden[:, :-1], ids[:, 1:], chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a row trains, and with what; `streamer` is ours, if it has one."""
+    """A row's model and optimizer; `streamer` is ours, if it has one."""
 
     whole: Callable[[torch.Tensor], torch.Tensor]
     optimizer: Any
@@ -210,7 +210,7 @@ class EngineSteps:
 
 
 def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> Training:
-    """Return what a row trains, and with what; `last` undoes it."""
+    """Return a row's model and optimizer; `last` undoes it."""
     if row.form == ZERO3:
         return partitioned(row, model, setting, last)
     if row.form in PEERS:

@@ -5,7 +5,8 @@
 
 Where both are through a phase at the same time, the GPU waited for the host: it runs kernels no faster than they are
 launched. One more step under torch's profiler, which slows the host, says how long kernels ran, how many were
-launched, and which calls made the host wait. `launch_us` is what `offload probe` measures with its own decoder.
+launched, and which calls made the host wait. `launch_us` is the time that `offload probe` measures with its own
+decoder.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 # Layers whose weights leave where layers stream: few, as where the weights would nearly fit.
 _LEAVE = 2
-# What is shown of the calls that let the host wait.
+# How many of the calls that let the host wait are shown.
 _SHOWN = 3
 
 

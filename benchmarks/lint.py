@@ -96,7 +96,7 @@ def write_configs(folder: Path) -> list[str]:
 
 
 def write_mixed(folder: Path) -> None:
-    """Write what a repository holds: Python, shell, JSON, YAML of other tools, and one configuration in fifty files."""
+    """Write a repository's files: Python, shell, JSON, YAML of other tools, and one configuration in fifty files."""
     python = sorted((ROOT / "skill_tools").rglob("*.py"))
     for number in range(MIXED_FILES):
         name, text = MIXED[number % len(MIXED)]

@@ -1,4 +1,4 @@
-"""Says what a benchmark ran on: device, versions, and the bandwidths that its numbers depend on."""
+"""Describes the machine of a benchmark: device, versions, and the bandwidths that its numbers depend on."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@
     python benchmarks/optimizer.py --rows none --tokens 8192 --trace trace.json --figure timeline.svg  # one step, drawn
 
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
-of the compute stream's work to the next: what should hide behind the next forward is paid there where it does not.
-Peaks are the allocator's: of steps from the second on, and of the calls of `step()` in them, without what rows before
-have left on the GPU. Peers are imported where they are installed and left out where not.
+of the compute stream's work to the next: copies that should hide behind the next forward and do not are paid there.
+Peaks are the allocator's: of steps from the second on, and of the calls of `step()` in them, without memory that rows
+before have left on the GPU. Peers are imported where they are installed and left out where not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Build = Callable[[nn.Module], Any]
 
 
 def nothing_offloaded(model: nn.Module) -> Any:
-    """Keep fp32 masters and states on the GPU: what every ratio is relative to."""
+    """Keep fp32 masters and states on the GPU: the reference of every ratio."""
     return HybridDeviceOptimizer(model.parameters(), offload_fraction=0.0, **OPTIONS)
 
 
@@ -134,7 +134,7 @@ def rows() -> dict[str, Build]:
         table[f"{name}, 2.5 GB borrowed"] = streamed(
             device_budget_bytes=BORROWED + 3 * STATE_CHUNK_BYTES, **compact
         )
-    # What auto chooses between: is it the best?
+    # The splits between which auto chooses: is its choice the best?
     for cpu in (0.1, 0.3, 0.4):
         split = (0.0, 1 - cpu, cpu)
         table[f"split 0/{1 - cpu:.0%}/{cpu:.0%} exact clipping"] = ours(
@@ -196,7 +196,7 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
             end = time.perf_counter()
             times.append(end - start)
             step_times.append(end - in_step)
-            # Read at the end: a copy of one number may wait behind copies of states, outside of what is timed.
+            # Read at the end: a copy of one number may wait behind copies of states, outside of the timed part.
             losses.append(loss.detach())
         del loss
         if isinstance(optimizer, HybridDeviceOptimizer | OptimizerStateOffloader):

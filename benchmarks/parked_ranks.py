@@ -2,9 +2,9 @@
 
 `torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,
 parks it between steps, and prints the slowest rank. `ratio` is to one copy of as many bytes out and back, by all ranks
-at once, over as much pinned memory. `left_gb` is what the driver counts as taken on a rank's device while it is parked.
-After the timed rounds another process takes all free memory of each rank's GPU while both are parked, writes it and
-gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in docs/distributed.md.
+at once, over as much pinned memory. `left_gb` is the memory that the driver counts as taken on a rank's device while it
+is parked. After the timed rounds another process takes all free memory of each rank's GPU while both are parked, writes
+it and gives it back, `SHARED_ROUNDS` times: `taken_gb` is the least that one took. Explained in docs/distributed.md.
 """
 
 from __future__ import annotations

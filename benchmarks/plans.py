@@ -48,7 +48,7 @@ TINY = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768, "h
 class Case:
     """A plan for the model `size` on `batch` sequences of `tokens`, and the mechanisms that it should use.
 
-    `share` is what the GPU may have of the memory that training takes without offload; `streamed` picks the optimizer's
+    `share` is the GPU's part of the memory that training takes without offload; `streamed` picks the optimizer's
     plan by the part of it that streams (0 none, 1 all, None whichever is fastest).
     """
 
@@ -62,7 +62,7 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def accepts(self, option: Option) -> bool:
-        """Whether `option` is about what this case is about."""
+        """Whether `option` has this case's subject."""
         mode = option.candidate.mode
         if option.candidate.mechanisms != self.mechanisms:
             return False
@@ -169,7 +169,7 @@ def card_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def verified(case: Case, device: Device, profile: Path, folder: Path, *, tiny: bool) -> dict[str, Any]:
-    """Make the plan of `case`, train it, and return its line; what cannot be trained says why."""
+    """Make the plan of `case`, train it, and return its line; a case that cannot be trained says why."""
     if tiny:
         case = replace(case, batch=1, tokens=128)
     path = folder / "plan.json"
@@ -217,7 +217,7 @@ def main() -> None:
 
 
 def device_line(measured: dict[str, Any]) -> str:
-    """Return what the numbers were measured on."""
+    """Return the machine on which the numbers were measured."""
     hardware = measured["hardware"]
     return (
         f"{hardware['gpu']}, {hardware['cpus']} cores, torch {hardware['torch']}, "

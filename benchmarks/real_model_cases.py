@@ -1,6 +1,6 @@
-"""The models, batches and budgets of `real_models.py`: 26 cases, and what they shrink to for a machine without a GPU.
+"""The models, batches and budgets of `real_models.py`: 26 cases, and their toys for a machine without a GPU.
 
-Apart because a case is data, and what is done with one is not. Models are Hugging Face's classes with random weights;
+Apart because a case is data, and the use of one is not. Models are Hugging Face's classes with random weights;
 the entries of their config.json are those of the profiles that ship, so nothing is downloaded.
 """
 
@@ -45,11 +45,11 @@ _TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row: `sequences` of `tokens`, and what the allocator may take; None is all that the card has free.
+    """One row: `sequences` of `tokens`, and the allocator's limit; None is all that the card has free.
 
     `layers` cuts the model, `lora_rank` freezes it, `is_padded` masks half of the tokens, `has_image` puts one image in
-    the text, `chunked_loss` trains with `chunked_cross_entropy`. `held_gib` is what another process holds of the
-    card, `cores` how many of the host's this one may use.
+    the text, `chunked_loss` trains with `chunked_cross_entropy`. `held_gib` is the memory that another process holds of
+    the card, `cores` how many of the host's this one may use.
     """
 
     number: int

@@ -10,8 +10,8 @@ It needs transformers, and peft for LoRA. Each case is a process of its own with
 fits the model, trains one step that is not counted and five that are, on other batches of the same shape, and then
 every other plan, or, where that fits, the same steps with nothing offloaded. Errors are measured over predicted, less
 1. `host_phases_s` and `device_phases_s` are when each was through forward, backward and update, from a step's start.
-`passed` says whether the peak was within 6 %, the time in its range, and little memory left unused; `why` names what
-was not so.
+`passed` says whether the peak was within 6 %, the time in its range, and little memory left unused; `why` names the
+condition that was not so.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def task_of(model: torch.nn.Module, batch: Any, objective: trial.Loss, device: Device) -> trial.Task:
-    """Return what is trained: all that requires a gradient, with AdamW."""
+    """Return the optimizer: AdamW over all that requires a gradient."""
     return trial.Task(
         model=model,
         optimizer=_adamw(model),
@@ -240,7 +240,7 @@ def _fitted(task: trial.Task, batches: Sequence[Any], budget: Any, *, on_host: b
 
 
 def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]:
-    """Return what training takes with nothing offloaded, where that fits."""
+    """Return the memory of training with nothing offloaded, where that fits."""
     try:
         found = _run(task, _RESIDENT, batches)
     except torch.OutOfMemoryError:
@@ -314,8 +314,8 @@ def _key(execute: Mapping[str, Any]) -> str:
 def _plans(planner: Planner, asked_bytes: int) -> Iterator[Plan]:
     """Yield the fastest plan, and the fastest where mechanisms are left out: those that a plan has, one after another.
 
-    To leave out what a plan has not changes nothing, but for optimizer offload, without which layers that stream may
-    have their states elsewhere.
+    To leave out a mechanism that a plan has not changes nothing, but for optimizer offload, without which layers that
+    stream may have their states elsewhere.
     """
     waiting: list[frozenset[str]] = [frozenset()]
     asked: set[frozenset[str]] = set()
@@ -336,7 +336,7 @@ def _plans(planner: Planner, asked_bytes: int) -> Iterator[Plan]:
 def _compared(
     task: trial.Task, row: dict[str, Any], tried: Sequence[dict[str, Any]], batches: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return the fastest plan of all, and what a step of it and of the settled one takes."""
+    """Return the fastest plan of all, and the time of a step of it and of the settled one."""
     best = min([row, *tried], key=lambda each: each["step_s"])
     if best["execute"] == row["execute"]:
         best = row
@@ -349,7 +349,7 @@ def _compared(
 
 
 def _judged(row: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """Return errors, and what the case did not meet; at toy size only what holds on any machine."""
+    """Return errors and goals that the case missed; at toy size only goals of any machine."""
     errors = {
         "peak_error": row["peak_bytes"] / row["predicted_bytes"] - 1,
         "unused": 1 - row["peak_bytes"] / row["budget_bytes"],
@@ -413,7 +413,7 @@ def in_a_process(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def shown(row: dict[str, Any]) -> dict[str, object]:
-    """Return what the table has of a row, in GiB and ms."""
+    """Return the table's cells of a row, in GiB and ms."""
     if "failed" in row:
         return {"case": row["case"], "name": row["name"], "plan": row["failed"][:100], "passed": False}
     return {

@@ -1,4 +1,4 @@
-"""One long sequence, trained whole: attention kept, what does not mix positions in tiles, both, as ratios to neither.
+"""One long sequence, trained whole: attention kept, layers that mix no positions in tiles, both, as ratios to neither.
 
     python benchmarks/sequences.py --model qwen3-4b --tokens 32768 --old CHECKOUT  # with older code beside, large GPU
     python benchmarks/sequences.py --model qwen3-4b --tokens 131072 --layers 12  # fewer layers, less time
@@ -12,8 +12,8 @@ clipping and the loss in chunks: forward, backward with each layer recomputed, s
 `HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
 `FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. `old` is `today`
 with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
-up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is what it had from the
-driver; host memory is what is pinned. Losses are those of all steps: rows may differ by what kernels round otherwise.
+up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the
+driver; host memory is the pinned part. Losses are those of all steps: rows may differ by the rounding of kernels.
 With `--kernels` one more step runs under the profiler: how many kernels it has, and how long at least one of them ran,
 which is the time that a faster host or link could reach.
 The models are those of Transformers, with random weights.
@@ -59,7 +59,7 @@ from reference_impl.verification.hugging_face import model_from, read_config
 TODAY, ATTENTION, TILES, BOTH, GROUPS = "today", "attention", "tiles", "both", "groups"
 RESIDENT = "resident"
 ROWS = (RESIDENT, TODAY, ATTENTION, TILES, BOTH, GROUPS)
-# What of a layer of Llama or Qwen3 does not mix positions, and keeps more than its input.
+# The modules of a layer of Llama or Qwen3 that mix no positions and keep more than their input.
 TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm"
 MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b")
 RANK = 16
@@ -112,7 +112,7 @@ def build(
 
 
 def adapters(row: Row, model: nn.Module, setting: Setting, last: ExitStack, *, resident: bool) -> Training:
-    """Return what trains adapters, with frozen layers that stream unless they are `resident`; `last` undoes it."""
+    """Return the training of adapters, with frozen layers that stream unless they are `resident`; `last` undoes it."""
     if not resident:
         last.enter_context(
             FrozenLayerStreamer(

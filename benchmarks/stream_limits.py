@@ -27,7 +27,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a step copies: elements, and the bytes of an element's states each way.
+    """The copies of a step: elements, and the bytes of an element's states each way.
 
     `parameters` are all trained ones, `streamed` those of weights that do not stay on the device.
     """

@@ -55,20 +55,20 @@ THEIR_BOTH = f"{THEIR_ACTIVATIONS} with checkpointing"
 OURS_CHECKPOINT, OURS_LAYERS = "ours: checkpoint", "ours: layers"
 OURS_BOTH = "ours: optimizer with checkpoint"
 PLAIN = " in a plain loop"
-# A peer's option, what of ours does the same work, and the row that both add to.
+# A peer's option, our own for the same work, and the row that both add to.
 COMPARED = (
     (THEIR_OFFLOAD, OURS_CHECKPOINT, CHECKPOINTED),
     (THEIR_BOTH, OURS_CHECKPOINT, CHECKPOINTED),
     (THEIR_ACTIVATIONS, OURS_CHECKPOINT, NONE),
     (THEIR_ACTIVATIONS, OURS_LAYERS, NONE),
 )
-# They hold on the host what a step without offload holds on the device.
+# They hold on the host the tensors that a step without offload holds on the device.
 ALL_ACTIVATIONS = (THEIR_ACTIVATIONS, OURS_LAYERS)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train: arguments of the trainer, what ours offloads, and what is around each step."""
+    """One way to train: arguments of the trainer, the tensors that ours offloads, and the contexts around each step."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     wanted: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Row:
 
 
 def trl_offloading(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Return what TRL's SFTTrainer puts around each step for `activation_offloading=True`."""
+    """Return the context that TRL's SFTTrainer puts around each step for `activation_offloading=True`."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model=model)
@@ -190,7 +190,7 @@ def in_a_plain_loop(
 
 
 def said_by(handle: Offloading | None, steps: int) -> dict[str, Any]:
-    """Return what ours says of itself."""
+    """Return our own report."""
     if handle is None:
         return {}
     report = handle.report
@@ -210,7 +210,7 @@ def measure(
     device: Device,
     steps: tuple[int, int],
 ) -> dict[str, Any]:
-    """Return times, peaks and what is said, or why a row is left out; `steps` are those of warm-up, and measured."""
+    """Return times, peaks and messages, or why a row is left out; `steps` are those of warm-up, and measured."""
     model.zero_grad()
     # The row before may have left its own switched on.
     pause_checkpointing(model)
@@ -238,7 +238,7 @@ def merged(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a line for each comparison that the rows allow: what was to be reached, what was, and whether."""
+    """Return a line for each comparison that the rows allow: the goal, the value reached, and whether it is met."""
     lines = []
 
     def add(what: str, goal: float, reached: float) -> None:
@@ -252,7 +252,7 @@ def judge(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         if all("step_s" in results.get(each, {}) for each in (theirs, ours, base)):
             extra = {each: results[each]["step_s"] - results[base]["step_s"] for each in (theirs, ours)}
             freed = {each: results[base]["peak_gb"] - results[each]["peak_gb"] for each in (theirs, ours)}
-            # What costs nothing cannot be halved.
+            # A cost of nothing cannot be halved.
             share = extra[ours] / extra[theirs] if extra[theirs] > 0 else math.inf
             add(f"{ours}: extra time / that of {theirs}", 0.5, share)
             add(f"{ours}: GB that {theirs} frees beyond it", 0.0, freed[theirs] - freed[ours])
@@ -342,7 +342,7 @@ def main() -> None:
 
 
 def without_steps(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what a table has room for."""
+    """Return the part that a table has room for."""
     return {name: value for name, value in result.items() if name != "steps_s"}
 
 
