@@ -1,15 +1,15 @@
-"""One object a framework: what its files look like and how they compose, how a run is planned, how a change is written.
+"""One object a framework: how its files look and compose, how a run is planned, how a change is written.
 
 Nothing outside this folder and the data in `knowledge/` names a framework; other code asks `registry` for the object.
 Explained in docs/design.md; CONTRIBUTING.md says how to add a framework.
 
-- dialect: what a framework's users write; an object of a subclass of `base.Dialect`, called by `name`
+- dialect: the language of a framework's users; an object of a subclass of `base.Dialect`, called by `name`
 - evidence: names in an input that only one framework would use; its strength decides which framework the input
   belongs to
 - compose: to merge inputs (recipe, files, overrides) in the framework's own precedence into one `Config`
 - run: one training run as a plan sees it; a dialect builds it from a configuration, a shape and GPUs
-- mode: what a run moves off the GPU and what it computes again
+- mode: the tensors that a run moves off the GPU, and those that it computes again
 - candidate: one way to fit: a mode, and the settings that switch it on in the framework's own keys
 - patch: the change that a plan proposes, as the user would write it
-- advice: what a planner knows of the machine, for a dialect whose candidates depend on it
+- advice: a planner's knowledge of the machine, for a dialect whose candidates depend on it
 """

@@ -1,11 +1,11 @@
-"""What a plan takes for granted, because nobody has written it: a sentence, and what it is about."""
+"""The assumptions of a plan, which nobody has written: a sentence, and its subject."""
 
 from enum import IntEnum
 from typing import NamedTuple
 
 
 class About(IntEnum):
-    """What an assumption is about, that which changes a plan's answer most first.
+    """The subject of an assumption, the one that changes a plan's answer most first.
 
     The run comes before its computation: a file that is missing or is not read, then the sizes of the run, of which the
     layout's divide weights and states, then the machine, then the formulas.

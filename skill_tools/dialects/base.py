@@ -1,6 +1,6 @@
-"""What a dialect is: everything that the tools need to know about one framework, as one object.
+"""A dialect: everything that the tools need to know about one framework, as one object.
 
-A subclass overrides what differs from the defaults here; it must define `compose`, and for plans `run` and
+A subclass overrides methods that differ from the defaults here; it must define `compose`, and for plans `run` and
 `candidates`. The object's module is small and loads the other modules of its dialect when they are needed, because
 each lint asks every dialect for evidence. Explained in docs/design.md.
 """
@@ -16,7 +16,7 @@ from skill_tools.configs.keys import Key, load_keys
 from skill_tools.configs.source import Kind, Source
 from skill_tools.errors import UnusableInput
 
-if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by the plan
+if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a lint builds no run: what a plan alone needs is loaded by 
     from skill_tools.dialects.shapes import ModelShape
 
 
-# What a plan leaves out where the states of an optimizer have to stay with it.
+# Mechanisms that a plan leaves out where the states of an optimizer have to stay with it.
 STATES_OF_OPTIMIZERS = ("optimizer-offload", "state-offload")
 
 
@@ -33,8 +33,8 @@ class Evidence(NamedTuple):
     """How many names of an input are this framework's; `certain` where nothing else can be true beside it.
 
     Any vote at all says that the input is proven to be this framework's: names that others have too are none. `proof`
-    names what proves it, as the user finds it in the input: "base_model, adapter". `yields` says that the input may be
-    another's all the same, as the script behind a launcher may be, so that any other proof wins.
+    names the words that prove it, as the user finds them in the input: "base_model, adapter". `yields` says that the
+    input may be another's all the same, as the script behind a launcher may be, so that any other proof wins.
     """
 
     votes: int = 0
@@ -44,7 +44,7 @@ class Evidence(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What an input leaves open that decides a plan: each answer with the settings that say it, the default last."""
+    """An open question that decides a plan: each answer with the settings that say it, the default last."""
 
     text: str
     answers: Mapping[str, Mapping[str, object]]
@@ -65,20 +65,19 @@ _FILES_OF_KEYS = (Kind.YAML, Kind.JSON, Kind.TOML)
 class Dialect(ABC):
     """One framework.
 
-    `name` is what `--framework` takes, `label` its name in a sentence. `has_files` says that it has configuration files
-    of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
-    `looks_for` says in a few words what proves an input; one of `marks`, if it has any, stands in the text of each such
-    YAML, JSON or TOML file: a file without is not parsed to be recognised. One of `shell_marks` stands in each launch
-    script that is proven, one of `python_marks` in each Python file. `form` and `language` say how settings are
-    shown to its users, `assigns` what stands between a key and its value. `embeds` names the dialects of which a
+    `name` is its value of `--framework`, `label` its name in a sentence. `has_files` says that it has configuration
+    files of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
+    `looks_for` names in a few words the proof of an input; one of `marks`, if it has any, stands in the text of each
+    such YAML, JSON or TOML file: a file without is not parsed to be recognised. One of `shell_marks` stands in each
+    launch script that is proven, one of `python_marks` in each Python file. `form` and `language` say how settings are
+    shown to its users, `assigns` the sign between a key and its value. `embeds` names the dialects of which a
     configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
     it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
-    may add a key at the end of a YAML file. `carry_out` is how to carry out a
-    plan that changes no setting, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer,
-    and `adapter_without` what that plan must leave out because the trainer has no place for it.
-    `scripts` are the kinds of scripts that take settings in a form of their own (`in_script`).
-    `runs_hugging_face` says that it trains transformers' own code, of which traces ship.
-    `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
+    may add a key at the end of a YAML file. `carry_out` is how to carry out a plan that changes no setting, `adapter`
+    how `reference_impl` carries out a plain loop's `plan.json` in its trainer, and `adapter_without` the mechanisms
+    that this plan must leave out because the trainer has no place for it. `scripts` are the kinds of scripts that take
+    settings in a form of their own (`in_script`). `runs_hugging_face` says that it trains transformers' own code, of
+    which traces ship. `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
     """
 
     name: str
@@ -117,11 +116,11 @@ class Dialect(ABC):
         return self.carry_out
 
     def launched_by(self, run: "TrainingRun") -> str:
-        """Return what launches `run` where no file of the framework says it."""
+        """Return the command that launches `run` where no file of the framework has it."""
         return ""
 
     def answer_to_loop(self, text: str) -> str:
-        """Return what to do about a Python file that is nobody's configuration, if it is a loop of this dialect."""
+        """Return advice for a Python file that is nobody's configuration, if it is a loop of this dialect."""
         return ""
 
     def carry_out_ours(
@@ -134,8 +133,8 @@ class Dialect(ABC):
     ) -> str:
         """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter.
 
-        `options` say to the plan of a plain loop what it cannot read of the run. With `keeps_optimizer` the trainer's
-        optimizer is none whose states it can take.
+        `options` tell the plan of a plain loop facts of the run that it cannot read. With `keeps_optimizer` the
+        trainer's optimizer is none whose states it can take.
         """
         if not self.adapter:
             return ""
@@ -156,7 +155,7 @@ class Dialect(ABC):
         return self.marks if (kind is Kind.TOML) is self.reads_toml else ()
 
     def evidence(self, source: Source) -> Evidence:
-        """Return what in `source` says that it is this framework's."""
+        """Return the evidence in `source` that it is this framework's."""
         if source.kind in _FILES_OF_KEYS and (source.kind is Kind.TOML) is not self.reads_toml:
             return NONE
         match source.kind:
@@ -168,15 +167,15 @@ class Dialect(ABC):
         return self.evidence_in_entries(root) if isinstance(root, dict) else NONE
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Return what a Python file says."""
+        """Return the evidence in a Python file."""
         return NONE
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Return what a launch script, or the overrides of a command line say."""
+        """Return the evidence in a launch script, or in the overrides of a command line."""
         return NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Return what the entries at the top of a YAML or JSON file say."""
+        """Return the evidence in the entries at the top of a YAML or JSON file."""
         return NONE
 
     def recipes(self, source: Source) -> Sequence[Source]:
@@ -185,7 +184,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
-        """Merge inputs in the framework's own precedence; raises `UnusableInput` for what it cannot read."""
+        """Merge inputs in the framework's own precedence; raises `UnusableInput` for an input that it cannot read."""
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """Return the id of the rule for a key that the framework does not know."""
@@ -196,7 +195,7 @@ class Dialect(ABC):
         return "wrong-type"
 
     def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
-        """Yield what the framework replaces although nobody overrode it: the rule's id, the loser and the winner."""
+        """Yield values that the framework replaces by itself: the rule's id, the loser and the winner."""
         return iter(())
 
     def size_override(self, key: str) -> str:
@@ -223,11 +222,11 @@ class Dialect(ABC):
         raise self.not_planned()
 
     def question(self, config: Config) -> Question | None:
-        """Return what the input leaves open, so that a plan gives both answers."""
+        """Return the question that the input leaves open, so that a plan gives both answers."""
         return None
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what the run may change beside offloading, of each kind the smallest change first."""
+        """Yield the run's changes beside offloading, of each kind the smallest change first."""
         return iter(())
 
     def not_planned(self) -> UnusableInput:
@@ -240,11 +239,11 @@ class Dialect(ABC):
         )
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
-        """Say what the mode as it stands does not move, although its name promises it."""
+        """Name tensors that the mode as it stands does not move, although its name promises it."""
         return ()
 
     def cautions(self, settings: Mapping[str, object]) -> tuple[str, ...]:
-        """Say what a proposal changes beside memory and time."""
+        """Name the changes of a proposal beside memory and time."""
         return ()
 
     def patch(
@@ -283,12 +282,12 @@ class Dialect(ABC):
         }
 
     def change(self, patch: "Patch") -> str:
-        """Return what a reader is shown of a patch: exports, then the form that is shorter to carry out."""
+        """Return the text of a patch that a reader is shown: exports, then the form that is shorter to carry out."""
         return "\n".join(part for part in (patch.environment, patch.overrides or patch.text) if part).rstrip()
 
     def execute(self, mode: "Mode", run: "TrainingRun", peak_bytes: int) -> dict[str, object] | None:
-        """Return what `reference_impl.apply_plan` is to do, where it is what carries plans out.
+        """Return the instructions of `reference_impl.apply_plan`, where it carries plans out.
 
-        `peak_bytes` is what the allocator may reach in a step.
+        `peak_bytes` is the allocator's limit in a step.
         """
         return None

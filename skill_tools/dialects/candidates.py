@@ -1,4 +1,4 @@
-"""Ways to fit: what a plan can propose, in each dialect's own settings.
+"""Ways to fit: the proposals of a plan, in each dialect's own settings.
 
 A `Candidate` is a mode for the memory and time model together with the settings that switch it on (and others off) in
 the user's framework. This module knows which combinations exist; `planning/search/legality.py` asks the rules whether
@@ -34,7 +34,7 @@ MECHANISMS = (
 
 
 class Advice(Protocol):
-    """What a planner knows of the machine, the run and its releases, for candidates that depend on it."""
+    """A planner's knowledge of the machine, the run and its releases, for candidates that depend on it."""
 
     @property
     def best_streamed_share(self) -> float:
@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """What legality depends on: the settings, of their amounts only whether there is one and whether it is all."""
+        """The grounds of legality: the settings, of their amounts only whether there is one and whether it is all."""
         return tuple((key, _kind(value)) for key, value in sorted(self.settings.items()))
 
 
@@ -105,7 +105,7 @@ def with_states(candidate: Candidate, *, resident: float, on_cpu: float) -> Cand
 
 
 def without_recomputation(run: TrainingRun) -> str:
-    """Return what a candidate that recomputes nothing says of it: something only where the run does so now."""
+    """Return the words of a candidate that recomputes nothing: something only where the run does so now."""
     return "" if run.recompute.granularity == "none" else "no recomputation"
 
 

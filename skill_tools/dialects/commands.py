@@ -33,7 +33,7 @@ _OVERRIDES = "<overrides>"
 def compose(name: str, sources: Sequence[Source], overrides: Sequence[str], *, programs: str = "") -> Config:
     """Read `sources` in order, then `overrides`, each a string of options, for the dialect called `name`.
 
-    `programs` is what a program's word holds, as a pattern, where a script among the options' values could be taken
+    `programs` is a pattern of a program's word, where a script among the options' values could be taken
     for it.
     """
     draft = Draft(name)

@@ -1,6 +1,6 @@
 """Typed reading of a Config: "an integer under any of these names, if anybody set one".
 
-A value that cannot be what its name means ends in one error line that points at it.
+A value that contradicts its name ends in one error line that points at it.
 """
 
 import re

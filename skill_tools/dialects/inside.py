@@ -25,8 +25,8 @@ _KUBERNETES = frozenset({"apiVersion", "kind"})
 _TASK_MARKS = ("apiVersion", "\nrun:", "\ncommands:")
 _NEOX = ("pipe_parallel_size", "pipe-parallel-size", "checkpoint_activations", "checkpoint-activations")
 _DEEPSPEED = "deepspeed"
-# What GPT-NeoX hands to DeepSpeed as it stands. Its sections of precision have names of its own, which its fork of
-# DeepSpeed takes.
+# The keys that GPT-NeoX hands to DeepSpeed as they stand. Its sections of precision have names of its own, which its
+# fork of DeepSpeed takes.
 _DEEPSPEED_FIELDS = frozenset(
     {
         "zero_optimization", "optimizer", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
@@ -52,7 +52,7 @@ def commands(source: Source) -> Iterator[tuple[str, Source]]:
 
 
 def blocks(source: Source) -> Iterator[tuple[str, str, Source]]:
-    """Yield each section that belongs to a dialect, as a source of that section alone: what it is, and the dialect."""
+    """Yield each section that belongs to a dialect, as a source of its own: its description, and the dialect."""
     for entries in _roots(source, _NEOX):
         proof = next((name for name in _NEOX if name in entries), "")
         fields = {name: node for name, node in entries.items() if name in _DEEPSPEED_FIELDS}
@@ -111,7 +111,7 @@ def _script(source: Source, words: list[Node]) -> Source:
         page.write(words[0], _PROGRAM)
     for word in words:
         text = word.text or ""
-        # A variable of Kubernetes, and what could not be read of a program, is no text.
+        # A variable of Kubernetes, and a part of a program that could not be read, is no text.
         is_open = text.startswith(("$(", "${")) and not any(map(str.isspace, text))
         page.write(word, text if is_open else shlex.quote(text))
     return source.part_as_shell(page.as_one_command())
@@ -133,7 +133,7 @@ class _Page:
         self._lines = [""] * len(self._original)
 
     def write(self, node: Node, text: str) -> None:
-        """Write one word where it stands in the file, or after what is there already."""
+        """Write one word where it stands in the file, or after the words that are there already."""
         at = min(node.line, len(self._lines)) - 1
         line = self._lines[at].ljust(node.column - 1)
         self._lines[at] = f"{line}{' ' if line.strip() else ''}{' '.join(text.splitlines())}"

@@ -1,6 +1,6 @@
 """How a training run is spread over GPUs: tensor, pipeline, expert, context and data parallelism.
 
-Turns the sizes a user set into what one GPU has to carry: its pipeline stages, and the parameters of a
+Turns the sizes a user set into the load of one GPU: its pipeline stages, and the parameters of a
 stage after every division. Optimizer shards follow Megatron's distributed optimizer: dense parameters over
 the data-parallel group (context ranks included), experts over the expert-data-parallel group.
 """
@@ -75,7 +75,7 @@ def checked(layout: Layout) -> Layout:
 
 
 class Stage(NamedTuple):
-    """What one pipeline rank holds: decoder layers, and the ends of the model."""
+    """The part of one pipeline rank: decoder layers, and the ends of the model."""
 
     rank: int
     layers: tuple[int, ...]
@@ -156,7 +156,7 @@ def stage_parameters(shape: ModelShape, stage: Stage) -> Parameters:
 
 @lru_cache
 def local_parameters(shape: ModelShape, layout: Layout, stage: Stage, *, sharded: bool) -> LocalParameters:
-    """Count what one GPU of the stage holds and updates; `sharded` is the distributed optimizer."""
+    """Count the parameters that one GPU of the stage holds and updates; `sharded` is the distributed optimizer."""
     counted = stage_parameters(shape, stage)
     dense = counted.split // layout.tensor + counted.replicated
     expert = counted.expert // (layout.expert * layout.expert_tensor)

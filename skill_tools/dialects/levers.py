@@ -1,4 +1,4 @@
-"""What a run may change beside offloading, for a plan where no offload fits: each change with the settings for it.
+"""The changes of a run beside offloading, for a plan where no offload fits: each change with the settings for it.
 
 A dialect yields the levers that its framework has (`Dialect.levers`), of each kind the smallest first. To see whether
 one helps, the planner reads the run again with the lever's settings and repeats the search.
@@ -16,7 +16,7 @@ _MOST_TIMES_THE_GPUS = 16
 
 
 class Kind(StrEnum):
-    """What a lever changes; `words` of the report say what that does to the training."""
+    """The subject of a lever; `words` of the report say its effect on the training."""
 
     MICRO_BATCH = "micro-batch"
     FUSED_LOSS = "fused-loss"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Lever(NamedTuple):
-    """One change: canonical `settings`, or `gpus` to launch on, or where no file says it what to do `by_hand`."""
+    """One change: canonical `settings`, or `gpus` to launch on, or where no file says it a change `by_hand`."""
 
     kind: Kind
     label: str
@@ -66,7 +66,7 @@ def sequences(run: TrainingRun, key: str, *, by_hand: str = "") -> Iterator[Leve
 
 
 def more_gpus(run: TrainingRun, settings: Mapping[str, object] = MappingProxyType({})) -> Iterator[Lever]:
-    """Yield twice the GPUs, four times and so on; `settings` are what makes them share the model."""
+    """Yield twice the GPUs, four times and so on; with `settings` they share the model."""
     gpus = 2 * run.layout.gpus
     while gpus <= _MOST_TIMES_THE_GPUS * run.layout.gpus:
         yield Lever(Kind.GPUS, f"{gpus} GPUs", settings, gpus, by_hand=f"launch on {gpus} GPUs")

@@ -1,4 +1,4 @@
-"""What Muon updates of a model, its FLOPs and its scratch: the matrices of decoder layers.
+"""Muon's part of a model, its FLOPs and its scratch: the matrices of decoder layers.
 
 AdamW has embedding, head, norms and biases. Explained in docs/optimizer-state-offloading.md, "Matrices".
 """

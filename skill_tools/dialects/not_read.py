@@ -1,4 +1,4 @@
-"""Frameworks whose configurations are known by sight and not read: they are refused by name, with what to do instead.
+"""Frameworks whose configurations are known by sight and not read: they are refused by name, with an alternative.
 
 Without this a file of MindSpeed-LLM is Megatron-LM's with thirty misspelt options, one of SimpleTuner is
 DeepSpeed's, and one of the others is nothing.
@@ -16,7 +16,7 @@ _PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the trainin
 
 
 class Known(NamedTuple):
-    """A framework: its name, what of a script or of the names at the top of a file is its own, and what to try.
+    """A framework: its name, its own words in a script or names at the top of a file, and the advice.
 
     A script is its own by any match of `command`, which holds one of `marks`, or by two of `options` beside the text
     `inside`; a file by all of `names`, with or without dashes before them, beside that text.
@@ -133,6 +133,6 @@ def _is_given(option: str, text: str) -> bool:
 def _top(source: Source) -> Mapping[str, object]:
     try:
         root = source.documents[0].value if source.documents else None
-    except UnusableInput:  # whoever reads it says what is wrong with it
+    except UnusableInput:  # whoever reads it names the fault
         return {}
     return root if isinstance(root, dict) else {}

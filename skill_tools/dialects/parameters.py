@@ -1,4 +1,4 @@
-"""Counts parameters: of one part, of the whole model, and of what one pipeline stage keeps on each GPU.
+"""Counts parameters: of one part, of the whole model, and of one GPU of a pipeline stage.
 
 Every count is split by how parallelism divides it: `split` over tensor parallelism, `replicated` on every
 tensor-parallel rank, `expert` over expert (and expert-tensor) parallelism. The sums over a model are held

@@ -12,8 +12,8 @@ from skill_tools.configs.source import Kind, Source
 
 
 class Patch(NamedTuple):
-    """The change in the user's dialect: `overrides` for a command line, `text` for a file, or what to remove;
-    `environment` what to export first, `removal` what to remove where `text` is for a file."""
+    """The change in the user's dialect: `overrides` for a command line, `text` for a file, or keys to remove;
+    `environment` to export first, `removal` the keys to remove where `text` is for a file."""
 
     dialect: str
     settings: Mapping[str, object]
@@ -32,7 +32,7 @@ def exports(settings: Mapping[str, object]) -> tuple[str, dict[str, object]]:
 
 
 def in_named_files(settings: Mapping[str, object], config: Config | None) -> tuple[str, Mapping[str, object]]:
-    """Split off what belongs into a JSON that the configuration names, such as `deepspeed: zero3.json`.
+    """Split off the settings that belong into a JSON that the configuration names, such as `deepspeed: zero3.json`.
 
     It is shown as the entries of that file, below a comment with its name, so that the whole is still YAML.
     """
@@ -57,7 +57,7 @@ def in_named_files(settings: Mapping[str, object], config: Config | None) -> tup
 
 
 def script_of(config: Config | None) -> Kind | None:
-    """Return whether a script alone says what is trained, Python or a command; None where a file takes keys."""
+    """Return whether a script alone states the training, Python or a command; None where a file takes keys."""
     kinds = (
         {Source(name, text).kind for name, text in config.sources.items()} if config is not None else set()
     )

@@ -1,4 +1,4 @@
-"""What a Python script does to its model that no argument says: adapters, a base in 4 bits, Unsloth's checkpointing.
+"""Changes of a Python script to its model that no argument states: adapters, a base in 4 bits, Unsloth's checkpointing.
 
 `get_peft_model`, `add_adapter` and a trainer's `peft_config` add adapters (peft); so does Unsloth's
 `FastLanguageModel.get_peft_model`, whose `from_pretrained` loads 4 bits unless it is told otherwise (unsloth 2024.8 to
@@ -34,7 +34,7 @@ _SHOWN = 60
 
 
 class Added(NamedTuple):
-    """What a script adds: `condition` is what decides it where that cannot be read, empty where it is decided.
+    """The additions of a script: `condition` decides them where it cannot be read, empty where it is decided.
 
     `bits` are those of a weight of the base. `rank` is None where it is computed. `recomputes`, `offloads_inputs` and
     `sequence_len` are None where nothing of Unsloth's says them.
@@ -50,7 +50,7 @@ class Added(NamedTuple):
 
 
 def added(config: Config) -> Added | None:
-    """Return what the Python scripts among the input add to the model; None where none of them adds anything."""
+    """Return the additions of the input's Python scripts to the model; None where none of them adds anything."""
     scripts = ((name, text) for name, text in config.sources.items() if name.endswith(".py"))
     return next(filter(None, (_in_script(name, text) for name, text in scripts)), None)
 
@@ -66,7 +66,7 @@ def _in_script(name: str, text: str) -> Added | None:
 
 
 def question(config: Config) -> Question | None:
-    """Return what decides whether there are adapters, where a script adds them under a condition that stays open."""
+    """Return the condition of adapters, where a script adds them under a condition that stays open."""
     found = added(config) if config.value("use_peft") is None else None
     if found is None or not found.condition:
         return None
@@ -94,7 +94,7 @@ class _Script:
         self._constants = dict(self._single_constants())
 
     def added(self) -> Added | None:
-        """Return what adds adapters, the first call that may; a base in few bits alone is trained by adapters too."""
+        """Return the first call that may add adapters; a base in few bits alone is trained by adapters too."""
         bits = self._bits()
         unsloth = next(filter(_is_unsloths, self._calls_of("from_pretrained")), None)
         for call in self._calls():
@@ -107,7 +107,7 @@ class _Script:
         return None
 
     def _calls(self) -> Iterator[ast.expr]:
-        """Yield what adds adapters, in the order of the text: calls, and a trainer's `peft_config`."""
+        """Yield the additions of adapters, in the order of the text: calls, and a trainer's `peft_config`."""
         calls = [node for node in ast.walk(self._source.module) if isinstance(node, ast.Call)]
         for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
             if last_name(node.func) in _ADD:
@@ -117,7 +117,7 @@ class _Script:
                 yield self._value(given)
 
     def _value(self, given: ast.expr) -> ast.expr:
-        """Return what a name was assigned, where that is done once."""
+        """Return the value assigned to a name, where that is done once."""
         if not isinstance(given, ast.Name):
             return given
         assigned = [node for node in ast.walk(self._source.module) if _assigns(node, given.id)]
@@ -152,7 +152,7 @@ class _Script:
         return found
 
     def _decide(self, test: ast.expr) -> bool | None:
-        """Return what a condition is by the file's constants alone; None where they do not decide it."""
+        """Return a condition's value by the file's constants alone; None where they do not decide it."""
         match test:
             case ast.Constant(value=value):
                 return bool(value)
@@ -192,7 +192,7 @@ class _Script:
         return rank if isinstance(rank, int) else None
 
     def _bits(self) -> int:
-        """Return the bits of a weight of the base: what any load asks for that is surely reached."""
+        """Return the bits of a weight of the base: the precision of any load that is surely reached."""
         bits = 16
         for load in self._calls_of(*_LOADERS):
             if self._open_conditions(load) != []:
@@ -206,7 +206,7 @@ class _Script:
         return bits
 
     def _by_unsloth(self, found: Added, call: ast.expr, loader: ast.Call) -> Added:
-        """Return `found` with what Unsloth's calls say of checkpointing and of the sequence."""
+        """Return `found` with the checkpointing and the sequence of Unsloth's calls."""
         length = self._given(loader, "max_seq_length", _UNSLOTH_LENGTH)
         own = call if isinstance(call, ast.Call) else loader
         checkpointing = self._given(own, "use_gradient_checkpointing", "unsloth")

@@ -1,9 +1,9 @@
 """The one way from files, text and overrides to a `Config`: finds their dialect, which then composes them.
 
-Each dialect says what in an input proves that it is its own. One proof decides; none, or two that exclude each other,
+Each dialect names the proof in an input that it is its own. One proof decides; none, or two that exclude each other,
 is an error: a guess would lint against the wrong rules. Proofs of a dialect and of one that it embeds do not exclude
-each other. A script that proves nothing itself, or no more than its launcher, is what the files that it names are,
-where their dialect follows it to them.
+each other. A script that proves nothing itself, or no more than its launcher, belongs to the dialect of the files that
+it names, where their dialect follows it to them.
 """
 
 import os
@@ -29,7 +29,7 @@ class Contradiction(UnusableInput):
 
 
 class Reading(NamedTuple):
-    """One configuration as it was recognised: its dialect, the inputs that make it up, and what proved it.
+    """One configuration as it was recognised: its dialect, the inputs that make it up, and its proof.
 
     `proof` is empty where the user said the dialect. `is_part` says that the source is a part of a file of another kind
     (the command in a task file), so that nothing may be written back.
@@ -50,7 +50,7 @@ class Reading(NamedTuple):
 
 
 class Named(NamedTuple):
-    """A configuration of `dialect` that a script names at `place`: the word, the file, and what proves it."""
+    """A configuration of `dialect` that a script names at `place`: the word, the file, and its proof."""
 
     word: str
     place: Place
@@ -60,7 +60,7 @@ class Named(NamedTuple):
 
     @property
     def proof(self) -> str:
-        """What proves the script that names it."""
+        """The proof of the script that names it."""
         return f"{self.source.name}, which it names: {self.evidence.proof}"
 
     def counts_in(self, config: Config) -> bool:
@@ -117,7 +117,7 @@ def readings(
 
 
 def check_form(sources: Sequence[Source]) -> None:
-    """Raise what the parser says of a YAML, JSON or TOML that it does not take: nobody's proof is looked for there."""
+    """Raise the parser's error about a YAML, JSON or TOML that it does not take: nobody's proof is looked for there."""
     for source in sources:
         if source.kind not in (Kind.PYTHON, Kind.SHELL):
             source.documents  # noqa: B018 - parsed when first asked for
@@ -191,8 +191,8 @@ def _decided(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[
 def _by_named_files(sources: Sequence[Source], found: Mapping[str, Evidence]) -> dict[str, Evidence]:
     """Return the proofs of files that scripts among `sources` name, of dialects that follow the script to them.
 
-    What is `found` already says nothing new: the launcher's own file, and a section that the launcher may be given.
-    They win over a launcher, and over a section of their own, as its launcher names one.
+    A dialect that is `found` already says nothing new: the launcher's own file, and a section that the launcher may be
+    given. They win over a launcher, and over a section of their own, as its launcher names one.
     """
     known = {*found, *(name for each in found for name in _embedded_by(each))}
     firm = {name for name, evidence in found.items() if not evidence.yields}
@@ -246,7 +246,7 @@ def _named(source: Source) -> Iterator[Named]:
 
 
 def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
-    """Return what names a configuration that `config` was not read from, once for each file."""
+    """Return the words that name a configuration from which `config` was not read, once for each file."""
     unread = {each.source.name: each for each in named if not each.counts_in(config)}
     return tuple(Setting(each.dialect.label, name, each.word, each.place) for name, each in unread.items())
 
@@ -254,7 +254,7 @@ def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
 def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
     """Raise `UnusableInput` where `sources` hold nothing of the stated framework and plenty of another's.
 
-    What is merely unclear is the user's to state.
+    A merely unclear dialect is the user's to state.
     """
     if sources and not dialect.has_files:
         raise UnusableInput(
@@ -282,7 +282,7 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
 
 
 def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
-    """Return what each proven dialect has in any of `sources`, the votes of all added up."""
+    """Return each proven dialect's evidence in any of `sources`, the votes of all added up."""
     found: dict[str, Evidence] = {}
     for source in sources:
         for name, evidence in _proven(_evidence_in(source)).items():
@@ -352,7 +352,7 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
 
 
 def _answer_to_loop(sources: Sequence[Source]) -> str:
-    """Return what to do instead where `sources` are a loop that needs no framework."""
+    """Return advice where `sources` are a loop that needs no framework."""
     loops = registry.named(registry.WITHOUT_FILES)
     answers = (loops.answer_to_loop(source.text) for source in sources if source.kind is Kind.PYTHON)
     return next(filter(None, answers), "")

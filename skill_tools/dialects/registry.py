@@ -44,7 +44,7 @@ _MODULES = {
 _SCRIPTS_ALONE = frozenset(
     ("mindspeed-llm", "lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl", "unsloth")
 )  # not loaded to recognise a file with keys
-WITHOUT_FILES = "pytorch"  # what a plan is for where neither a file nor a framework is named
+WITHOUT_FILES = "pytorch"  # the subject of a plan where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}
 
 _registered: dict[str, tuple[Dialect, Path]] = {}

@@ -1,7 +1,7 @@
 """One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
 
-Each dialect builds it from what the user wrote, and the planner computes memory and time from it alone. What was not
-written and had to be assumed is listed in `assumptions`, in words.
+Each dialect builds it from the user's input, and the planner computes memory and time from it alone. Values that were
+not written and had to be assumed is listed in `assumptions`, in words.
 """
 
 from enum import StrEnum
@@ -53,7 +53,7 @@ class Spread(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What data-parallel ranks send each other, in bytes of an element; 0 for what is not sent.
+    """The copies between data-parallel ranks, in bytes of an element; 0 for tensors that are not sent.
 
     `gathered_forward` and `gathered_backward` are of weights, for each micro-batch's passes, `gathered_after_update` of
     those that a step has updated; compute waits for these where `gather_waits`. Gradients are sent in `reduced`, with
@@ -104,15 +104,16 @@ class TrainingRun(NamedTuple):
     and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
     no product of its own; `clips` that gradients may be clipped by their global norm; `is_eager` that operations run
     one by one, without Megatron's fusions; `widens_gradients` that the GPU's update makes fp32 of bf16 gradients.
-    `norm_bytes` are what an eager norm keeps of an element beyond its input and output. Where `traced` is
+    `norm_bytes` are an eager norm's bytes of an element beyond its input and output. Where `traced` is
     there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
     that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
     is set aside for CUDA's context, its libraries and fragmentation. `gradients_wait` False says that none waits
-    for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are what the user asks
-    for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop runs on several
-    GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the parameters of a vision
-    tower that no text reaches: it has neither gradients nor states. `matrices` is there if Muon updates some.
-    `keeps_optimizer` says that `reference_impl` cannot take the place of the trainer's optimizer, by its class.
+    for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are the states that
+    the user asks for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop
+    runs on several GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the
+    parameters of a vision tower that no text reaches: it has neither gradients nor states. `matrices` is there if Muon
+    updates some. `keeps_optimizer` says that `reference_impl` cannot take the place of the trainer's optimizer, by its
+    class.
     """
 
     dialect: str
@@ -223,7 +224,7 @@ class WeightEngine(StrEnum):
 
 
 class Mode(NamedTuple):
-    """What is moved off the GPU, and what is recomputed instead of kept.
+    """The tensors that are moved off the GPU, and those that are recomputed instead of kept.
 
     `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
     that is updated on the GPU while its state passes through, as `streamed_states`; `updates_in_backward` says that the
@@ -236,7 +237,7 @@ class Mode(NamedTuple):
     those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
     their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
     Of layers that are computed again `keep_attention` has attention's results wait on the host in place of that; with
-    `tile_tokens` what does not mix positions takes so many of a sequence at a time, and with `head_groups` attention's
+    `tile_tokens` modules that mix no positions take so many of a sequence at a time, and with `head_groups` attention's
     backward takes one of so many groups of heads.
     `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
     `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.

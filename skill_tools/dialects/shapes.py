@@ -1,6 +1,6 @@
 """The shape of a decoder: the dozen numbers from which every count of parameters, bytes and FLOPs follows.
 
-A `ModelShape` is what memory and time are computed from; where it came from (a configuration, a config.json, a known
+Memory and time are computed from a `ModelShape`; where it came from (a configuration, a config.json, a known
 name) is decided in `planning/model/shape_sources.py`. It describes text decoders: dense, grouped-query, multi-head
 latent attention (MLA), mixture of experts with shared experts, multi-token prediction (MTP). State-space and
 linear-attention layers and vision towers are not described, and a source that has them is refused.

@@ -1,8 +1,8 @@
 """How the trainers of Hugging Face's models share a model's weights, gradients and states between GPUs, for a plan.
 
-These trainers spell FSDP and DeepSpeed in several ways; what a plan needs of either is here. Sharding is counted in
-ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. The bytes per parameter that Hugging Face keeps
-are an assumption, which the plan states in words.
+These trainers spell FSDP and DeepSpeed in several ways; the part of either that a plan needs is here. Sharding is
+counted in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. The bytes per parameter that Hugging Face
+keeps are an assumption, which the plan states in words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,15 +13,15 @@ from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import NO_OFFLOAD, Candidate, changed
 from skill_tools.dialects.run import Exchange, Mode, Precision, TrainingRun
 
-# Of both moments: by what an optimizer's name says, first of all its precision, whatever the weights' is.
+# Of both moments: by an optimizer's name, first of all its precision, whatever the weights' is.
 _STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("32bit", 8.0), ("adafactor", 0.1))
 _ONE_MOMENT = ("lion", "sgd", "muon")
-# What Transformers calls torch's own AdamW, the one optimizer by name whose place `reference_impl` takes in a trainer.
+# Transformers' names of torch's own AdamW, the one optimizer by name whose place `reference_impl` takes in a trainer.
 _TORCHS_ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
 class Sharding(NamedTuple):
-    """What is shared, and whether DeepSpeed or FSDP does it."""
+    """The sharded tensors, and whether DeepSpeed or FSDP shards them."""
 
     stage: int = 0
     by_deepspeed: bool = False
@@ -47,7 +47,7 @@ def is_torchs_adamw(optimizer: str) -> bool:
 def precision_of(
     sharding: Sharding, optimizer: str, assumptions: list[Assumption], *, adapted: bool
 ) -> Precision:
-    """Return what Hugging Face keeps a parameter of a bf16 model under mixed precision."""
+    """Return Hugging Face's bytes a parameter of a bf16 model under mixed precision."""
     name = optimizer.lower()
     small = next((size for part, size in _STATE_BYTES if part in name), None)
     count = 1 if any(part in name for part in _ONE_MOMENT) else 2
@@ -80,11 +80,11 @@ def precision_of(
 
 
 def with_exchange(run: TrainingRun, sharding: Sharding, *, group: int = 0) -> TrainingRun:
-    """Return `run` with what its data-parallel ranks send each other; `group` of them share a copy, 0 all.
+    """Return `run` with the copies between its data-parallel ranks; `group` of them share a copy, 0 all.
 
     FSDP gathers in the dtype that it computes in and reduces in it, as Accelerate's policy has it; without resharding
-    it gathers once a micro-batch. ZeRO-1 and -2 gather what was updated, and wait for it; ZeRO-1 reduces once a step.
-    Without shards DDP sends gradients once a step.
+    it gathers once a micro-batch. ZeRO-1 and -2 gather the updated weights, and wait for them; ZeRO-1 reduces once a
+    step. Without shards DDP sends gradients once a step.
     """
     if run.layout.dense_shards == 1:
         return run

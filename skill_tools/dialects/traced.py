@@ -33,9 +33,10 @@ class Span(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """One forward and backward: its spans in order, and what each block leaves alive when its forward ends.
+    """One forward and backward: its spans in order, and the bytes that each block leaves alive when its forward ends.
 
-    `flops` are of matrix products, `moved_bytes` what the other kernels read and write, `kernels` how many both are.
+    `flops` are of matrix products, `moved_bytes` are read and written by the other kernels, `kernels` how many both
+    are.
     """
 
     spans: tuple[Span, ...]
@@ -46,16 +47,16 @@ class TracedStep(NamedTuple):
 
 
 class TracedModel(NamedTuple):
-    """The step as it is and with its blocks recomputed; `source` says in words what was traced, and with what.
+    """The step as it is and with its blocks recomputed; `source` names in words the traced model and the tools.
 
     Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. Where
-    some are frozen, `adapter_rank` is the smallest dimension of what is trained, 0 where blocks have no backward, and
-    `trained_width` that of the largest parameter that is trained. `frozen_layers` are the bytes of each layer that may
-    stream, and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that the
-    model was counted, and not its shape. With `images` in each sequence its vision tower was counted too.
-    `matrices` are what Muon updates, as rows, columns and how many, where somebody has said it.
+    some are frozen, `adapter_rank` is the smallest dimension of the trained matrices, 0 where blocks have no backward,
+    and `trained_width` that of the largest parameter that is trained. `frozen_layers` are the bytes of each layer that
+    may stream, and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that
+    the model was counted, and not its shape. With `images` in each sequence its vision tower was counted too.
+    `matrices` are Muon's, as rows, columns and how many, where somebody has said it.
 
-    Two are the same if they are the same object, so that what is computed from one is found again quickly.
+    Two are the same if they are the same object, so that results computed from one are found again quickly.
     """
 
     source: str

@@ -16,4 +16,4 @@ FSDP_PLUGIN, DEEPSPEED_PLUGIN, ACCELERATOR = (
     "Accelerator",
 )
 OUR_MODULE = r"\b(?:cpu_offloading|reference_impl)\.integrations\.accelerate\b"  # whose line it may hold
-EMBEDDED = (ACCELERATE, "deepspeed")  # what a draft embeds that may hold such a section
+EMBEDDED = (ACCELERATE, "deepspeed")  # embedded by a draft that may hold such a section

@@ -1,6 +1,6 @@
 """The candidates of Accelerate's file: FSDP's checkpointing and parameter offload, or DeepSpeed's devices.
 
-What a named DeepSpeed file decides stays as it is, and so does what the script does about activations.
+The decisions of a named DeepSpeed file stay as they are, and so does the script's treatment of activations.
 """
 
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def _fsdp_weights() -> Iterator[Part]:
 
 
 def _deepspeed_weights(config: Config) -> Iterator[Part]:
-    """Yield what may go to the CPU at the stage of the file; parameters take stage 3."""
+    """Yield the offloads that the stage of the file allows; parameters take stage 3."""
     optimizer, parameters = _DEVICE.format("offload_optimizer"), _DEVICE.format("offload_param")
     none: dict[str, object] = {optimizer: "none", parameters: "none"}
     yield Part({}, settings={key: value for key, value in none.items() if config.value(key) is not None})

@@ -50,7 +50,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _write_override(draft: Draft, text: str) -> None:
-    """Write options of the launcher, or what a plan asks of the script: `seq_length=4096`, a size of the model."""
+    """Write options of the launcher, or the script's settings in a plan: `seq_length=4096`, a size of the model."""
     words = command_line(text, _OVERRIDES)
     for word in words:
         name, equals, value = word.text.partition("=")

@@ -1,4 +1,4 @@
-"""What Accelerate gives DeepSpeed: the file that it names, or a JSON made of a few fields; both as `deepspeed.*` keys.
+"""Accelerate's input of DeepSpeed: the file that it names, or a JSON made of a few fields; both as `deepspeed.*` keys.
 
 Fields of the command line and the environment count where the file says "auto", and nowhere else in it.
 Facts: accelerate/utils/dataclasses.py::DeepSpeedPlugin of 1.13.0 to 1.15.0.
@@ -21,7 +21,7 @@ _LEFT_TO_THE_RUN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradi
 
 
 def write_deepspeed(draft: Draft, stated: Setting, folders: Sequence[Path]) -> None:
-    """Write the `deepspeed.*` keys; `stated` is what chose DeepSpeed, the origin of what nobody set."""
+    """Write the `deepspeed.*` keys; `stated` has chosen DeepSpeed; values that nobody set come from there."""
     _refuse_clipping(draft)
     key = f"{DEEPSPEED}deepspeed_config_file"
     named = draft.get(key)
@@ -102,7 +102,7 @@ def _write_device(draft: Draft, stated: Setting, name: str) -> None:
 
 
 def _fill_auto(draft: Draft, stated: Setting) -> None:
-    """Add what the named file lacks, replace "auto" by what the plugin knows, and leave the rest of it to the run."""
+    """Add fields that the named file lacks, replace "auto" by the plugin's values, and leave the rest to the run."""
     precision = _origin(draft, "accelerate.mixed_precision", stated).value
     for name, words in _PRECISIONS:
         if not draft.below(f"deepspeed.{name}."):

@@ -78,7 +78,7 @@ class Accelerate(Dialect):
         return Evidence(1, proof=launch[0], yields=True) if launch else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take what shards together with where it runs, on how many processes, or with a section for it."""
+        """Take a way to shard together with its place, on how many processes it runs, or with a section for it."""
         beside = sorted(entries.keys() & _OWN)
         if "distributed_type" not in entries or not beside:
             return NONE
@@ -99,7 +99,7 @@ class Accelerate(Dialect):
         return "acc-sub-key" if "." in unknown.written else "acc-top-key"
 
     def rule_for_type(self, key: Key | None) -> str:
-        """What the launcher passes on as text, the plugins cannot read."""
+        """The plugins cannot read values that the launcher passes on as text."""
         return "acc-value"
 
     def size_override(self, key: str) -> str:
@@ -125,7 +125,7 @@ class Accelerate(Dialect):
         return candidates(config, run)
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
-        """Return options of the launcher for a command, and what a plugin is given for a Python script."""
+        """Return options of the launcher for a command, and a plugin's arguments for a Python script."""
         if script is Kind.PYTHON:
             from skill_tools.dialects.accelerate.python_script import as_plugins
 
@@ -135,7 +135,7 @@ class Accelerate(Dialect):
         return as_flags({name.rpartition(".")[2]: value for name, value in spelled.items()})
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what its file, or the script, may change beside offloading."""
+        """Yield the changes beside offloading in its file, or in the script."""
         from skill_tools.dialects.accelerate.levers import found
 
         return found(run)

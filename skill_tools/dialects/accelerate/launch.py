@@ -63,7 +63,7 @@ _NEGATIONS = frozenset({"false", "no", "off", "0", "f", "n"})
 
 
 def launch_words(words: Sequence[Argument]) -> Sequence[Argument]:
-    """Return what follows `accelerate launch` in a command; nothing where that is not what the command runs."""
+    """Return the words behind `accelerate launch` in a command; none where the command runs another program."""
     for position, word in enumerate(words):
         name = word.text.rpartition("/")[2]
         following = words[position + 1].text if position + 1 < len(words) else ""
@@ -86,7 +86,7 @@ def write_launch(
     used = sum(count for _, _, _, count in given)
     while used < len(words) and _may_be_options(words[used]):
         draft.section_may_be_set(ACCELERATE)
-        # Or the script itself: then what follows is not the launcher's, and an option that it lacks shows that.
+        # Or the script itself: then the words behind it are not the launcher's, and an option that it lacks shows that.
         more = list(takewhile(lambda option: _is_known(option[0]), _given(words[used + 1 :])))
         given += more
         used += 1 + sum(count for _, _, _, count in more)
@@ -105,7 +105,7 @@ def _is_known(name: str) -> bool:
 
 
 def write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
-    """Write options of the launcher above what the draft holds."""
+    """Write options of the launcher above the draft's settings."""
     _write_given(draft, list(_given(words)), file)
 
 
@@ -181,7 +181,7 @@ def _write_named_file(draft: Draft, given: Sequence[_Given], file: str, folders:
 
 
 def _write_backends(draft: Draft, flags: Sequence[tuple[str, Setting]]) -> None:
-    """Write what the flags choose above the type of the file, and which of them exclude each other."""
+    """Write the choices of the flags above the type of the file, and which of them exclude each other."""
     if not flags:
         return
     first = min(flags, key=lambda flag: list(_BACKENDS).index(flag[0]))[1]

@@ -1,4 +1,4 @@
-"""What a script under Accelerate may change beside offloading: batch and sequence are its own, the GPUs the file's.
+"""The changes of a script under Accelerate beside offloading: batch and sequence are its own, the GPUs the file's.
 
 Apart because only a plan that does not fit loads it.
 """

@@ -1,7 +1,7 @@
 """Reads a Python script that makes `Accelerator(fsdp_plugin=..)` as the configuration that its plugins are.
 
-A plugin's field is kept under the key of the file's field that the launcher would hand to it. What a plugin leaves
-unset, it takes from the environment of its launcher, which is not known here. Facts: accelerator.py and
+A plugin's field is kept under the key of the file's field that the launcher would hand to it. A field that a plugin
+leaves unset, it takes from the environment of its launcher, which is not known here. Facts: accelerator.py and
 utils/dataclasses.py of accelerate 1.13.0 to 1.15.0.
 """
 
@@ -52,7 +52,7 @@ _ENUMS = frozenset({"ShardingStrategy", "StateDictType", "BackwardPrefetch"})
 def recipes(source: Source) -> dict[str, Construction | None]:
     """Return each `Accelerator` of a script that is given a plugin, under the name that asks for it.
 
-    Where a script gives none to any, its first stands for what the script says of ours; None if there is none to see.
+    Where a script gives none to any, its first stands for the script's call of ours; None if there is none to see.
     """
     made = constructions(source, {ACCELERATOR})
     given = [each for each in made if each.section.fields.keys() & _PLUGINS.keys()] or made[:1]
@@ -62,7 +62,7 @@ def recipes(source: Source) -> dict[str, Construction | None]:
 
 
 def write_script(draft: Draft, source: Source) -> None:
-    """Write what a script makes; raises `UnusableInput` for several Accelerators without a choice."""
+    """Write the objects that a script makes; raises `UnusableInput` for several Accelerators without a choice."""
     draft.take(source)
     draft.keys_may_be_set([TYPE])
     draft.launcher_may_set([_VERSION])
@@ -81,7 +81,7 @@ def write_script(draft: Draft, source: Source) -> None:
 
 
 def as_plugins(spelled: Mapping[str, object]) -> str:
-    """Return settings of the file, or of plugins as a script has them already, as what the plugins are given."""
+    """Return settings of the file, or of plugins as a script has them already, as arguments of the plugins."""
     given: dict[str, dict[str, object]] = {}
     for path, value in spelled.items():
         kind, name = _of_a_plugin(path.removeprefix(f"{ACCELERATE}."))
@@ -90,7 +90,7 @@ def as_plugins(spelled: Mapping[str, object]) -> str:
 
 
 def _of_a_plugin(path: str) -> tuple[str, str]:
-    """Return the plugin that a field of the file belongs to, and what the plugin calls it."""
+    """Return the plugin that a field of the file belongs to, and its name there."""
     if "." not in path:
         return (FSDP_PLUGIN if path in _fields_of(FSDP_PLUGIN) else DEEPSPEED_PLUGIN), path
     for field, renamed in _FIELDS.items():
@@ -164,7 +164,7 @@ def _read(value: object, node: ast.expr | None) -> object:
 
 
 def _calls(source: Source) -> dict[Place, ast.Call]:
-    """Return every call of a script by where it begins; what is assigned to its object later is no argument of it."""
+    """Return every call of a script by its beginning; a later assignment to its object is no argument of it."""
     return {
         Place(source.name, node.lineno, node.col_offset + 1): node
         for node in ast.walk(source.module)

@@ -1,4 +1,4 @@
-"""Builds the planner's run from a configuration of Accelerate: what its file decides, plus stated assumptions.
+"""Builds the planner's run from a configuration of Accelerate: the decisions of its file, plus stated assumptions.
 
 The file shards and offloads; sequence, batch and adapters are the script's, so they are given by
 `--overrides seq_length=N`.
@@ -78,7 +78,7 @@ def current(config: Config, run: TrainingRun) -> Mode:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Return what the section of the distributed type shares."""
+    """Return the sharding of the distributed type's section."""
     match config.value("accelerate.distributed_type"):
         case "DEEPSPEED":
             return Sharding(zero.stage(config) or 0, by_deepspeed=True)
@@ -144,7 +144,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
 def _precision(
     config: Config, sharding: Sharding, assumptions: list[Assumption], *, adapted: bool
 ) -> Precision:
-    """Return what is kept a parameter: fp32 where FSDP mixes precisions, bf16 throughout where nothing does."""
+    """Return the bytes kept a parameter: fp32 where FSDP mixes precisions, bf16 throughout where nothing does."""
     mixed = config.value("accelerate.mixed_precision", "no") != "no"
     if sharding.stage and not sharding.by_deepspeed and not mixed:
         sharding = Sharding()

@@ -1,9 +1,9 @@
-"""Writes what Accelerate gets into the draft of whoever trains under it: file, options of the launcher, environment.
+"""Writes Accelerate's input into the draft of whoever trains under it: file, launcher options, environment.
 
-The launcher takes options over the file, and what neither sets from the environment that it inherits. It writes all
-of this into the environment of the training process, where the plugins of Accelerate read it. `settle` does what the
-plugins do: it decides which section counts, which values are refused, and what DeepSpeed's JSON becomes. The draft
-has to embed `accelerate` and `deepspeed`. Facts: commands/launch.py, utils/launch.py and utils/dataclasses.py of
+The launcher takes options over the file, and fields that neither sets from the environment that it inherits. It writes
+all of this into the environment of the training process, where the plugins of Accelerate read it. `settle` does as the
+plugins do: it decides which section counts, which values are refused, and the form that DeepSpeed's JSON gets. The
+draft has to embed `accelerate` and `deepspeed`. Facts: commands/launch.py, utils/launch.py and utils/dataclasses.py of
 accelerate 1.13.0 to 1.15.0.
 """
 
@@ -77,7 +77,7 @@ def write_file(draft: Draft, source: Source) -> None:
 
 
 def write_value(draft: Draft, spelling: str, value: object, written: str, place: Place) -> None:
-    """Write one value under its path in the file, above what it had; a path that nobody knows is noted."""
+    """Write one value under its path in the file, above its old one; a path that nobody knows is noted."""
     name = f"{ACCELERATE}.{spelling}"
     if not draft.accepts(name):
         draft.note_unknown(written, place, spelling=name)
@@ -89,7 +89,7 @@ def write_value(draft: Draft, spelling: str, value: object, written: str, place:
 
 
 def settle(draft: Draft, folders: Sequence[Path]) -> None:
-    """Say what the training process makes of what has been written.
+    """Derive the settings of the training process from those that have been written.
 
     `folders` are where a DeepSpeed file is looked for, beside the working folder.
     """
@@ -190,7 +190,7 @@ def _is_sagemaker(draft: Draft) -> bool:
 
 
 def _inherit(draft: Draft) -> None:
-    """Take what neither file nor options say from the environment of the launcher."""
+    """Take fields that neither file nor options set from the environment of the launcher."""
     for variable, key in _INHERITED.items():
         held, given = draft.get(key), draft.get(f"env.{variable}")
         if given is not None and (held is None or held.value is None) and not draft.is_open(key):
@@ -204,7 +204,7 @@ def _unread(setting: Setting, expected: str | None) -> str | None:
 
 
 def _read_by_fsdp(setting: Setting, expected: str | None, *, first: bool, by_size: bool) -> str | None:
-    """Return what FSDP's plugin expected instead of a value, `first` of version 1, `by_size` of wrapping by size."""
+    """Return the value that FSDP's plugin expected instead, `first` of version 1, `by_size` of wrapping by size."""
     name, value = setting.key.rpartition(".")[2], setting.value
     if (name in _OF_VERSION_1 and not first) or (name == "fsdp_min_num_params" and not by_size):
         return _unread(setting, expected)

@@ -1,6 +1,6 @@
 """Reads AReaL's YAML with Hydra's overrides, as OmegaConf merges both into the dataclasses.
 
-The file itself is what Hydra composes, so an override without a plus changes what stands in the file and nothing else;
+Hydra composes the file itself, so an override without a plus changes only fields that stand in the file;
 the dataclasses come after it. They are closed and typed: a name that a section's class lacks ends the run, and so does
 null where a value is needed. Names at the top may be those of a class that somebody derived.
 """
@@ -72,7 +72,7 @@ def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
 
 
 def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Lay the overrides among `words` over what the file says; note those that Hydra refuses."""
+    """Lay the overrides among `words` over the file's values; note those that Hydra refuses."""
     is_open = not draft.sources or bool(draft.missing_files)
     for word in words:
         if not looks_like_override(word.text) or word.text.startswith("-"):
@@ -91,7 +91,7 @@ def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: s
 
 
 def _write(draft: Draft, entries: Entries) -> None:
-    """Write what the merge left into the draft, and note the names that no class has."""
+    """Write the merged values into the draft, and note the names that no class has."""
     for loser in entries.lost:
         draft.shadow(loser.written, loser.value, loser.place)
     unknown: set[str] = set()

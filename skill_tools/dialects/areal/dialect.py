@@ -20,7 +20,7 @@ _ENOUGH = 2
 
 
 class AReaL(Dialect):
-    """AReaL. What the file does not set has the default of its dataclasses."""
+    """AReaL. A field that the file does not set has the default of its dataclass."""
 
     name = AREAL
     label = "AReaL"

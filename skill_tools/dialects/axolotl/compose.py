@@ -27,7 +27,7 @@ _PRESETS = "deepspeed_configs/"
 _OVERRIDES = "<overrides>"
 _YAML = (".yml", ".yaml")
 _NAMES_A_FILE = ("--cloud", "--sweep")
-# Options of its commands that are no keys: how to launch, over which configurations, what to show of the data.
+# Options of its commands that are no keys: how to launch, over which configurations, how much of the data to show.
 _OF_COMMANDS = frozenset(
     {
         "launcher", "cloud", "sweep", "num_processes", "main_process_port", "debug", "debug_text_only",
@@ -128,7 +128,7 @@ def _scalar(text: str) -> object:
 def _write_script(run: _Run, source: Source) -> None:
     """Write a launch script: the configuration that it names, if that is there, then its options.
 
-    What stands before the program and after `--` is the launcher's.
+    Words before the program and after `--` are the launcher's.
     """
     draft = run.draft
     command = training_command(source, lambda word: word.endswith(_YAML))
@@ -273,7 +273,7 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
 
 
 def _write_deepspeed_file(draft: Draft, named: Setting, path: str, folders: Sequence[Path]) -> None:
-    """Write the file that is named, or where Axolotl ships it and it is not here, what is known to be in it."""
+    """Write the file that is named, or where Axolotl ships it and it is not here, its known content."""
     if section.follow(draft, named, folders):
         return
     start = path.rfind(_PRESETS)

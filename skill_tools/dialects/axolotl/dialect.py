@@ -35,7 +35,7 @@ _DECISIVE = 1000
 
 
 class Axolotl(Dialect):
-    """Axolotl. A key that it does not know is dropped silently; what its YAML does not say has a default."""
+    """Axolotl. A key that it does not know is dropped silently; one that its YAML does not set has a default."""
 
     name = AXOLOTL
     label = "Axolotl"
@@ -107,7 +107,7 @@ class Axolotl(Dialect):
         return candidates(config, run)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what its YAML may change beside offloading."""
+        """Yield the changes beside offloading in its YAML."""
         from skill_tools.dialects.axolotl.levers import found
 
         return found(config, run)

@@ -1,4 +1,4 @@
-"""What Axolotl has beside offloading: its batch, its kernels, its optimizers, quantized adapters, ZeRO-3's shards.
+"""The levers of Axolotl beside offloading: its batch, its kernels, its optimizers, quantized adapters, ZeRO-3's shards.
 
 Apart because only a plan that does not fit loads it.
 """
@@ -13,7 +13,7 @@ from skill_tools.dialects.run import TrainingRun
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _PRESET = "deepspeed_configs/zero3_bf16.json"
-# What Axolotl shards matrices of Muon with, which it refuses under DeepSpeed.
+# The way in which Axolotl shards matrices of Muon, refused under DeepSpeed.
 _FSDP2 = {
     "fsdp_version": 2,
     "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},

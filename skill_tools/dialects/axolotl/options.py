@@ -1,8 +1,8 @@
-"""What Axolotl makes of the options of its command line, on top of a file.
+"""How Axolotl reads the options of its command line, on top of a file.
 
-`axolotl train` parses them with click: dashes only, `--x/--no-x` for a bool, one value for anything else, and what it
-does not know goes to the launcher. A launcher starts `axolotl.cli.train`, where Fire reads each value as a Python
-literal; `--launcher python` hands the texts on. `load_cfg` then fits a value to the one in the file. Facts:
+`axolotl train` parses them with click: dashes only, `--x/--no-x` for a bool, one value for anything else, and words
+that it does not know goes to the launcher. A launcher starts `axolotl.cli.train`, where Fire reads each value as a
+Python literal; `--launcher python` hands the texts on. `load_cfg` then fits a value to the one in the file. Facts:
 axolotl/cli/main.py::train, cli/utils/train.py::build_command and cli/config.py::load_cfg of 0.12.2 to 0.21.0,
 fire/parser.py of 0.7.1.
 """
@@ -23,14 +23,14 @@ _NULLS = frozenset({"null", "none", "~"})
 
 
 class Read(NamedTuple):
-    """The value of an option; `by_release` says how releases differ on it, or what becomes of a text over a bool."""
+    """The value of an option; `by_release` says how releases differ on it, or read a text over a bool."""
 
     value: object
     by_release: str = ""
 
 
 def read(text: str, existing: object, release: str | None, *, through_fire: bool) -> Read:
-    """Return what an option with the value `text` is over `existing`, the value in the file, None for no such key.
+    """Return an option's value for `text` over `existing`, the value in the file, None for no such key.
 
     `release` is Axolotl's, None where it is unknown; `through_fire` says that a launcher stands between.
     """
@@ -49,7 +49,7 @@ def read(text: str, existing: object, release: str | None, *, through_fire: bool
 
 
 def literal(text: str) -> object:
-    """Return what Fire reads: a Python literal in which bare words are texts, else the text itself."""
+    """Return the value that Fire reads: a Python literal in which bare words are texts, else the text itself."""
     import ast  # a file without options needs no parser of Python
 
     class Words(ast.NodeTransformer):

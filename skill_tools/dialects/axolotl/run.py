@@ -1,6 +1,6 @@
 """Builds the planner's run from an Axolotl configuration: full fine-tuning, LoRA or QLoRA, sharded or not.
 
-Axolotl trains Hugging Face models eagerly. What Hugging Face decides and the YAML does not say (dtypes of states,
+Axolotl trains Hugging Face models eagerly. Hugging Face's decisions that the YAML does not state (dtypes of states,
 mixed precision under FSDP) is a stated assumption. RL trainers are not modelled, nor images: a vision tower takes
 memory and sees none.
 """
@@ -136,7 +136,7 @@ def current(config: Config, run: TrainingRun) -> Mode:
 
 
 def _of_sharding(config: Config, run: TrainingRun) -> Mode:
-    """Return what FSDP or DeepSpeed offloads."""
+    """Return the tensors that FSDP or DeepSpeed offloads."""
     if (
         config.value("fsdp")
         or config.value("fsdp_config")
@@ -147,7 +147,7 @@ def _of_sharding(config: Config, run: TrainingRun) -> Mode:
 
 
 def shard_stage(config: Config) -> int:
-    """Return what is sharded, in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights."""
+    """Return the sharded tensors, in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights."""
     if config.value("fsdp") or config.value("fsdp_config"):
         return 3
     stage = zero.stage(config)

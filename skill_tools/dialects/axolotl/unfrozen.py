@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 def trained(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Trained:
-    """Return what is trained: all, where the setting is absent or says nothing."""
+    """Return the trained parameters: all, where the setting is absent or says nothing."""
     written = config.value("unfrozen_parameters")
     if not written or config.value("adapter"):
         return Trained()

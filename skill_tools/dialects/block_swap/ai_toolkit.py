@@ -32,7 +32,7 @@ _ARCH = "aitk.arch"
 
 
 class AiToolkit(Dialect):
-    """ai-toolkit. Each model family loads itself, and only some of them read what says that layers leave the GPU."""
+    """ai-toolkit. Each model family loads itself, and only some of them read the setting that layers leave the GPU."""
 
     name = AI_TOOLKIT
     label = "ai-toolkit"
@@ -102,7 +102,7 @@ def _process(entries: "Mapping[str, Node]") -> "Node | None":
 
 
 def _settle_arch(draft: Draft) -> None:
-    """Give the model its family: of `arch` without what follows a colon, else of an older switch such as is_flux."""
+    """Give the model its family: of `arch` up to a colon, else of an older switch such as is_flux."""
     given = draft.get(_ARCH)
     if given is not None and isinstance(given.value, str):
         family = given.value.partition(":")[0]

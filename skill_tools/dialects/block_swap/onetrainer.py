@@ -1,6 +1,6 @@
 """OneTrainer as a dialect: the JSON that its window saves and scripts/train.py trains.
 
-Each part of a model (transformer, text encoders) says for itself what share of it leaves the GPU. The checks ask about
+Each part of a model (transformer, text encoders) says for itself which share of it leaves the GPU. The checks ask about
 the parts that the model type has, so the reader finds the part that a check is about, and gives it a key of its own.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
 
 _METHODS = frozenset({"FINE_TUNE", "LORA", "EMBEDDING", "FINE_TUNE_VAE"})
-_PER_PART = 11  # the version of a file from which on each part says what it offloads
+_PER_PART = 11  # the version of a file from which on each part has its own offload
 _UNET_AND_ONE = (("unet", "text_encoder", "vae"), ())
 _UNET_AND_TWO = (("unet", "text_encoder", "text_encoder_2", "vae"), ())
 _TWO = ("transformer", "text_encoder", "vae")
@@ -82,7 +82,7 @@ _MAY_BE_LEFT_OUT = frozenset(
 
 
 class _Part(NamedTuple):
-    """A part of the model: the share of its layers on the host, and what the checks read beside it."""
+    """A part of the model: the share of its layers on the host, and the other fields that the checks read."""
 
     name: str
     layers: Setting | None
@@ -156,7 +156,7 @@ class OneTrainer(Dialect):
 def _migrate(draft: Draft, entries: "Mapping[str, Node]") -> None:
     """Bring the settings of the whole model, which files had before version 11, to its parts.
 
-    A file without a version is a preset, which is loaded as it is. Of what says how the optimizer works a preset may
+    A file without a version is a preset, which is loaded as it is. Of the optimizer's fields a preset may
     leave the rest to `optimizer_defaults`, which the window looks up and scripts/train.py does not.
     """
     version = plain(entries["__version"]) if "__version" in entries else None
@@ -189,7 +189,7 @@ def _migrate(draft: Draft, entries: "Mapping[str, Node]") -> None:
 
 
 def _say(draft: Draft, name: str, source: Setting | None, value: object) -> None:
-    """Give a part what a setting of the whole model makes of it; without that setting, its default."""
+    """Give a part the value that a setting of the whole model implies; without that setting, its default."""
     written, place = (
         (source.written, source.place) if source else (name, Place(next(iter(draft.sources)), 1, 1))
     )
@@ -197,7 +197,7 @@ def _say(draft: Draft, name: str, source: Setting | None, value: object) -> None
 
 
 def _find_parts(draft: Draft) -> None:
-    """Give each part that a check is about a key: what it offloads, as the file says it."""
+    """Give each part that a check is about a key: its offload, as the file says it."""
     parts = list(_parts(draft))
     encoders = [each for each in parts if each.name.startswith("text_encoder")]
     _note(draft, "text_encoder_offload_fraction", [each.layers for each in encoders])
@@ -222,7 +222,7 @@ def _note(draft: Draft, name: str, found: Sequence[Setting | None]) -> None:
 
 
 def _parts(draft: Draft) -> Iterator[_Part]:
-    """Yield the parts that the model has; what a file sets of others counts for nothing."""
+    """Yield the parts that the model has; a file's settings of others count for nothing."""
     model = draft.get("onetrainer.model_type")
     kind = model.value if model and model.value in _PARTS else "STABLE_DIFFUSION_15"
     names, movable = _PARTS[str(kind)]

@@ -1,7 +1,7 @@
 """SimpleTuner as a dialect: the config.json that `simpletuner train` reads.
 
-Each name of the file becomes an option of its parser (`mapping_to_cli_args`), so what argparse refuses ends the run.
-What stands behind `simpletuner train` itself is read only where CONFIG_BACKEND=cmd says so.
+Each name of the file becomes an option of its parser (`mapping_to_cli_args`), so a value that argparse refuses ends the
+run. Words behind `simpletuner train` itself are read only where CONFIG_BACKEND=cmd says so.
 """
 
 from collections.abc import Mapping, Sequence

@@ -6,5 +6,5 @@
 """
 
 DEEPSPEED = "deepspeed"
-EMBEDDED = (DEEPSPEED,)  # what a draft embeds that may hold such a section
-MAKES_ENGINE = "deepspeed.initialize"  # what a script without a trainer calls
+EMBEDDED = (DEEPSPEED,)  # embedded by a draft that may hold such a section
+MAKES_ENGINE = "deepspeed.initialize"  # called by a script without a trainer

@@ -1,4 +1,4 @@
-"""What a DeepSpeed section may keep on the CPU at its stage, for every trainer whose plan reads one.
+"""The tensors that a DeepSpeed section may keep on the CPU at its stage, for every trainer whose plan reads one.
 
 Apart because a plan of a run without DeepSpeed needs none of it. A file that is not here stays as it is.
 """
@@ -31,7 +31,7 @@ def weights(config: Config, mode: Mode) -> Iterator[Part]:
     optimizer, parameters = _DEVICE.format("optimizer"), _DEVICE.format("param")
     off = {key: "none" for key in (optimizer, parameters) if config.value(key) is not None}
     yield Part(by_deepspeed, settings=off)
-    share = mode.optimizer_fraction or 1.0  # `ratio` stays what it is
+    share = mode.optimizer_fraction or 1.0  # `ratio` stays as it is
     kept = {key: value for key, value in off.items() if key == parameters}
     yield Part(
         {**by_deepspeed, "optimizer_fraction": share},

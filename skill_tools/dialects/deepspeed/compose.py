@@ -58,7 +58,7 @@ def _write_script(draft: Draft, source: Source) -> None:
 
 
 def _named(words: Sequence[Argument], file: str) -> Setting | None:
-    """Return the option that names the JSON; `--deepspeed` alone is a switch, and what cannot be read is no name."""
+    """Return the option that names the JSON; `--deepspeed` alone is a switch, and an unreadable word is no name."""
     for position, word in enumerate(words):
         option, equals, value = word.text.partition("=")
         following = words[position + 1] if position + 1 < len(words) else word
@@ -69,5 +69,5 @@ def _named(words: Sequence[Argument], file: str) -> Setting | None:
     return None
 
 
-def _not_one(what: str) -> UnusableInput:
-    return UnusableInput(what, expected=_EXPECTED, attempt=_ATTEMPT)
+def _not_one(problem: str) -> UnusableInput:
+    return UnusableInput(problem, expected=_EXPECTED, attempt=_ATTEMPT)

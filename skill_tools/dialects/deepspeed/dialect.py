@@ -35,7 +35,7 @@ _MAKES = re.compile(rf"\b{re.escape(MAKES_ENGINE)}\s*\((?=[^#]*\bconfig(?:_param
 
 
 class DeepSpeed(Dialect):
-    """DeepSpeed. What its JSON does not say has a default; the model and its sizes are the trainer's."""
+    """DeepSpeed. A key that its JSON does not set has a default; the model and its sizes are the trainer's."""
 
     name = DEEPSPEED
     label = "DeepSpeed"
@@ -52,11 +52,11 @@ class DeepSpeed(Dialect):
     takes_new_keys = False
 
     def evidence(self, source: Source) -> Evidence:
-        """Take no YAML: what has a DeepSpeed section at the top of it, such as GPT-NeoX's, is another program's."""
+        """Take no YAML: one with a DeepSpeed section at its top, such as GPT-NeoX's, is another program's."""
         return NONE if source.kind is Kind.YAML else super().evidence(source)
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take a line of DeepSpeed's launcher that names a JSON; what other launchers start is its trainer's."""
+        """Take a line of DeepSpeed's launcher that names a JSON; programs of other launchers are their trainer's."""
         is_near = DEEPSPEED in text and ".json" in text
         is_named = is_near and any(map(_launches, text.replace("\\\n", " ").splitlines()))
         return Evidence(_DECISIVE, proof="a line of its launcher that names a JSON") if is_named else NONE
@@ -66,7 +66,7 @@ class DeepSpeed(Dialect):
         return Evidence(1, proof=MAKES_ENGINE, yields=True) if _MAKES.search(text) else NONE
 
     def recipes(self, source: Source) -> Sequence[Source]:
-        """Return each engine of a script whose configuration stands there; what is read elsewhere is nobody's here."""
+        """Return each engine of a script whose configuration stands there; one read elsewhere is nobody's here."""
         if source.kind is not Kind.PYTHON or source.recipe is not None:
             return (source,)
         from skill_tools.dialects.deepspeed.python_script import engines
@@ -75,7 +75,7 @@ class DeepSpeed(Dialect):
         return [source.for_recipe(name) for name in names] if len(names) > 1 else [source][: len(names)]
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take a `zero_optimization` that says what to shard or offload, or two batch sizes and a part of it."""
+        """Take a `zero_optimization` that shards or offloads, or two batch sizes and a part of it."""
         zero = entries.get("zero_optimization")
         if zero is not None and isinstance(zero.value, dict) and zero.value.keys() & _OFFLOAD:
             inside = ", ".join(sorted(zero.value.keys() & _OFFLOAD))
@@ -129,7 +129,7 @@ class DeepSpeed(Dialect):
                 yield "ds-alias-both", loser, winner
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
-        """Refuse: a DeepSpeed file says neither what is trained nor on how long a sequence."""
+        """Refuse: a DeepSpeed file states neither the model nor the length of its sequences."""
         raise _no_run()
 
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":

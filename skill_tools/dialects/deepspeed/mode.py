@@ -1,4 +1,4 @@
-"""What a DeepSpeed section asks for, as a plan sees it: stage, what is sharded, what leaves the GPU.
+"""The mode of a DeepSpeed section, as a plan sees it: stage, sharded tensors, tensors that leave the GPU.
 
 For every dialect that embeds one; nothing here reads another section. A run with `auto` in these fields is the one
 that DeepSpeed would make of it, unless the trainer's reader has filled them in.
@@ -40,7 +40,7 @@ def offloads_parameters(config: Config) -> bool:
 
 
 def mode(config: Config, run: TrainingRun) -> Mode:
-    """Return what the section moves off the GPU in `run`."""
+    """Return the tensors that the section moves off the GPU in `run`."""
     pins = bool(fields.flag(config, f"{_ZERO}.offload_optimizer.pin_memory"))
     if offloads_parameters(config):
         return Mode(optimizer_engine=OptimizerEngine.CPU_ADAM, offload_parameters=True, pins=pins)

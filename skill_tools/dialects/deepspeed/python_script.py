@@ -75,7 +75,7 @@ def _is_readable(config: object) -> bool:
 
 
 def _node(value: object, place: Place) -> Node:
-    """Return a value of a script as a tree; what cannot be read of it is `UNREADABLE`."""
+    """Return a value of a script as a tree; parts that cannot be read are `UNREADABLE`."""
     if isinstance(value, Section) and value.is_literal and not value.is_open:
         below = {name: _node(*given[-1]) for name, given in value.fields.items()}
         return Node(below, place.line, place.column)

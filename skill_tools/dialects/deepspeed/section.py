@@ -38,15 +38,15 @@ def write_file(draft: Draft, source: Source) -> None:
 
 
 def settle(draft: Draft) -> None:
-    """Judge what stands in the section as DeepSpeed does; for whoever has written an inline section himself.
+    """Judge the section's values as DeepSpeed does; for whoever has written an inline section himself.
 
-    In the sections that refuse what they do not know, `"auto"` is dropped before anything is checked, so it fits.
+    In the sections that refuse unknown names, `"auto"` is dropped before anything is checked, so it fits.
     """
     section = draft.get(_ZERO)
     if section is not None and isinstance(section.value, bool):
         draft.set_key(f"{_ZERO}.stage", int(section.value), section.written, section.place)
     tuned = draft.get(f"{_PREFIX}autotuning.enabled")
-    if tuned is not None and tuned.value is True:  # a list is what the autotuner is to try
+    if tuned is not None and tuned.value is True:  # a list is for the autotuner to try
         for setting in draft.below(f"{_ZERO}."):
             if isinstance(setting.value, list):
                 draft.leave_open(setting.key)
@@ -89,13 +89,13 @@ def follow_or_settle(draft: Draft, key: str, folders: Sequence[Path]) -> None:
 
 
 def leave_open(draft: Draft, named: Setting) -> None:
-    """Note that the file that `named` names is not here, so that nothing is known of what it sets."""
+    """Note that the file that `named` names is not here, so that nothing is known of its settings."""
     draft.missing_files.append(named)
     draft.section_may_be_set(DEEPSPEED)
 
 
 def _expected(key: Key | None, setting: Setting, expected: str | None) -> str | None:
-    """Return what DeepSpeed expects instead of the value, or None where it takes it."""
+    """Return the value that DeepSpeed expects instead, or None where it takes it."""
     value, is_strict = setting.value, setting.key.startswith(_STRICT)
     if setting.key == _ZERO:
         return None if isinstance(value, dict | bool) else "a section"

@@ -1,6 +1,6 @@
 """FSDP1 in a plain script: `FullyShardedDataParallel` with CPUOffload, in a loop that needs no trainer.
 
-- python_script: what is offloaded, how often the loop steps, what clips
+- python_script: the offloads, how often the loop steps, the clipping
 """
 
 FSDP1 = "fsdp1"

@@ -1,4 +1,4 @@
-"""Reads a Python script that wraps its model in FSDP1: what offloads, how often the loop steps, what clips.
+"""Reads a Python script that wraps its model in FSDP1: its offloads, how often the loop steps, its clipping.
 
 Facts: torch/distributed/fsdp/fully_sharded_data_parallel.py, _init_utils.py and _runtime_utils.py of torch 2.13.
 """
@@ -58,7 +58,7 @@ def _names(module: ast.Module) -> set[str]:
 
 
 def _write_wrapping(draft: Draft, calls: Sequence[Construction], every: Sequence[Construction]) -> None:
-    """Write whether the calls offload, and what they say of devices; left open where that is computed."""
+    """Write whether the calls offload, and their devices; left open where that is computed."""
     offloads = [(_offloads(each, every), each.place) for each in calls]
     known = [each for each in offloads if each[0] is not None]
     if any(value is UNREADABLE for value, _ in offloads):
@@ -137,7 +137,7 @@ def _accumulating(module: ast.Module) -> Iterator[ast.Call]:
 def _within(
     statements: Sequence[ast.AST], tests: tuple[ast.expr, ...] = ()
 ) -> Iterator[tuple[ast.AST, tuple[ast.expr, ...]]]:
-    """Yield what the statements hold outside loops and functions of their own, each with the tests around it."""
+    """Yield the expressions of statements outside loops and functions of their own, each with the tests around it."""
     for node in statements:
         if isinstance(node, _APART):
             continue

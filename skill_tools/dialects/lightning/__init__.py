@@ -1,6 +1,6 @@
 """Lightning: Python scripts that give a Trainer, or Fabric, a strategy that shards or offloads.
 
-- python_script: the strategy and what it is given; DeepSpeed's arguments become the JSON that the strategy makes
+- python_script: the strategy and its arguments; DeepSpeed's arguments become the JSON that the strategy makes
 """
 
 LIGHTNING = "lightning"

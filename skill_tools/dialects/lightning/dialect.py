@@ -28,7 +28,7 @@ _STRATEGY = re.compile(
 
 
 class Lightning(Dialect):
-    """Lightning. A script is read, nothing is run; what a LightningCLI is given on its command line is not."""
+    """Lightning. A script is read, nothing is run; the command line of a LightningCLI is not."""
 
     name = LIGHTNING
     label = "Lightning"
@@ -72,7 +72,7 @@ class Lightning(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """What is no argument of the strategy is refused by Python, before DeepSpeed is asked."""
+        """Names that are no argument of the strategy are refused by Python, before DeepSpeed is asked."""
         return "unknown-key" if "." in unknown.written else "pl-unknown-argument"
 
     def rule_for_type(self, key: Key | None) -> str:

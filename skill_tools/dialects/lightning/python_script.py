@@ -40,7 +40,7 @@ _OF_FABRIC_ALONE = "deepspeed_stage_1_offload"
 _FSDP_NAMES = ("fsdp", "fsdp_cpu_offload")
 _LIKE_A_NAME = re.compile(r"(?:deepspeed|fsdp)\w*")
 _ZERO = f"{DEEPSPEED}.zero_optimization"
-# The arguments in the order in which they may be given without a name, and what they are by default.
+# The arguments in the order in which they may be given without a name, and their defaults.
 _ARGUMENTS: Mapping[str, object] = MappingProxyType(
     {
         "accelerator": None,
@@ -96,7 +96,7 @@ _IN_ZERO = (
     "stage", "sub_group_size", "overlap_comm", "contiguous_gradients", "allgather_partitions", "reduce_scatter",
     "allgather_bucket_size", "reduce_bucket_size",
 )  # fmt: skip
-# What each offload is made of: the argument and its name in DeepSpeed; the device, then what NVMe alone reads.
+# The parts of each offload: the argument and its name in DeepSpeed; the device, then fields that NVMe alone reads.
 _OFFLOADS = {
     "offload_optimizer": (
         "offload_optimizer",
@@ -130,7 +130,7 @@ _NOT_OF_THE_CONFIG = frozenset(
         *("load_full_weights", "precision_plugin", "precision", "process_group_backend", "timeout"),
         *("exclude_frozen_parameters", "logging_batch_size_per_gpu"),
     }
-)  # what is read beside a config, too
+)  # read beside a config, too
 _LEFT_TO_THE_RUN = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("gradient_clipping", "fp16.enabled", "bf16.enabled"),
@@ -198,7 +198,7 @@ def _write(draft: Draft, made: Construction, every: Sequence[Construction], fold
 
 
 def _note_no_arguments(draft: Draft, made: Sequence[Construction]) -> None:
-    """Note what a DeepSpeedStrategy is given and does not take; it refuses that also where no Trainer gets it."""
+    """Note arguments that a DeepSpeedStrategy does not take; it refuses them also where no Trainer gets it."""
     for each in made:
         given = each.section.fields if each.name == DEEPSPEED_STRATEGY else {}
         for name in given.keys() - _ARGUMENTS.keys():
@@ -214,7 +214,7 @@ def _leave_strategies_open(draft: Draft, made: Sequence[Construction], place: Pl
 
 
 def _write_registered(draft: Draft, name: str, place: Place, *, is_fabric: bool) -> None:
-    """Write what a strategy's registered name stands for."""
+    """Write the arguments that a strategy's registered name stands for."""
     found = _REGISTERED.fullmatch(name) if is_fabric or name != _OF_FABRIC_ALONE else None
     if name in _FSDP_NAMES:
         draft.set_key(STRATEGY, "fsdp", "strategy", place)
@@ -242,7 +242,7 @@ def _write_arguments(draft: Draft, made: Construction, folders: Sequence[Path]) 
     }
     given |= {name: values[-1] for name, values in made.section.fields.items()}
     config, place = given.pop("config", (None, made.place))
-    # `strategy.config[..] = ..` changes what the strategy has made of its arguments.
+    # `strategy.config[..] = ..` changes the JSON that the strategy has made of its arguments.
     is_changed = isinstance(config, Section) and bool(config.fields) and not config.is_literal
     if config is None or is_changed:
         if made.is_open or is_changed or any(_ENVIRONMENT in text for text in draft.sources.values()):
@@ -271,7 +271,7 @@ def _write_config(draft: Draft, config: object, place: Place, folders: Sequence[
 
 
 def _write_deepspeed(draft: Draft, given: _Given, made: Place, written: str = "") -> None:
-    """Write the JSON that the strategy makes of its arguments; what none says stands where the strategy is made."""
+    """Write the JSON that the strategy makes of its arguments; values that none sets stand at the strategy."""
 
     def write(key: str, argument: str) -> None:
         value, place = given.get(argument, (_ARGUMENTS[argument], made))
@@ -302,6 +302,6 @@ def _write_zero(draft: Draft, given: _Given, write: Callable[[str, str], None]) 
             draft.leave_open(f"{_ZERO}.{name}.device")
         elif offloads:
             device, _ = given.get(always["device"], ("cpu", None))
-            # The strategy writes what is for NVMe in any case, and DeepSpeed reads it for NVMe alone.
+            # The strategy writes NVMe's fields in any case, and DeepSpeed reads it for NVMe alone.
             for key, argument in (always if device == "cpu" else {**always, **on_nvme}).items():
                 write(f"zero_optimization.{name}.{key}", argument)

@@ -1,6 +1,6 @@
 """LLaMA-Factory: one YAML of flat arguments, its own and the Trainer's, and the DeepSpeed file that it may name.
 
-- stage: what is trained for (`sft`, `dpo`, ...); not ZeRO's stage, which is DeepSpeed's
+- stage: the kind of training (`sft`, `dpo`, ...); not ZeRO's stage, which is DeepSpeed's
 - unsloth's checkpointing (`use_unsloth_gc`): checkpointing whose kept inputs wait on the host
 """
 

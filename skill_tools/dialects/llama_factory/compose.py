@@ -168,7 +168,7 @@ def _trains_at(command: Command) -> int:
 
 
 def _note_launch(draft: Draft, command: Command, start: int, file: str) -> None:
-    """Note whether the command is distributed: by its launcher, or by what LLaMA-Factory's own looks at."""
+    """Note whether the command is distributed: by its launcher, or by the signs that LLaMA-Factory's own looks for."""
     program = command.words[max(0, start - 2)]
     place = Place(file, program.line, program.column)
     launched = {PurePath(word.text).name for word in command.words[:start]} & {*_LAUNCHERS}
@@ -190,7 +190,7 @@ def _is_on(draft: Draft, variable: str) -> bool:
 
 
 def _write_overrides(draft: Draft, words: Sequence[Argument]) -> None:
-    """Write what `--overrides` holds: options, and `x=y`."""
+    """Write the words of `--overrides`: options, and `x=y`."""
     if words and words[0].text.startswith("--"):
         _write_options(draft, words, _OVERRIDES)
         return

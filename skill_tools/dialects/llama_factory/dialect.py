@@ -21,7 +21,7 @@ _COMMAND = r"(?m)^[^#\n]*?(\b(?:llamafactory-cli|lmf) train\b|--finetuning_type\
 
 
 class LlamaFactory(Dialect):
-    """LLaMA-Factory. An argument that no class owns is refused; what is not given has the class's default."""
+    """LLaMA-Factory. An argument that no class owns is refused; one that is not given has the class's default."""
 
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
@@ -47,7 +47,7 @@ class LlamaFactory(Dialect):
         return Evidence(1, certain=True, proof=found[1]) if found else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Look for a stage and a method, or for what v1 has in their place."""
+        """Look for a stage and a method, or for their successors in v1."""
         stage, method = (
             entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
         )
@@ -81,7 +81,7 @@ class LlamaFactory(Dialect):
         return current(config, run)
 
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
-        """Yield every way to keep activations, with what the DeepSpeed file may keep on the CPU."""
+        """Yield every way to keep activations, with the offloads of the DeepSpeed file."""
         from skill_tools.dialects.llama_factory.run import candidates
 
         return candidates(config, run)
@@ -93,7 +93,7 @@ class LlamaFactory(Dialect):
         return as_flags(arguments_of(spelled, config))
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what its YAML may change beside offloading."""
+        """Yield the changes beside offloading in its YAML."""
         from skill_tools.dialects.llama_factory.levers import found
 
         return found(config, run)

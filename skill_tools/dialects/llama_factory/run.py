@@ -1,4 +1,4 @@
-"""Builds the planner's run from a LLaMA-Factory configuration, and says what a plan may change in it.
+"""Builds the planner's run from a LLaMA-Factory configuration, and lists the changes of a plan in it.
 
 It trains Hugging Face models: in fp32 with autocast unless `pure_bf16` or ZeRO says otherwise, adapters in fp32 on a
 frozen base. Stages with a second model (PPO, DPO with a reference) are planned as the policy alone.
@@ -92,7 +92,7 @@ def current(config: Config, run: TrainingRun) -> Mode:
 
 
 def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
-    """Yield the ways to keep activations, each with what its DeepSpeed file may keep on the CPU."""
+    """Yield the ways to keep activations, each with the offloads of its DeepSpeed file."""
     return combined(config, _activations(run), deepspeed.weights(config, current(config, run)))
 
 

@@ -132,7 +132,7 @@ class MegatronBridge(MegatronCore):
         return "br-dotted-plus-unknown" if skipped else "br-dotted-unknown-key"
 
     def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
-        """Yield what `mixed_precision`, a distributed optimizer in one section or an exported variable replaces.
+        """Yield values that `mixed_precision`, a distributed optimizer in one section or an exported variable replace.
 
         A value that a later file, override or line replaced under the same spelling is no such case.
         """
@@ -160,7 +160,7 @@ class MegatronBridge(MegatronCore):
         return patch._replace(overrides=" ".join(overrides), removal=removal)
 
     def change(self, patch: "Patch") -> str:
-        """Return the overrides, and below them what to remove."""
+        """Return the overrides, and below them the keys to remove."""
         return "\n".join(part for part in (super().change(patch), patch.removal) if part)
 
 

@@ -1,10 +1,10 @@
 """Composes Megatron Bridge's inputs in its own order: recipe, file, dotted overrides, environment.
 
 The order is the framework's, whatever the order on the command line: a Python recipe first, then YAML files and
-launch scripts as they were given, then overrides. The shell's environment wins over `env_vars`, which only sets what is
-not set.
+launch scripts as they were given, then overrides. The shell's environment wins over `env_vars`, which only sets a
+variable that is not set.
 
-Last comes what Bridge does to a merged configuration before it trains, as far as a rule can see it: `mixed_precision`
+Last come Bridge's changes of a merged configuration before it trains, as far as a rule can see it: `mixed_precision`
 overwrites the fields of the same name in model, optimizer and ddp; `comm_overlap` overwrites the overlap switches that
 it sets; a distributed optimizer that is on in one section is turned on in both. The values that lose stay in
 `Config.overridden`.
@@ -72,7 +72,7 @@ def _write_overrides(draft: Draft, written: Overrides, text: str, place: Place) 
 
 
 def _settle(draft: Draft) -> None:
-    """Apply what happens after all inputs are merged."""
+    """Apply the changes after all inputs are merged."""
     _overwrite_precision(draft)
     _overwrite_overlap(draft)
     for one, other in _SYNCHRONIZED:

@@ -1,7 +1,7 @@
 """Reads Megatron Bridge's files and overrides into a draft.
 
 An override file holds a part of a ConfigContainer and the recipe fills the rest; a saved `run_config.yaml` (with
-`_target_`) holds all of it. `bridge_compose` does what Bridge itself does to the values afterwards; recipes in
+`_target_`) holds all of it. `bridge_compose` makes Bridge's own changes of the values afterwards; recipes in
 Python are read by `python_recipe`, launch programs by `run_recipe`.
 """
 
@@ -20,13 +20,13 @@ _SECTIONS = frozenset(
     {"model", "optimizer", "ddp", "train", "scheduler", "checkpoint"}
 )  # no run is without one
 _REFUSED = "br-override-refused"
-_MISSING = "???"  # OmegaConf's own: what stood there before stays
+_MISSING = "???"  # OmegaConf's own: the earlier value stays
 
 
 def write_file(draft: Draft, root: Node, file: str) -> None:
     """Write an override file or a saved run config into `draft`.
 
-    A saved run config was written by the framework, so its keys are not checked, and what it lacks is default.
+    A saved run config was written by the framework, so its keys are not checked, and missing ones have their defaults.
     """
     saved = is_saved_run(root)
     draft.complete = draft.complete or saved
@@ -57,7 +57,7 @@ class Overrides:
         self._removed: set[str] = set()
 
     def write(self, text: str, place: Place) -> None:
-        """Write one override into the draft; one that does not fit what is there becomes a fault.
+        """Write one override into the draft; one that does not fit the present value becomes a fault.
 
         Raises `UnusableInput` for a text that is no override.
         """
@@ -118,7 +118,7 @@ class Overrides:
         return None
 
     def _held(self, spelling: str) -> list[object]:
-        """Return what a field has by now: one value, or its default in each release; none where a recipe sets it."""
+        """Return a field's present values: one value, or its default in each release; none where a recipe sets it."""
         setting, key = self._draft.get(self._draft.canonical(spelling)), self._draft.key(spelling)
         if setting is not None:
             return [setting.value]
@@ -143,7 +143,7 @@ class Overrides:
 
 
 def _why_no_mapping(value: dict[str, object], held: list[object], *, is_closed: bool) -> str | None:
-    """Return why OmegaConf does not merge a mapping into what a field has; None where it does."""
+    """Return why OmegaConf does not merge a mapping into a field's value; None where it does."""
     if "null" in value:
         return "null is no key"
     if any(isinstance(each, list) for each in held):
@@ -168,7 +168,7 @@ def is_saved_run(root: Node) -> bool:
 
 
 def _without_missing(node: Node) -> Node:
-    """Return the tree without the values that are missing: each leaves what stood there before."""
+    """Return the tree without the values that are missing: each leaves the earlier value."""
     if not isinstance(node.value, dict):
         return node
     kept = {name: _without_missing(each) for name, each in node.value.items() if each.value != _MISSING}

@@ -67,7 +67,7 @@ def current(config: Config) -> Mode:
 
 
 def cautions(settings: Mapping[str, object]) -> tuple[str, ...]:
-    """Say what a proposal changes beside memory and time."""
+    """Name the changes of a proposal beside memory and time."""
     if settings.get(_RESHARDABLE):
         return (
             "optimizer states saved before this change are not restored: resume from a checkpoint that was saved with "
@@ -77,7 +77,7 @@ def cautions(settings: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def remarks(config: Config, mode: Mode) -> tuple[str, ...]:
-    """Say what the mode as it stands does not move, although its name promises it."""
+    """Name tensors that the mode as it stands does not move, although its name promises it."""
     if mode.optimizer_fraction and not mode.moves_masters:
         return (
             "as it is, only the two moments move: use_precision_aware_optimizer is off, fp32 masters stay on the GPU",
@@ -97,7 +97,7 @@ def candidates(config: Config, run: TrainingRun, advice: Advice) -> Iterator[Can
             arguments |= mode_fields
             wanted |= settings
         if _recomputes_all(arguments, run) and {"layers", "modules"} & set(arguments):
-            continue  # what is recomputed from its input has nothing left to offload
+            continue  # a module recomputed from its input has nothing left to offload
         labels = [label for _, label, _ in parts if label]
         candidate = Candidate(
             Mode(**arguments),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What Megatron Bridge and Megatron-LM have in common as dialects, because both train with Megatron Core.
+"""The common part of Megatron Bridge and Megatron-LM as dialects, because both train with Megatron Core.
 
 It stands alone so that neither dialect's module loads the other.
 """
@@ -52,19 +52,19 @@ class MegatronCore(Dialect):
         return candidates(config, run, advice)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what a configuration may change beside offloading."""
+        """Yield the changes beside offloading in a configuration."""
         from skill_tools.dialects.megatron.levers import found
 
         return found(config, run)
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
-        """Say what the mode as it stands does not move, although its name promises it."""
+        """Name tensors that the mode as it stands does not move, although its name promises it."""
         from skill_tools.dialects.megatron.candidates import remarks
 
         return remarks(config, mode)
 
     def cautions(self, settings: Mapping[str, object]) -> tuple[str, ...]:
-        """Say what a proposal changes beside memory and time."""
+        """Name the changes of a proposal beside memory and time."""
         from skill_tools.dialects.megatron.candidates import cautions
 
         return cautions(settings)

@@ -47,7 +47,7 @@ def give(draft: Draft, values: Mapping[str, object], origin: Setting) -> None:
 
 
 def model_may_set(draft: Draft) -> None:
-    """Note that the model's provider decides what a recipe of Bridge would, but for what the framework itself decides.
+    """Note that the model's provider decides in place of a recipe of Bridge, except where the framework itself decides.
 
     Such a key has a default of the framework's own.
     """

@@ -26,14 +26,14 @@ _UNEVEN = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipel
 
 
 class FoundLayout(NamedTuple):
-    """The layout, and what had to be assumed about it."""
+    """The layout, and the assumptions about it."""
 
     layout: Layout
     assumptions: tuple[Assumption, ...]
 
 
 def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool) -> FoundLayout:
-    """Read Megatron's parallel sizes; `gpus` wins over what the configuration says about the world."""
+    """Read Megatron's parallel sizes; `gpus` wins over the configuration's own world."""
     assumptions = []
     tensor = _size(config, "tensor_model_parallel_size")
     pipeline = _size(config, "pipeline_model_parallel_size")
@@ -177,7 +177,7 @@ def _times(text: str, position: int) -> tuple[int, int]:
 
 
 def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[Assumption, ...]:
-    """Raise `UnusableInput` for groups that do not divide what they share; return what had to be assumed.
+    """Raise `UnusableInput` for groups that do not divide their shared part; return the assumptions.
 
     Layers over pipeline stages may be uneven where the configuration, or a recipe that it lies over, says how.
     """
@@ -194,13 +194,13 @@ def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[Assumption
     return (Assumption(said),)
 
 
-def _divides(count: int, what: str, size: int, name: str) -> None:
+def _divides(count: int, divided: str, size: int, name: str) -> None:
     if count % size == 0:
         return
     small = [each for each in range(1, math.isqrt(count) + 1) if count % each == 0]
     nearest = max(each for low in small for each in (low, count // low) if each < size)
     raise UnusableInput(
-        f"{count} {what} do not divide over {name} = {size}",
+        f"{count} {divided} do not divide over {name} = {size}",
         expected=f"a divisor of {count}",
         attempt=f"{name.split(' ')[0]}={nearest}",
     )

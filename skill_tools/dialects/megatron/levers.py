@@ -1,4 +1,4 @@
-"""What Megatron has beside offloading: its batch, a fused loss, small states, its sequence, and more GPUs.
+"""The levers of Megatron beside offloading: its batch, a fused loss, small states, its sequence, and more GPUs.
 
 Apart because only a plan that does not fit loads it.
 """

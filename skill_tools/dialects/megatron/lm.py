@@ -23,7 +23,7 @@ _ENOUGH_OWN = 1.5  # flags that only it has, times the share of its flags among 
 
 
 class MegatronLM(MegatronCore):
-    """Megatron-LM. Everything comes down to flags; what no flag sets has its default."""
+    """Megatron-LM. Everything comes down to flags; a field that no flag sets has its default."""
 
     name = LM
     label = "Megatron-LM"
@@ -99,7 +99,7 @@ class MegatronLM(MegatronCore):
     ) -> "Patch":
         """Return the flags to add, and as text the line that names those to remove, `dead` ones among them.
 
-        What no flag says is left out: `cpu_offloading`, which follows from its layer count.
+        A key that no flag sets is left out: `cpu_offloading`, which follows from its layer count.
         """
         from skill_tools.dialects.patch import Patch, exports
 

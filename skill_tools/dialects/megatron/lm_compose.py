@@ -1,6 +1,6 @@
 """Reads Megatron-LM's inputs: launch scripts and argument strings, test and recipe YAML, `--yaml-cfg` files.
 
-All of them come down to flags with values. What `arguments.py` makes of the flags, as far as rules see it, is
+All of them come down to flags with values. The effect of `arguments.py` on the flags, as far as rules see it, is
 done here too: a positive number of offloaded layers turns the offload on, for example.
 """
 
@@ -199,7 +199,7 @@ def _write_fields(draft: Draft, entries: dict[str, Node], file: str) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Do what `arguments.py` does after parsing, where it changes a value that a rule reads."""
+    """Follow `arguments.py` after parsing, where it changes a value that a rule reads."""
     _derive(
         draft,
         "cpu_offloading_num_layers",

@@ -60,7 +60,7 @@ class MindSpeedLLM(MegatronLM):
         return compose(program, sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """Megatron's parser refuses what neither has."""
+        """Megatron's parser refuses a flag that neither has."""
         return "msl-unknown-option"
 
     def spelling(self, key: str) -> str:

@@ -1,8 +1,8 @@
 """Reads the command of a program that has Megatron-LM's flags beside options of its own.
 
-Megatron-LM's flags get Megatron's canonical names, so that its rules and plans are about them. What the program forces
-is written over them, and what it decides by itself is left open.
-Apart because several frameworks read their commands with it.
+Megatron-LM's flags get Megatron's canonical names, so that its rules and plans are about them. Values that the program
+forces are written over them, and its own decisions are left open. Apart because several frameworks read their commands
+with it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _RAY_ENVIRONMENT = "runtime-env"  # Ray gives it to the trainer, beside the scri
 
 
 class Program(NamedTuple):
-    """A framework's program: what starts it, in words, and what it does with flags after they are parsed.
+    """A framework's program: its launch, in words, and its changes of flags after they are parsed.
 
     `forced` are values that it gives by itself, `decided` keys that may become anything, `passed_over` the beginnings
     of options that another parser takes, and `tokens` the key of a micro-batch's most tokens, if it has one.

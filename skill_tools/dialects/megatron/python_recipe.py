@@ -1,4 +1,4 @@
-"""Reads a Python recipe statically: what it assigns to the configuration, without importing or running it.
+"""Reads a Python recipe statically: its assignments to the configuration, without importing or running it.
 
 One recipe is the function that returns the configuration, or the script itself where no function does. A file with
 several needs `file.py::function`. `configs.python.statements` follows the code; this module chooses the recipe and
@@ -21,12 +21,12 @@ _SECTIONS = {
     "checkpoint", "comm_overlap", "dataset", "ddp", "dist", "env_vars", "logger", "mixed_precision", "model",
     "optimizer", "peft", "profiling", "rerun_state_machine", "rng", "scheduler", "tokenizer", "train", "validation",
 }  # fmt: skip
-_OF_OTHERS = ("Config", "Arguments", "Args")  # what the class of a whole configuration is called
+_OF_OTHERS = ("Config", "Arguments", "Args")  # in the name of the class of a whole configuration
 _SHOWN = 5
 
 
 def write_recipe(draft: Draft, source: Source) -> None:
-    """Write what the recipe of `source` sets into `draft`.
+    """Write the settings of the recipe of `source` into `draft`.
 
     Raises `UnusableInput` when the file is not Python, holds no recipe, or several and none was asked for.
     """
@@ -133,7 +133,7 @@ def _write_value(draft: Draft, path: str, value: object, place: Place) -> None:
         for variable, values in value.fields.items():
             draft.set_environment(variable, plain(values[-1][0]), values[-1][1])
     if not draft.accepts(path):
-        section, dot, _ = path.partition(".")  # at the top a container holds what its user keeps there, too
+        section, dot, _ = path.partition(".")  # at the top a container holds objects of its user's, too
         if dot and section in _SECTIONS and (not isinstance(value, Section) or value.fields):
             draft.note_unknown(path, place)
         return
@@ -146,7 +146,7 @@ def _write_value(draft: Draft, path: str, value: object, place: Place) -> None:
 
 
 def _object_value(section: Section, named: object) -> object:
-    """Return what an object stands for: a recipe by its name, a constructor by its fields."""
+    """Return the settings of an object: a recipe by its name, a constructor by its fields."""
     if isinstance(named, dict) and section.made_by in named:
         return section.made_by
     if section.made_by[:1].isupper():

@@ -68,7 +68,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
 
 
 def _exchange(config: Config, run: TrainingRun) -> Exchange | None:
-    """Return what the ranks of data parallelism send each other once a step, hidden where DDP is told to overlap it."""
+    """Return the bytes between data-parallel ranks once a step, hidden where DDP is told to overlap them."""
     if max(run.layout.dense_shards, run.layout.expert_shards) == 1:
         return None
     overlaps = fields.flag(config, "overlap_grad_reduce")
@@ -107,7 +107,7 @@ def _dtype_bytes(config: Config, key: str, default: float) -> float:
 
 
 def _with_muon(run: TrainingRun, config: Config) -> TrainingRun:
-    """Return `run` with what Muon updates, if that is its optimizer: a matrix has one moment."""
+    """Return `run` with Muon's matrices, if that is its optimizer: a matrix has one moment."""
     if fields.text(config, "optimizer") not in _MUON or run.adapter is not None:
         return run
     matrices = of_shape(run.shape, model(run.shape).total)

@@ -74,7 +74,7 @@ _RECIPES = ("--recipe", "--model", "-mr", "--model_recipe_name", "--use_recipes"
 
 
 def write_arguments(draft: Draft, words: Sequence[Argument], file: str, folder: Path | None) -> None:
-    """Write what a launch program is given: its configuration file first, then the rest in order."""
+    """Write the input of a launch program: its configuration file first, then the rest in order."""
     options = list(_options(words))
     for option, value in options:
         if option.text in _CONFIG_FILES and value is not None:
@@ -124,7 +124,7 @@ def _write_override(draft: Draft, overrides: Overrides, word: Argument, place: P
 
 
 def _write_option(draft: Draft, option: Argument, argument: Argument | None, place: Place) -> None:
-    """Write what an option stands for; offloading no layers stands for nothing."""
+    """Write the settings that an option stands for; offloading no layers stands for nothing."""
     known = option.certain and argument is not None and argument.resolved and argument.certain
     value = parse_value(argument.text.replace(",", " ")) if known and argument else UNREADABLE
     fields = _FIELDS[option.text]

@@ -2,7 +2,7 @@
 
 An argument is a key under its flag; those of `megatron` stand behind that word, because the two programs do not take
 the same ones. argparse lets a flag be cut short where only one fits. The values of --deepspeed, --fsdp and
---fsdp_config are a preset's name, a path, or JSON; what they hold is written under their own keys.
+--fsdp_config are a preset's name, a path, or JSON, whose fields are written under their own keys.
 """
 
 import json
@@ -163,7 +163,7 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
 
 
 def _set_texts(draft: Draft, spelling: str, texts: Sequence[str], written: str, place: Place) -> None:
-    """Write what argparse makes of the words behind an argument, and note what it does not take."""
+    """Write argparse's value of the words behind an argument, and note words that it does not take."""
     kind, key = argument_kinds().get(spelling), draft.key(spelling)
     expects = "bool" if key is not None and key.type_in(MS_SWIFT) == "bool" else kind
     value: object = texts[0] if len(texts) == 1 else list(texts)
@@ -185,7 +185,7 @@ def _set_texts(draft: Draft, spelling: str, texts: Sequence[str], written: str, 
 
 
 def _parsed(kind: str, texts: Sequence[str], value: object) -> tuple[object, str | None]:
-    """Return what an argument of `kind` is given by `texts`, and what argparse expects where it ends the run."""
+    """Return the value of `texts` for an argument of `kind`, and argparse's expectation where it ends the run."""
     if kind == "list":
         return value, None if texts else "a value"
     if len(texts) != 1:
@@ -204,7 +204,7 @@ def _parsed(kind: str, texts: Sequence[str], value: object) -> tuple[object, str
 
 @knowledge.derived
 def argument_kinds() -> dict[str, str]:
-    """Return what argparse makes of each argument of `swift sft`, where all releases that were read agree."""
+    """Return argparse's treatment of each argument of `swift sft`, where all releases that were read agree."""
     pairs = (line.split(" ") for line in knowledge.names("ms_swift_kinds"))
     return {name: kind for kind, name in pairs}
 
@@ -232,7 +232,7 @@ def _set_from_file(
 
 
 def _is_refused_list(value: object, release: str | None) -> bool:
-    """Return whether some release that may be meant hands on what no command line holds, instead of its text."""
+    """Return whether some possible release hands on an object that no command line holds, instead of its text."""
     is_text = not isinstance(value, list) or all(isinstance(each, str) for each in value)
     return not is_text and (release is None or is_before(release, _LISTS_AS_TEXT_SINCE))
 
@@ -284,7 +284,7 @@ def _write_fsdp(draft: Draft, root: Node, file: str) -> None:
 
 
 def _follow(draft: Draft, folders: Sequence[Path]) -> None:
-    """Write what --deepspeed, --fsdp and --fsdp_config stand for."""
+    """Write the settings that --deepspeed, --fsdp and --fsdp_config stand for."""
     for name in _PRESETS:
         named = draft.get(name)
         if draft.is_open(name):
@@ -375,7 +375,7 @@ def _count_devices(draft: Draft) -> None:
 
 
 def _hand_on(draft: Draft) -> None:
-    """Let Megatron's own rules read what `megatron` hands on; --megatron_extra_kwargs goes to the model as it is."""
+    """Let Megatron's own rules read the arguments of `megatron`; --megatron_extra_kwargs goes to the model as it is."""
     embedded.share(draft)
     embedded.hand_on(draft, "use_distributed_optimizer", "ddp.use_distributed_optimizer")
     embedded.hand_on(draft, "use_megatron_fsdp", "ddp.use_megatron_fsdp")

@@ -21,7 +21,7 @@ _PROOF = Evidence(1, certain=True, proof="a command or the arguments of ms-swift
 
 
 class MsSwift(Dialect):
-    """ms-swift. What no argument sets has the default of its argument classes."""
+    """ms-swift. A field that no argument sets has the default of its argument classes."""
 
     name = MS_SWIFT
     label = "ms-swift"
@@ -61,7 +61,7 @@ class MsSwift(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """What is left over of the arguments ends the run."""
+        """An argument that is left over ends the run."""
         return "sw-unknown-key"
 
 

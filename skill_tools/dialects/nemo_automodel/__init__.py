@@ -2,7 +2,7 @@
 
 - recipe: the class that trains; each of them reads the `distributed` section alike, but those of diffusion, which have
   `fsdp` or `ddp` instead
-- strategy: FSDP2, Megatron-FSDP or DDP; what is left of the section must be fields of its configuration
+- strategy: FSDP2, Megatron-FSDP or DDP; the rest of the section must be fields of its configuration
 """
 
 NEMO_AUTOMODEL = "nemo-automodel"

@@ -1,7 +1,7 @@
 """Reads a recipe of NeMo AutoModel: the sections of the strategy, and the switches that move other tensors.
 
 Source: `nemo_automodel/recipes/_dist_utils.py::parse_distributed_section` and
-`nemo_automodel/recipes/diffusion/train.py`. What other sections hold is for the classes that they name.
+`nemo_automodel/recipes/diffusion/train.py`. Other sections are for the classes that they name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ def _write(draft: Draft, path: str, value: object, place: Place) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Give the strategy its one name, and find what it has no field for, and a policy that is no section."""
+    """Give the strategy its one name, and find names that it has no field for, and a policy that is no section."""
     strategy = draft.get("automodel.strategy")
     name = strategy.value if strategy is not None else "fsdp2"
     if draft.is_open("automodel.strategy") or not isinstance(name, str):

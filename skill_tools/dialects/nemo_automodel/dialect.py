@@ -43,7 +43,7 @@ class NemoAutoModel(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """The strategy's configuration refuses what it has no field for, and so does the policy's class."""
+        """The strategy's configuration refuses names that it has no field for, and so does the policy's class."""
         is_argument = unknown.written.startswith("distributed.offload_policy.")
         return "am-policy-argument" if is_argument else "am-strategy-option"
 

@@ -1,4 +1,4 @@
-"""Reads NeMo-RL's YAML over its parents, then overrides, and passes on what the policy passes on to Megatron.
+"""Reads NeMo-RL's YAML over its parents, then overrides, and passes on the policy's settings of Megatron.
 
 A parent is looked for beside the file that names it. If it is not there, every key that is not set is unknown. Which
 keys reach Megatron was read from `nemo_rl/models/megatron/setup.py`: those with a canonical name of Megatron's
@@ -100,7 +100,7 @@ def _read_parent(
 
 
 def _forget_overridden(entries: Entries, own: dict[str, Node]) -> None:
-    """Take back what parents set in the sections at the top that are marked `_override_`; deeper marks do nothing."""
+    """Take back parents' values in the sections at the top that are marked `_override_`; deeper marks do nothing."""
     for name, child in own.items():
         marker = entries_of(child).get("_override_")
         if marker is not None and marker.value:
@@ -108,7 +108,7 @@ def _forget_overridden(entries: Entries, own: dict[str, Node]) -> None:
 
 
 def _write(draft: Draft, entries: Entries) -> None:
-    """Write what the merge left into the draft, and note the keys of the backends' sections that nothing reads."""
+    """Write the merged values into the draft, and note the keys of the backends' sections that nothing reads."""
     for loser in entries.lost:
         draft.shadow(loser.written, loser.value, loser.place)
     draft.faults += [
@@ -189,7 +189,7 @@ def _config(words: Sequence[Argument]) -> Argument | None:
 
 
 def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Lay the overrides among `words` over what the files say; note those that Hydra refuses."""
+    """Lay the overrides among `words` over the files' values; note those that Hydra refuses."""
     is_open = not draft.sources or bool(draft.missing_files)
     for word in words:
         place = Place(file, word.line, word.column)
@@ -216,7 +216,7 @@ def _leave_open(draft: Draft) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Do what the worker does before it builds Megatron's model, if that is the backend."""
+    """Follow the worker up to the building of Megatron's model, if that is the backend."""
     enabled = draft.get(f"{_MEGATRON}.enabled")
     if enabled is None or enabled.value is not True:
         return

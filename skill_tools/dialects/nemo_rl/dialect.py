@@ -53,7 +53,7 @@ class NemoRL(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """What goes on to Megatron's classes is refused there; nobody asks for any other."""
+        """Megatron's classes refuse names that are handed to them; nobody asks for any other."""
         from skill_tools.dialects.nemo_rl.compose import goes_to_megatron
 
         return "nr-megatron-key" if goes_to_megatron(unknown.written.lstrip("+~")) else "nr-unknown-key"

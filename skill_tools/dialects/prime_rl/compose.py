@@ -1,7 +1,7 @@
 """Reads prime-rl's TOML: the trainer's model and optimizer, wherever the kind of run has them.
 
-In an RL run, which has [trainer] or [orchestrator], they are below [trainer], and [model] at the top is what trainer
-and inference share. In an SFT run they are at the top. Apart because no other lint loads it.
+In an RL run, which has [trainer] or [orchestrator], they are below [trainer], and [model] at the top is the model that
+trainer and inference share. In an SFT run they are at the top. Apart because no other lint loads it.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def _write(draft: Draft, root: Node, file: str) -> None:
 
 
 def _write_section(draft: Draft, trainer: Node | None, path: str, file: str) -> None:
-    """Write the listed sections of the trainer with their unknown fields, and of the others what rules read."""
+    """Write the listed sections of the trainer with unknown fields, and of the others the fields that rules read."""
     for name, node in entries_of(trainer).items():
         below = f"{path}.{name}"
         if name in _LISTED:
@@ -81,7 +81,7 @@ def _write_fields(draft: Draft, section: Node | None, path: str, spelling: str, 
 def _write_value(draft: Draft, name: str, node: Node, written: str, place: Place) -> None:
     """Write a value as pydantic takes it; TOML has no null, so that prime-rl reads the text None as one.
 
-    A section adds to what an earlier file has there; any other value replaces it with all that is below.
+    A section adds to an earlier file's section; any other value replaces it with all that is below.
     """
     value = None if node.value == "None" else plain(node)
     if not isinstance(value, dict):
@@ -95,7 +95,7 @@ def _write_value(draft: Draft, name: str, node: Node, written: str, place: Place
 
 
 def _refused(key: Key, setting: Setting | None) -> str | None:
-    """Return what prime-rl expects instead of a value that has the key's type; None where it takes the value."""
+    """Return prime-rl's expectation in place of a value that has the key's type; None where it takes the value."""
     value = setting.value if setting is not None else None
     if value is None:
         return None if key.name in _OPTIONAL else "a value"

@@ -1,4 +1,4 @@
-"""The candidates of a plain PyTorch loop: what `reference_impl` can do, and the section of a plan that it executes."""
+"""The candidates of a plain PyTorch loop: mechanisms of `reference_impl`, and the plan's section that it executes."""
 
 from collections.abc import Iterator
 from itertools import islice, product
@@ -40,7 +40,7 @@ OF_MATRICES = (StreamedStates.EXACT, StreamedStates.PACKED)
 _MOST_TILES = 16
 _LEAST_GROUPS = 4
 
-# What `reference_impl`'s `Streaming` calls the forms that plans name otherwise.
+# Names in `reference_impl`'s `Streaming` of forms that plans name otherwise.
 _FORMS = {StreamedStates.PACKED: "bf16-moments"}
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
@@ -107,7 +107,7 @@ def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
 
 
 def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
-    """Yield what layers that are computed again may do where sequences are longer than a tile, on one GPU.
+    """Yield the tilings of layers that are computed again where sequences are longer than a tile, on one GPU.
 
     Attention's results wait where layer inputs do. Probabilities that are written out are no kernel's.
     """
@@ -129,7 +129,7 @@ def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
 def _head_groups(run: TrainingRun) -> int:
     """Return the number of groups of heads that attention's backward takes one after the other; 0 for none.
 
-    Four at least: with two attention is most of what a layer needs yet.
+    Four at least: with two attention still needs most of a layer's memory.
     """
     shape = run.shape
     if shape.fused_qkv or shape.qk_norm_whole:
@@ -147,7 +147,7 @@ def _slice_counts(run: TrainingRun) -> list[int]:
 
 
 def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
-    """Yield the sharded model of which each GPU holds what two gathers read; all else is on the host."""
+    """Yield the sharded model of which each GPU holds the parameters of two gathers; all else is on the host."""
     possible = tuple(StreamedStates) if run.matrices is None else OF_MATRICES
     forms = possible if run.allows_other_numerics else (run.streamed_states,)
     for states, activations in product(forms, islice(_activations(run, advice), 3)):
@@ -163,10 +163,10 @@ def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 
 
 def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
-    """Yield the one line that makes what carries out `mode`; none where that takes more than one mechanism."""
+    """Yield the one line that makes the object for `mode`; none where that takes more than one mechanism."""
     activations = mode.activation_engine is not ActivationEngine.NONE
     if mode.tile_tokens:
-        # Several objects: what carries out plans makes all.
+        # Several objects: `apply_plan` makes all.
         return
     if mode.trained_layers:
         if not run.is_fully_sharded:
@@ -266,7 +266,7 @@ def _checkpointing(of_sequence: _Part) -> _Part:
 
 
 def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
-    """Yield what the budget engine may be told to remove.
+    """Yield the ways of removal that the budget engine may be told.
 
     It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights or
     those that FSDP2 gathers; it cannot remove everything, because a layer's own tensors stay while it runs.
@@ -289,7 +289,7 @@ def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
 
 
 def _optimizers(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
-    """Yield what may leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
+    """Yield the ways to leave: to the CPU alone, in the split that is updated fastest, or streamed alone.
 
     The first needs no room on the GPU, the last the least on the host; how much leaves, the search decides. Where any
     numerics are allowed, states stream alone as each of them too. Matrices are never updated on the CPU, and AdamW's
@@ -333,9 +333,9 @@ def _tiles(mode: Mode) -> dict[str, object]:
 
 
 def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
-    """Return what `reference_impl.apply_plan` is to do: mechanisms with their parameters.
+    """Return the instructions of `reference_impl.apply_plan`: mechanisms with their parameters.
 
-    `peak_bytes` is what the allocator may reach in a step.
+    `peak_bytes` is the allocator's limit in a step.
     """
     if mode.trained_layers and not run.is_fully_sharded:
         options = _beyond_defaults(mode)
@@ -397,7 +397,7 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
 
 
 def _of_matrices(mode: Mode) -> dict[str, object]:
-    """Return what is done with Muon and AdamW: where nothing leaves, masters are in fp32 all the same."""
+    """Return the mode of Muon and AdamW: where nothing leaves, masters are in fp32 all the same."""
     found: dict[str, object] = {"formula": "muon", "offload_fraction": mode.optimizer_fraction}
     if mode.optimizer_fraction and mode.streamed_states in _OTHER_NUMERICS:
         found["streamed_states"] = str(mode.streamed_states)

@@ -105,7 +105,7 @@ class PyTorch(Dialect):
         return f"--overrides {key}=N"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
-        """Return the run: bf16 weights and fp32 master weights on one GPU, on several what FSDP2 shards."""
+        """Return the run: bf16 weights and fp32 master weights on one GPU, on several those that FSDP2 shards."""
         from skill_tools.dialects.pytorch.run import build
 
         return build(config, shape, gpus=gpus)
@@ -117,7 +117,7 @@ class PyTorch(Dialect):
         return candidates(run, advice)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what a loop may change beside offloading."""
+        """Yield the changes beside offloading in a loop."""
         from skill_tools.dialects.pytorch.levers import found
 
         return found(run)
@@ -125,13 +125,13 @@ class PyTorch(Dialect):
     def patch(
         self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
     ) -> "Patch":
-        """Return an empty patch: what a plan changes here is carried out, not written."""
+        """Return an empty patch: a plan's changes are carried out here, not written."""
         from skill_tools.dialects.patch import Patch
 
         return Patch(self.name, settings, "", "")
 
     def execute(self, mode: "Mode", run: "TrainingRun", peak_bytes: int) -> dict[str, object]:
-        """Return what `reference_impl.apply_plan` is to do."""
+        """Return the instructions of `reference_impl.apply_plan`."""
         from skill_tools.dialects.pytorch.candidates import execute
 
         return execute(mode, run, peak_bytes)

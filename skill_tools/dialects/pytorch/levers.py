@@ -1,4 +1,4 @@
-"""What a plain loop may change beside offloading: all of it by hand, each with the override that plans it.
+"""The changes of a plain loop beside offloading: all of it by hand, each with the override that plans it.
 
 Apart because only a plan that does not fit loads it.
 """

@@ -110,7 +110,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
 
 
 def _matrices(config: Config, shape: ModelShape, rank: int | None, states: StreamedStates) -> Matrices | None:
-    """Return what Muon updates, or None for AdamW alone; raises `UnusableInput` for what Muon is not offloaded with."""
+    """Return Muon's matrices, or None for AdamW alone; raises `UnusableInput` where Muon is not offloaded."""
     written = (fields.text(config, "optimizer") or ADAMW).lower()
     if written not in {ADAMW, MUON}:
         raise UnusableInput(
@@ -124,10 +124,10 @@ def _matrices(config: Config, shape: ModelShape, rank: int | None, states: Strea
         "lora_rank, whose factors AdamW updates": (rank is not None, f"optimizer={ADAMW}"),
         f"streamed_states={states}": (states not in OF_MATRICES, f"streamed_states={StreamedStates.PACKED}"),
     }
-    for what, (is_so, attempt) in beside.items():
+    for named, (is_so, attempt) in beside.items():
         if is_so:
             raise UnusableInput(
-                f"optimizer={MUON} with {what}",
+                f"optimizer={MUON} with {named}",
                 expected="full training, with momentum of 16 or 32 bits",
                 attempt=attempt,
             )

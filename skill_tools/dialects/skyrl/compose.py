@@ -1,4 +1,4 @@
-"""Reads the command of one of SkyRL's programs, and writes what Megatron's engine gets to Megatron's keys.
+"""Reads the command of one of SkyRL's programs, and writes the input of Megatron's engine to Megatron's keys.
 
 The words `a.b=c` are OmegaConf's and the dataclasses are closed: a name that no class has ends the run, and so does a
 plus. The SFT trainer has the policy's sections at the top: its names stand in the vocabulary behind `sft.`. No class
@@ -78,7 +78,7 @@ def _is_sft(program: str) -> bool:
 
 
 def _write_program(draft: Draft, program: str, file: str, word: Argument | None) -> None:
-    """Write what the program decides by itself; a program of somebody else may have other defaults."""
+    """Write the program's own decisions; a program of somebody else may have other defaults."""
     place = Place(file, word.line, word.column) if word else Place(file, 1, 1)
     kind = "sft" if _is_sft(program) else "fully-async" if "fully_async" in program else "rl"
     draft.set_key("skyrl.program", kind, program or "the program", place)

@@ -13,7 +13,7 @@ _SECTIONS = (r"\btrainer\.policy\.\w", r"\btrainer\.placement\.\w")
 
 
 class SkyRL(Dialect):
-    """SkyRL. What no word sets has the default of its dataclasses."""
+    """SkyRL. A field that no word sets has the default of its dataclass."""
 
     name = SKYRL
     label = "SkyRL"

@@ -35,12 +35,13 @@ class Slime(MegatronLM):
     marks = ()
     shell_marks = OWN_OPTIONS
     is_fork = False
-    # `_set_default_megatron_args`, and what follows from the folder that it loads and dist_ckpt_save_pre_mcore_014.
+    # `_set_default_megatron_args`, and the settings that follow from the folder that it loads and
+    # dist_ckpt_save_pre_mcore_014.
     forced: Mapping[str, object] = {"use_distributed_optimizer": True, "bf16": True}
     decided: tuple[str, ...] = ("load_optim", "finetune", "dist_ckpt_optim_fully_reshardable")
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take two options that only slime and miles have, and what tells one from the other."""
+        """Take two options that only slime and miles have, and the sign that tells one from the other."""
         found = [
             name for name in OWN_OPTIONS if name in text and re.search(rf"(?<![\w-]){name}(?![\w-])", text)
         ]
@@ -59,7 +60,7 @@ class Slime(MegatronLM):
         return compose(program, sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """Megatron's parser is told to pass over what it does not know."""
+        """Megatron's parser is told to pass over unknown flags."""
         return "sl-dropped-option"
 
     def spelling(self, key: str) -> str:
@@ -77,7 +78,7 @@ class Slime(MegatronLM):
         return NONE
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
-        """Say what the engines hold while the trainer trains."""
+        """Name the memory that the engines hold while the trainer trains."""
         said = super().remarks(config, mode)
         if not config.value("slime.colocate"):
             return said

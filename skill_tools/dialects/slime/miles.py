@@ -8,7 +8,7 @@ from skill_tools.dialects.slime.dialect import Slime
 
 
 class Miles(Slime):
-    """miles. What it has of slime has slime's keys; its own checks are about both."""
+    """miles. Options that it has of slime have slime's keys; its own checks are about both."""
 
     name = MILES
     label = "miles"
@@ -20,7 +20,7 @@ class Miles(Slime):
     decided = ("load_optim", "finetune", "use_distributed_optimizer")
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """Megatron's parser is told to pass over what it does not know."""
+        """Megatron's parser is told to pass over unknown flags."""
         return "mi-dropped-option"
 
 

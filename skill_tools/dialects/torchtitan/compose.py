@@ -102,7 +102,7 @@ def _named_file(command: Command) -> Argument | None:
 
 
 def _follow(draft: Draft, named: Argument | None, folders: Sequence[Path]) -> None:
-    """Write the file that `named` is the path of; without it, what is not an option is unknown."""
+    """Write the file that `named` is the path of; without it, values beyond options are unknown."""
     found = find(named.text, folders) if named is not None and named.resolved else None
     if found is None:
         draft.complete = False
@@ -152,7 +152,7 @@ def _write_option(draft: Draft, name: str, text: object, written: str, place: Pl
 
 
 def _value(kind: str, text: object, *, is_on: bool) -> object:
-    """Return what tyro makes of an option's text for a field of a type; text that it refuses stays text."""
+    """Return tyro's value of an option's text for a field of a type; text that it refuses stays text."""
     if text is None:
         return is_on
     if not isinstance(text, str) or kind == "str":
@@ -170,7 +170,7 @@ def _value(kind: str, text: object, *, is_on: bool) -> object:
 
 
 def _refusal(kind: str, text: object) -> str | None:
-    """Return what tyro expects instead: a switch takes no value, and anything else needs one."""
+    """Return tyro's expectation: a switch takes no value, and anything else needs one."""
     if kind == "bool" and isinstance(text, str):
         return "--section.field or --section.no_field, which take no value"
     return "a value after it" if kind in ("int", "float", "str") and text is None else None

@@ -26,7 +26,7 @@ _OWN_FIELDS = {
 
 
 class TorchTitan(Dialect):
-    """torchtitan. What the TOML does not say has the default of the job configuration."""
+    """torchtitan. A field that the TOML does not set has the default of the job configuration."""
 
     name = TORCHTITAN
     label = "torchtitan"
@@ -90,7 +90,7 @@ class TorchTitan(Dialect):
         return candidates(config, run)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what its TOML may change beside offloading."""
+        """Yield the changes beside offloading in its TOML."""
         from skill_tools.dialects.torchtitan.levers import found
 
         return found(run)

@@ -1,4 +1,4 @@
-"""What torchtitan has beside offloading: its batch, its sequence, and more GPUs to share the model with.
+"""The levers of torchtitan beside offloading: its batch, its sequence, and more GPUs to share the model with.
 
 Apart because only a plan that does not fit loads it.
 """

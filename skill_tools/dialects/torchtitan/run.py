@@ -1,4 +1,4 @@
-"""Builds the planner's run from a torchtitan configuration, and says what a plan may change in it.
+"""Builds the planner's run from a torchtitan configuration, and lists the changes of a plan in it.
 
 torchtitan trains its own decoders from scratch under FSDP2: weights, gradients and AdamW states in `training.dtype`,
 computed in `training.mixed_precision_param`.
@@ -69,7 +69,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
 
 
 def _exchange(run: TrainingRun, shards: int) -> Exchange | None:
-    """Return what the ranks send: weights in bf16, as they compute, gradients in fp32 (`mixed_precision_reduce`)."""
+    """Return the copies between ranks: weights in bf16, as computed, gradients in fp32 (`mixed_precision_reduce`)."""
     if run.layout.dense_shards == 1:
         return None
     if shards == 1:
@@ -108,7 +108,7 @@ def as_toml(spelled: Mapping[str, object]) -> str:
 
 
 def _stated_gpus(config: Config, degrees: list[int]) -> int | None:
-    """Return the GPUs that the degrees need, if the sharding degree is stated; -1 takes what there is."""
+    """Return the GPUs that the degrees need, if the sharding degree is stated; -1 takes all that there are."""
     shard = fields.integer(config, "torchtitan.parallelism.data_parallel_shard_degree")
     if shard is None or shard < 1:
         return None

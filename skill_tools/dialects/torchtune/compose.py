@@ -54,9 +54,7 @@ _SHOWN_BY = {
 }
 _IN_COMMENT = r"^\s*#.*?\btune run\b(?:[ \t]+-{1,2}[\w-]+(?:[= \t]+\d+)?)*[ \t]+([a-z][\w/.]*)"
 _DEAD_SECTION = "fsdp"  # of configurations from before 0.2: no recipe reads it
-_MEANS_TO = (
-    r"offload|(?:activation|gradient)_checkpoint|optim\w*_in_b"  # what recipes have under another name
-)
+_MEANS_TO = r"offload|(?:activation|gradient)_checkpoint|optim\w*_in_b"  # names that recipes have otherwise
 
 _SIMILAR = 0.9
 _REFUSED = "tt-override-refused"
@@ -147,7 +145,7 @@ def _launch_at(command: Command) -> int:
 
 
 def _read_launcher(draft: Draft, words: Sequence[Argument], file: str) -> int:
-    """Note what stands between `run` and the recipe, and the recipe; return where its own arguments begin."""
+    """Note the options between `run` and the recipe, and the recipe; return where its own arguments begin."""
     position = 0
     while position < len(words) and words[position].text.startswith("-"):
         word = words[position]
@@ -188,7 +186,7 @@ def _without_config(words: Sequence[Argument]) -> tuple[list[Argument], Argument
 
 
 def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Take out what `~a.b` names, then write each `a.b=c`; note what torchtune's own parser refuses."""
+    """Take out the key of `~a.b`, then write each `a.b=c`; note words that torchtune's own parser refuses."""
     for word in words:
         refused = _why_refused(draft, entries, word)
         if refused:
@@ -249,7 +247,7 @@ def _scalar(text: str) -> object:
 
 
 def _finish(draft: Draft, entries: Entries) -> None:
-    """Write what the merge left into the draft, and say which recipe it is for as far as the sections show it."""
+    """Write the merged values into the draft, and say which recipe it is for as far as the sections show it."""
     for loser in entries.lost:
         draft.shadow(loser.written, loser.value, loser.place)
     draft.faults += [
@@ -284,7 +282,7 @@ def _is_misspelt(draft: Draft, name: str) -> bool:
 
 
 def _note_family(draft: Draft, entries: Entries) -> None:
-    """Say what the recipe does: by a section that only one kind has, by the lack of an optimizer, by the model."""
+    """Name the recipe's task: by a section that only one kind has, by the lack of an optimizer, by the model."""
     shown = next((section for section in _SHOWN_BY if section in entries.sections), None)
     if shown is not None:
         family, place = _SHOWN_BY[shown], entries.sections[shown]

@@ -20,7 +20,7 @@ _COMMAND = r"(?m)^[^#\n]*\b(tune run)\b"
 
 
 class TorchTune(Dialect):
-    """torchtune. What the YAML does not say has the recipe's default; a key that no recipe reads is ignored."""
+    """torchtune. A key that the YAML does not set has the recipe's default; a key that no recipe reads is ignored."""
 
     name = TORCHTUNE
     label = "torchtune"
@@ -87,7 +87,7 @@ class TorchTune(Dialect):
         return as_assignments(spelled)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what its YAML may change beside offloading."""
+        """Yield the changes beside offloading in its YAML."""
         from skill_tools.dialects.torchtune.levers import found
 
         return found(config, run)

@@ -1,4 +1,4 @@
-"""What torchtune has beside offloading: its batch, its linear cross entropy, bitsandbytes' 8-bit states, shards.
+"""The levers of torchtune beside offloading: its batch, its linear cross entropy, bitsandbytes' 8-bit states, shards.
 
 Apart because only a plan that does not fit loads it.
 """

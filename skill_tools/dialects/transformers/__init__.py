@@ -3,11 +3,11 @@
 - arguments: the fields of `TrainingArguments`, of its subclasses (`SFTConfig`) and of the dataclasses parsed with them
 - recipe: arguments in a YAML or JSON file, as `TrlParser` and `HfArgumentParser` read them
 - python_script: the arguments that a Python script makes, or a trainer that is given none; our_line: `offload(trainer)`
-- launch: a command that starts a training script; what stands before the script is the launcher's
+- launch: a command that starts a training script; words before the script are the launcher's
 """
 
 TRANSFORMERS = "transformers"
-EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # what the arguments may hold a section of
+EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # of these the arguments may hold a section
 CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
 LAUNCHER = "launcher"
 PACKAGES = ("transformers", "trl")  # whose classes these are
@@ -27,7 +27,7 @@ TRL_CLASSES = frozenset(
     {*TRL_COMMANDS.values(), "CPOConfig", "GKDConfig", "GOLDConfig", "OnlineDPOConfig", "ORPOConfig"}
 )
 CLASSES = TRAINER_CLASSES | TRL_CLASSES
-# What a trainer that is given no arguments makes of them.
+# The defaults of a trainer that is given no arguments.
 TRAINERS = {
     "Trainer": "TrainingArguments",
     "SFTTrainer": "SFTConfig",

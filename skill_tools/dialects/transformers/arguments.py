@@ -21,7 +21,7 @@ from skill_tools.dialects.transformers import TRANSFORMERS
 FSDP_CONFIG = "fsdp_config"
 KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _SECTIONS = (FSDP_CONFIG, DEEPSPEED, *KWARGS)
-# Of torch's checkpoint, then what Transformers and TRL take out before it is called.
+# Of torch's checkpoint, then those that Transformers and TRL take out before it is called.
 _OF_CHECKPOINT = frozenset(
     {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
     | {"offload", "every_n_layers", "selective"}
@@ -108,7 +108,7 @@ def _alike(name: str, names: frozenset[str]) -> Iterator[str]:
 
 
 def _write_kwargs(draft: Draft, name: str, node: Node, file: str) -> None:
-    """Write what checkpointing is called with: nobody converts it, so that any text is true and none is a number."""
+    """Write the arguments of checkpointing: nobody converts them, so that any text is true and none is a number."""
     for field, child in entries_of(node).items():
         place, key = Place(file, child.line, child.column), f"{name}.{field}"
         value = plain(child)

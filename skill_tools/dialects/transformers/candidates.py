@@ -1,6 +1,6 @@
-"""The candidates of a Trainer: checkpointing, the offload of what it saves, FSDP's parameter offload.
+"""The candidates of a Trainer: checkpointing, the offload of its saved tensors, FSDP's parameter offload.
 
-Under DeepSpeed, what its JSON may keep on the CPU (`deepspeed.candidates`). Apart because only a plan needs it.
+Under DeepSpeed, the offloads of its JSON (`deepspeed.candidates`). Apart because only a plan needs it.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
 def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
     """Yield the ways to keep activations; under FSDP its own checkpointing, which gathers each layer once.
 
-    What Unsloth's call decides, no argument changes.
+    No argument changes the decision of Unsloth's call.
     """
     by_script = python_adapters.added(config)
     if by_script is not None and by_script.recomputes is not None:

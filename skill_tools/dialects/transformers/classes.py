@@ -1,4 +1,4 @@
-"""What each argument class accepts, from `knowledge/vocabulary/transformers_classes.txt`.
+"""The names that each argument class accepts, from `knowledge/vocabulary/transformers_classes.txt`.
 
 Apart because only Python scripts name a class, and a lint of a recipe does not pay for the list.
 """

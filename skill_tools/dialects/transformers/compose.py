@@ -33,7 +33,7 @@ from skill_tools.errors import UnusableInput
 _OVERRIDES = "<overrides>"
 _OFFLOAD = "offload"
 _OF_THE_PARSER = frozenset({RECIPE, "env"})
-_PASSED_ON = ("$@", "$*", "${@")  # what a script is given itself, perhaps more options
+_PASSED_ON = ("$@", "$*", "${@")  # a script's own arguments, perhaps more options
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -88,7 +88,7 @@ def _write_recipe(draft: Draft, root: Node, file: str, parser: Parser) -> None:
 
 
 def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
-    """Write what the Trainer knows; what it does not is the script's own, unless it looks like a slip."""
+    """Write the Trainer's arguments; others are the script's own, unless they look like a slip."""
     place = Place(file, node.line, node.column)
     trainer = draft.get(CLASS)
     if not draft.accepts(name):
@@ -137,7 +137,7 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
 
 
 def _write_accelerate(draft: Draft, launch: Launch, file: str, folders: Sequence[Path]) -> None:
-    """Write what `accelerate launch` says before the script: its file, and its options above it."""
+    """Write the words of `accelerate launch` before the script: its file, and its options above it."""
     from skill_tools.dialects.accelerate.launch import launch_words, write_launch
     from skill_tools.dialects.accelerate.section import settle
 
@@ -169,7 +169,7 @@ def _write_options(draft: Draft, words: Sequence[Argument], file: str) -> None:
 
 
 def _write_given(draft: Draft, name: str, node: Node, file: str, parser: Parser) -> None:
-    """Write an argument as `parser` hands it on, and note what it refuses."""
+    """Write an argument as `parser` hands it on, and note its refusal."""
     node = given(draft, name, node, parser)
     _write_argument(draft, name, node, file)
     key, wanted = draft.canonical(name), expected(draft, name, node, parser)

@@ -36,7 +36,7 @@ _TRAINS = frozenset(
     }
 )
 _ABOUT = frozenset({"model_name_or_path", "dataset_name", "dataset_mixture", "dataset_mixer", "datasets"})
-# What another framework proves itself with, although it takes the Trainer's arguments too.
+# Proofs of other frameworks that take the Trainer's arguments too.
 _OTHERS = frozenset(
     {
         "base_model",
@@ -100,7 +100,7 @@ class Transformers(Dialect):
         return Evidence(_DECISIVE, proof=", ".join(sorted(called)[:3])) if called else NONE
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take TRL's command, or an output folder, two of what trains and what it trains on."""
+        """Take TRL's command, or an output folder, two of model, data and method."""
         if "trl " in text and (command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b", text)):
             return Evidence(_DECISIVE, proof=command[0])
         names = {flag[2:].replace("-", "_") for flag in flags_in(text)}
@@ -177,7 +177,7 @@ class Transformers(Dialect):
         return candidates(config, run)
 
     def question(self, config: Config) -> Question | None:
-        """Return what decides whether a script adds adapters, where that cannot be read."""
+        """Return the condition under which a script adds adapters, where that cannot be read."""
         from skill_tools.dialects.python_adapters import question
 
         return question(config)
@@ -193,7 +193,7 @@ class Transformers(Dialect):
         return as_keywords(words) if script is Kind.PYTHON else as_flags(words)
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
-        """Yield what a Trainer may change beside offloading."""
+        """Yield the changes beside offloading in a Trainer."""
         from skill_tools.dialects.transformers.levers import found
 
         return found(config, run)

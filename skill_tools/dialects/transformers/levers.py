@@ -1,4 +1,4 @@
-"""What a Trainer has beside offloading: its batch, Liger's kernels, 8-bit optimizers, a quantized base of adapters.
+"""A Trainer's levers beside offloading: its batch, Liger's kernels, 8-bit optimizers, a quantized base of adapters.
 
 Apart because only a plan that does not fit loads it.
 """

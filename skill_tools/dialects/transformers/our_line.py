@@ -1,6 +1,6 @@
 """Reads the line of a Python script that has this project offload: `offload(trainer, ...)`, or `offload_callback(...)`.
 
-What it says is kept under `offload_call`, which no argument of a Trainer is called.
+Its words are kept under `offload_call`, a name that no argument of a Trainer has.
 """
 
 import ast
@@ -33,7 +33,7 @@ def imported_calls(source: Source) -> frozenset[str]:
 
 
 def write_line(draft: Draft, source: Source, calls: Sequence[Construction]) -> None:
-    """Write what the script's one call of ours says; of several it is not known which is for these arguments."""
+    """Write the words of the script's one call of ours; of several it is not known which is for these arguments."""
     if len(calls) > 1:
         for key in (_CALL, *(f"{_CALL}.{word}" for word in _WORDS)):
             draft.leave_open(key)

@@ -1,4 +1,4 @@
-"""What each of the parsers makes of an argument, and which argument an option is short for.
+"""The value that each parser makes of an argument, and the argument that an option is short for.
 
 An option goes through argparse (`HfArgumentParser`), which knows any start of a name that fits one name alone, and
 `string_to_bool`. A recipe does so in `TrlParser`, whose values are argparse's defaults, but not in
@@ -48,7 +48,7 @@ def given(draft: Draft, name: str, node: Node, parser: Parser) -> Node:
 
 
 def expected(draft: Draft, name: str, node: Node, parser: Parser) -> str | None:
-    """Return what was expected of a value that `given` left as text although no run can use it, else None."""
+    """Return the expectation of a value that `given` left as text although no run can use it, else None."""
     key, value = draft.key(name), node.value
     if key is None or not isinstance(value, str) or is_template(value):
         return None

@@ -90,7 +90,7 @@ def write_script(draft: Draft, source: Source) -> None:
 
 
 def _write_defaults(draft: Draft, source: Source, made: Construction) -> None:
-    """Write what a trainer without arguments says: the class that it makes, and the model where it is a name."""
+    """Write the settings of a trainer without arguments: the class that it makes, and the model where it is a name."""
     draft.set_key(CLASS, TRAINERS[made.kind], "class", made.place)
     models = [value for name, value, _ in made.values() if name == "model"] or [*made.positional]
     for model in models:
@@ -122,7 +122,7 @@ def _write_given(draft: Draft, source: Source, made: Construction) -> None:
 
 
 def _call_of(source: Source, made: Construction) -> ast.Call:
-    """Return the call itself; what is assigned to the object later is no argument of it."""
+    """Return the call itself; a later assignment to the object is no argument of it."""
     return next(
         node
         for node in ast.walk(source.module)

@@ -1,7 +1,7 @@
 """Builds the planner's run from a Trainer's arguments: full fine-tuning or adapters, under FSDP, DeepSpeed or neither.
 
-What the model's own configuration or the script decides and the arguments do not say is a stated assumption. Rewards,
-reference models and generation engines are not modelled.
+A decision of the model's own configuration or of the script, absent from the arguments, is a stated assumption.
+Rewards, reference models and generation engines are not modelled.
 """
 
 import re
@@ -101,7 +101,7 @@ def checkpoints(config: Config) -> bool:
 
 
 def sharding_of(config: Config) -> Sharding:
-    """Return what FSDP or DeepSpeed shares."""
+    """Return the tensors that FSDP or DeepSpeed shards."""
     words = config.value("fsdp")
     if words:
         keeps_whole = (

@@ -1,6 +1,6 @@
 """Reads Unsloth's two calls in a Python script: the load of the model, and the one that adds adapters.
 
-What both check of a number of layers is checked here, as they do it: True is no number, and neither is a text but auto.
+A number of layers is checked here as both check it: True is no number, and neither is a text but auto.
 """
 
 import ast
@@ -35,7 +35,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def write_calls(draft: Draft, source: Source) -> None:
-    """Write what each of the two calls is given; a call that the script makes twice, or never, says nothing."""
+    """Write the arguments of each of the two calls; a call that the script makes twice, or never, says nothing."""
     of_classes = _places(source)
     made = [each for each in constructions(source, _CALLS) if each.place in of_classes]
     for name, section in _CALLS.items():
@@ -87,7 +87,7 @@ def _write(draft: Draft, section: str, call: Construction) -> None:
 
 
 def _layers(draft: Draft, value: object, place: Place) -> object:
-    """Return a number of layers, or auto; note what is neither, which ends the run. None and False are 0."""
+    """Return a number of layers, or auto; note a value that is neither, which ends the run. None and False are 0."""
     if value is None or value is False:
         return 0
     if value != _AUTO and not _counts(value, least=0):

@@ -1,7 +1,7 @@
 """verl: Hydra overrides of `verl.trainer.main_ppo` and its SFT trainer, and YAML of the same keys.
 
 - role: actor, reference model or critic, each with an engine of its own
-- engine: what trains a role: FSDP, Megatron, VeOmni, torchtitan, Automodel
+- engine: the trainer of a role: FSDP, Megatron, VeOmni, torchtitan, Automodel
 - closed: describes a mapping whose keys an override can only change; `+key` adds one
 """
 

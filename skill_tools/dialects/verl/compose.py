@@ -1,4 +1,4 @@
-"""Reads verl's command lines and YAML, and writes what verl passes on to Megatron to Megatron's keys.
+"""Reads verl's command lines and YAML, and writes values that verl passes on to Megatron to Megatron's keys.
 
 verl's own configuration files are the base: a key that no override sets has their value, unless the run names another
 configuration or program than verl's. The groups that exchange an engine (`model_engine=megatron`, `engine=veomni`,
@@ -271,7 +271,7 @@ def _is_section(written: str) -> bool:
 
 
 def _write_choice(draft: Draft, word: Argument, group: str, file: str) -> None:
-    """Write what a choice of a group brings: the strategy of each role."""
+    """Write the settings of a group's choice: the strategy of each role."""
     choice = word.text.partition("=")[2]
     known = word.resolved and word.certain
     known = known and choice.removesuffix("_actor") in _ENGINES

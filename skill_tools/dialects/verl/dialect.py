@@ -19,7 +19,7 @@ _PROOF = Evidence(1, certain=True, proof="actor_rollout_ref, or a program of ver
 
 
 class Verl(Dialect):
-    """verl. What no override sets has the value of verl's own configuration files."""
+    """verl. A key that no override sets has the value of verl's own configuration files."""
 
     name = VERL
     label = "verl"

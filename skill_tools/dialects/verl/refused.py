@@ -1,4 +1,4 @@
-"""What Hydra refuses of the overrides of a command over verl's own configuration.
+"""The overrides of a command that Hydra refuses over verl's own configuration.
 
 Facts: hydra/_internal/config_loader_impl.py, `ConfigLoaderImpl._apply_overrides_to_config`, of 1.3.2, and the
 configurations of verl 0.5.0 to 0.9.1 (`knowledge/vocabulary/verl*.txt`).
@@ -57,7 +57,7 @@ class Base(NamedTuple):
     """The configuration that overrides lie over, of verl itself or of a fork: a checkout around `folder`.
 
     `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
-    nothing states it. `knows_values` says that what has a value in it is known. `removed` are the names
+    nothing states it. `knows_values` says that the keys with a value in it are known. `removed` are the names
     that a `~`, or a value in place of a section, has taken out so far, `added` the keys in sections of other
     engines that a plus has brought.
     """
@@ -99,7 +99,7 @@ def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool
 
 
 def _follow(word: Argument, base: Base) -> None:
-    """Note what an override takes out, and what one with a plus brings back."""
+    """Note the keys that an override takes out, and those that one with a plus brings back."""
     sign, written = _split(word.text)
     name, _, value = written.partition("=")
     if sign == "~" or (_OF_ROLE.fullmatch(name) and not value.startswith(("{", "$"))):
