@@ -27,7 +27,10 @@ LEFT_OUT = (
         for section in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
         for suffix in ("", ".yaml")
     ),
-    *(f"skill_tools/knowledge/{name}" for name in ("coverage", "upstream.yaml", "reviewed.yaml", "families.yaml")),
+    *(
+        f"skill_tools/knowledge/{name}"
+        for name in ("coverage", "upstream.yaml", "reviewed.yaml", "families.yaml")
+    ),
     # What checks and renders a checkout: `offload card`, which says that this is none.
     *(
         f"skill_tools/card/{name}.py"
@@ -77,7 +80,7 @@ def is_within(path: str, folders: tuple[str, ...]) -> bool:
 
 
 def shortened(page: Path) -> str:
-    """Return the text of a page of the bundle without evidence, and with words alone where a link's file stayed away."""
+    """Return a page's text for the bundle: without evidence, and with words alone where a link's file stayed away."""
 
     def kept(link: re.Match[str]) -> str:
         words, address = link.groups()

@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 )
 
 PYTHON = (3, 11)
-# The device, the quota, the largest file: what a write can run out of, and a disk that fails.
+# The device, the quota, the largest file: the limits that a write can reach, and a disk that fails.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _LONGEST = 400  # characters of a complaint; a value can be as long as anybody likes
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _not_written(error: OSError) -> Exception:
-    """Return what to say where the answer does not fit where it goes, and let nobody try again to write it."""
+    """Return the message where the answer does not fit into its place, and let nobody try again to write it."""
     from skill_tools.errors import UnusableInput
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -158,7 +158,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
 
 
 def _report(error: Exception, arguments: Sequence[str]) -> int:
-    """Say what went wrong in one line, and as JSON too where JSON was asked for; return the exit code."""
+    """Name the fault in one line, and as JSON too where JSON was asked for; return the exit code."""
     from skill_tools.errors import UnusableInput, printable
 
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("skill_tools"):
@@ -177,7 +177,7 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _missing(module: str) -> Exception:
-    """Return what to say when a package is not installed; help and `explain` need none, `verify` needs torch."""
+    """Return the message about a package that is not installed; help and `explain` need none, `verify` needs torch."""
     from skill_tools.errors import UnusableInput
 
     package = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}.get(module, module)

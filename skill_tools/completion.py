@@ -25,7 +25,7 @@ NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
 
 
 def complete(commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Print what may stand where the cursor is and end this process; return if no shell asks."""
+    """Print the words that fit at the cursor and end this process; return if no shell asks."""
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="offload")

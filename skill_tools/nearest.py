@@ -25,7 +25,7 @@ def nearest(word: str, known: Iterable[str], *, count: int = 3, likeness: float 
 
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
-    """Return what to try instead of `word`, in words: names with a part that begins so, else the likeliest ones.
+    """Return the advice in place of `word`, in words: names with a part that begins so, else the likeliest ones.
 
     Where there is neither, `otherwise`.
     """

@@ -1,4 +1,4 @@
-"""What standard output is: whose eyes read it, whether it has colours, and how wide it is.
+"""Standard output: whose eyes read it, whether it has colours, and how wide it is.
 
 `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` hold in the order that Python's own command line takes them in, in
 pipes as on terminals: a CI's log is a pipe that people read.

@@ -60,7 +60,7 @@ def gib(amount_bytes: float) -> str:
 
 
 def at_least_gib(amount_bytes: float) -> str:
-    """Write bytes that are needed as `gib` does, rounded up: who gives what is written has enough."""
+    """Write bytes that are needed as `gib` does, rounded up: who gives as many as are written has enough."""
     unit_bytes, unit = _unit_of(amount_bytes)
     return f"{math.ceil(10 * amount_bytes / unit_bytes) / 10:.1f} {unit}"
 

@@ -51,7 +51,8 @@ MOST_TERMS = 25
 MOST_WHAT = 3
 NAMES_OBJECTS = {
     "integrations", "fitting", "verification", "parking", "trained_layers", "sequences", "optimizers", "activations",
-    "weights", "distributed", "memory", "device", "configs", "planning", "reports", "rules",
+    "weights", "distributed", "memory", "device", "configs", "planning", "reports", "rules", "dialects", "diagnosis",
+    "commands", "upkeep", "snapshots", "card", "knowledge",
 }  # fmt: skip
 # A shorter module with a single importer says in a sentence of its docstring why it stands alone.
 SHORTEST_MODULE = 60

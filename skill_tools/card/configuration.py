@@ -29,7 +29,7 @@ _READ = {
 }
 _HEAD = """# Configuration
 
-Every key that a rule, a plan or a fix reads: how each framework spells it, what it is, and since when it
+Every key that a rule, a plan or a fix reads: how each framework spells it, its meaning, and since when it
 exists. Rendered from `skill_tools/knowledge/keys.yaml` and `keys/` by `offload card render`.
 
 A value in brackets is the default, what the framework takes when nobody sets the key; `none` is a null.

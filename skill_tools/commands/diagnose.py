@@ -236,7 +236,7 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:
     """Plan for the machine that the log names, or that the user does; say on stderr why there is no plan.
 
-    The second value is a line on what comes from the log, the third one on host memory that others than the trainer
+    The second value is a line on facts from the log, the third one on host memory that others than the trainer
     hold, so that no plan would help.
     """
     wanted = found.out_of_memory is not None or found.host_ran_out or args.gpu_memory or args.gpu

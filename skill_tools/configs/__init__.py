@@ -7,7 +7,7 @@ readers.
 - spelling: a key as a framework's users write it (`model.num_layers`, `--num-layers`)
 - canonical key: its one name in `knowledge/keys.yaml` (`num_layers`), which rules and plans read
 - setting: a value of a canonical key, with the spelling and the place that gave it
-- draft: a configuration in the making, the last writer wins; `Config` is what it becomes
+- draft: a configuration in the making, the last writer wins; it becomes a `Config`
 - unresolved, `UNREADABLE`: set in the input, but to a value that only the running script or framework knows
 - vocabulary: all names that a framework accepts, so that a misspelt one is seen
 """

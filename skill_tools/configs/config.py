@@ -45,7 +45,7 @@ class UnknownKey(NamedTuple):
 
 
 class WrongType(NamedTuple):
-    """A value that the key's type cannot hold; `expected` says what it can, `is_known` that what is meant is plain."""
+    """A value that the key's type cannot hold; `expected` names one that fits, `is_known` that its meaning is plain."""
 
     setting: Setting
     expected: str
@@ -63,20 +63,20 @@ class Fault(NamedTuple):
 class Config(NamedTuple):
     """One configuration after composition.
 
-    `framework` is the name of its dialect, as `--framework` takes it. `complete` says that what is not set here has the
-    framework's default (a launch script, an Axolotl YAML, a saved run config); an override file is not, since a recipe
-    that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the release that
-    the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is the recipe,
-    base model or architecture named by the input, if any. `unresolved` holds the keys that the input does set, to
-    something that cannot be read statically (a shell variable, a computed value, a file that is not here): they are
-    unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which is
-    not followed (a function of another module that is given the configuration, a sourced file that is not here): their
-    value is unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
-    process may set, so that they have their default unless it does. `missing_files` holds the settings that name such a
-    file, `unread_files` the words of a script that name a configuration which is here and is not read. `embeds` names
-    the dialects of which it may hold a section; whatever is in such a section has a canonical key that begins with the
-    dialect's name. `faults` are those of an input's form, such as a key that stands there twice. `shares` maps a
-    dialect whose program this framework runs a part of to the paths of that part: the rules about it apply here, and
+    `framework` is the name of its dialect, as `--framework` takes it. `complete` says that a key that is not set here
+    has the framework's default (a launch script, an Axolotl YAML, a saved run config); an override file is not, since a
+    recipe that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the
+    release that the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is
+    the recipe, base model or architecture named by the input, if any. `unresolved` holds the keys that the input does
+    set, to something that cannot be read statically (a shell variable, a computed value, a file that is not here): they
+    are unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which
+    is not followed (a function of another module that is given the configuration, a sourced file that is not here):
+    their value is unknown, and so is whether they are set. `outside` holds those of them that only the environment of
+    the process may set, so that they have their default unless it does. `missing_files` holds the settings that name
+    such a file, `unread_files` the words of a script that name a configuration which is here and is not read. `embeds`
+    names the dialects of which it may hold a section; whatever is in such a section has a canonical key that begins
+    with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice. `shares` maps
+    a dialect whose program this framework runs a part of to the paths of that part: the rules about it apply here, and
     its keys have that dialect's defaults where the framework has none.
     """
 

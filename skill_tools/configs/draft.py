@@ -1,7 +1,7 @@
 """A configuration in the making: readers write values into it in the framework's precedence, the last wins.
 
 It turns spellings into canonical keys, brings values to their types, and keeps overridden values, unknown keys and
-what cannot be read. It knows no file format.
+values that cannot be read. It knows no file format.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,7 @@ class Draft:
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
     `complete`, `model_name`, `versions`, `sources`, `missing_files`, `faults` and `shares` are the reader's to set;
-    they mean what `Config` says. So is `checks_each`: the framework refuses a value that does not fit although a later
+    see `Config`. So is `checks_each`: the framework refuses a value that does not fit although a later
     one replaces it, as argparse does.
     """
 
@@ -163,9 +163,9 @@ class Draft:
         return key is not None and key.type_in(self._owner(spelling)[0]) not in ("any", "dict")
 
     def refuse_type(self, key: str, expected: str, *, is_known: bool = False) -> None:
-        """Note that the value of `key` is not what its form allows; `expected` says what is.
+        """Note that the form of `key` does not allow its value; `expected` names one that it allows.
 
-        `is_known` says that what is meant is plain all the same, so that rules may read it.
+        `is_known` says that the meaning is plain all the same, so that rules may read it.
         """
         self._wrong[key] = expected
         if is_known:

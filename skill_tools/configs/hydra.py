@@ -1,8 +1,8 @@
 """Reads Hydra's dotted overrides: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
 
-The values are Hydra's: `null`, true and false in any case, numbers, quoted and bare text, lists and dicts. What only
-a running Hydra knows, an interpolation such as `${oc.env:X}`, is `UNREADABLE`. Sweeps (`a=1,2`) and functions
-are refused, because Megatron Bridge refuses them too.
+The values are Hydra's: `null`, true and false in any case, numbers, quoted and bare text, lists and dicts. A form that
+only a running Hydra knows, an interpolation such as `${oc.env:X}`, is `UNREADABLE`. Sweeps (`a=1,2`) and functions are
+refused, because Megatron Bridge refuses them too.
 """
 
 import re

@@ -65,7 +65,7 @@ class Source:
         return self._like(text, self.recipe)
 
     def stating(self, releases: Callable[[], Mapping[str, str]]) -> "Source":
-        """Return the same input; `releases` tells, when first asked, what the user or the input's folder states."""
+        """Return the same input; `releases` tells, when first asked, those of the user or of the input's folder."""
         source = self._like(self.text, self.recipe)
         source._stated = releases
         return source

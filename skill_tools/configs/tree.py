@@ -28,8 +28,8 @@ def single_document(
 
     `loaders` are those of the framework, several where its releases load differently; `which` says in a few words which
     release loads with which. A `draft` gets the faults of form that depend on the release of one. Raises
-    `UnusableInput` when the source holds several documents, or no mapping, or what all `loaders` refuse: no framework
-    takes that.
+    `UnusableInput` when the source holds several documents, or no mapping, or text that all `loaders` refuse: no
+    framework takes that.
     """
     documents = source.documents
     if source.kind is Kind.YAML and (documents.refusals or "<<" in source.text):
@@ -111,7 +111,7 @@ def write_tree(
     """Write every entry below `root` into `draft`, in the order of the file.
 
     `spell` maps a dotted path to the spelling that the framework knows; `is_value` says which nodes are values
-    although they are mappings, and `value_of` what a value is, perhaps `UNREADABLE`.
+    although they are mappings, and `value_of` the value of a node, perhaps `UNREADABLE`.
     """
     pending = [(prefix, root)]
     while pending:

@@ -46,7 +46,7 @@ class Vocabulary(NamedTuple):
 
 
 def lacking(framework: str, name: str, release: str) -> str | None:
-    """Return what to say where `release` does not have `name` yet, or no more; None where it has or nobody knows."""
+    """Return the message where `release` does not have `name` yet, or no more; None where it has or nobody knows."""
     since, before = _releases(framework).get(name, (None, None))
     if since is not None and is_before(release, since):
         return f"{framework} {release} has no {name}, which came in {since}"

@@ -2,7 +2,7 @@
 
 PyYAML's own composer recurses, and its constructors forget where a value stood. This one builds nodes from
 the parser's event stream with an explicit stack, so that nesting cannot exhaust Python's stack, and counts
-what aliases expand to, so that an alias bomb is refused before it is unrolled. It follows PyYAML's safe loader
+the expansion of aliases, so that an alias bomb is refused before it is unrolled. It follows PyYAML's safe loader
 otherwise: merge keys, last duplicate wins, no tag is ever turned into an object. Frameworks load with one of several
 loaders; texts that some of them refuse are read all the same, and `Documents.refusals` says who does not.
 """

@@ -1,4 +1,4 @@
-"""From a run's log to what happened, the rule behind it, and the next command. Explained in docs/faq.md.
+"""From a run's log to the event, the rule behind it, and the next command. Explained in docs/faq.md.
 
 Glossary:
     log: the text of a training log or traceback, with line numbers.

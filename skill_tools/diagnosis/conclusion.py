@@ -1,10 +1,10 @@
 """Which of all that a log shows is the cause, the rule behind it, and the lines to change.
 
-What ended the run outweighs what came before it: what is known of its exception is the answer. There a rule that the
+The exception that ended the run outweighs all before it: the facts about it are the answer. There a rule that the
 run's own configuration breaks comes first, then a message whose frames the traceback goes through, then the others.
 An event that many causes have (a hang, a killed process) is told by a finding of the configuration that stops a run
-there, if there is one. A notice counts only where nothing failed and the run does what the notice is about. Where
-nothing is known of an exception, the answer says where it was raised and what would decide.
+there, if there is one. A notice counts only where nothing failed and the run has the notice's subject. Where
+nothing is known of an exception, the answer says where it was raised and which experiment would decide.
 """
 
 import re
@@ -28,7 +28,7 @@ from skill_tools.rules.knowledge import load_rules
 from skill_tools.units import gib
 
 _LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an effect as a cause
-_GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that say what happened, and never why
+_GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that name the event, and never its cause
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
 # Where one tensor of many was asked for: a gap that would hold it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
@@ -66,7 +66,7 @@ def conclude(evidence: Evidence) -> Conclusion | None:
 
 
 def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
-    """Return what is known of the exception that ended the run."""
+    """Return the facts about the exception that ended the run."""
     errors = [error for error in evidence.errors if error.ended_the_run]
     seen = [each for each in evidence.seen if each.ended_the_run and each.message.role in ANSWERS]
     if confirmed := _confirmed(errors, evidence):
@@ -84,7 +84,7 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
 def _of_another_offload(
     errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence
 ) -> Conclusion | None:
-    """Return what a text about devices means under an offload that is not the one that the messages are about."""
+    """Return the meaning of a text about devices under an offload that is not the one of the messages."""
     if errors or not seen or seen[0].message.kind != "devices" or evidence.failure is None:
         return None
     found = _explained(evidence, evidence.failure)
@@ -94,7 +94,7 @@ def _of_another_offload(
 
 
 def _of_the_rest(evidence: Evidence) -> Conclusion | None:
-    """Return what is known of what stands outside of any exception that ended the run."""
+    """Return the facts about texts outside of any exception that ended the run."""
     failed = evidence.failure is not None and not evidence.failure.is_aftermath
     errors = [error for error in evidence.errors if not error.ended_the_run]
     seen = [each for each in evidence.seen if not each.ended_the_run and each.message.role in ANSWERS]
@@ -120,7 +120,7 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
 
 
 def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence) -> Conclusion | None:
-    """Return what rules' texts (`errors`) and messages say, whichever knows more of the run."""
+    """Return the meaning by rules' texts (`errors`) or by messages, whichever know more of the run."""
     same_text = [error for error in errors if error.of_the_run and seen and error.line == seen[0].line]
     if same_text:
         return of_rule(same_text[0].rules[0])
@@ -130,7 +130,7 @@ def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidenc
 
 
 def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
-    """Return what a rule's text means; the change of a rule about another framework is none for this run."""
+    """Return the meaning of a rule's text; the change of a rule about another framework is none for this run."""
     own = next((error for error in errors if error.of_the_run), None)
     if own is not None or not evidence.dialects:
         return of_rule((own or errors[0]).rules[0])
@@ -199,7 +199,7 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
 
 
 def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Say what filled the GPU there, by the run's offload and the place where memory ran out, and what to change."""
+    """Name the tensors that filled the GPU, by the run's offload and the place where memory ran out, and the change."""
     because, less = no_effect.of_the_optimizer(evidence)
     if because:
         return because, less
@@ -211,7 +211,7 @@ def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 
 def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Say what the run's offloads have on the GPU at the moment at which memory ran out, and what to change."""
+    """Name the tensors that the run's offloads had on the GPU as memory ran out, and the change."""
     failure = evidence.failure
     found = None if failure is None else rows.find(failure, evidence.said, evidence.phase, evidence.offloads)
     if failure is None or found is None or found.first.row.lies != "gpu":
@@ -301,7 +301,7 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
         if stopped and finding.effect == "out-of-memory" and not _is_of_memory(evidence):
             continue
         fits = phases.stops(finding, evidence.phase) if stopped else finding.effect in _SILENT
-        # What would have printed its own text is not why another was printed.
+        # A fault that would have printed its own text is not the reason for another text.
         silent = finding.effect == "crashes-later" or not finding.text
         in_its_code = where is not None and mechanisms.get(finding.rule) in where.code.mechanisms
         if fits and (silent or not stopped) and (in_its_code or not needs_code):
@@ -351,7 +351,7 @@ def _explained(evidence: Evidence, failure: Failure | None) -> symptoms.Explaine
 
 
 def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
-    """Return what such a failure most likely means under an offload that the run has."""
+    """Return the likeliest meaning of such a failure under an offload that the run has."""
     found = _explained(evidence, failure)
     if found is None:
         return None
@@ -383,7 +383,7 @@ def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
 
 
 def _at(moment: Moment) -> str:
-    """Say what the trainer did, and where: `in backward (engine.py:12 backward) `."""
+    """Name the trainer's moment, and the place: `in backward (engine.py:12 backward) `."""
     frame = moment.frame
     if frame is None:
         return ""
@@ -392,7 +392,7 @@ def _at(moment: Moment) -> str:
 
 
 def _told(change: Sequence[str], evidence: Evidence, failure: Failure) -> tuple[str, ...]:
-    """Return what to change in the user's own words, with the package whose code failed."""
+    """Return the change in the user's own words, with the package whose code failed."""
     package = interfaces.trainer(failure)
     named = [
         each.replace("{package}", package)
@@ -404,12 +404,12 @@ def _told(change: Sequence[str], evidence: Evidence, failure: Failure) -> tuple[
 
 
 def _of_words(said: own_words.Said | None) -> Conclusion | None:
-    """Return what the exception's own words, its frames and its source say."""
+    """Return the answer of the exception's own words, its frames and its source."""
     return None if said is None else Conclusion(said.cause, "", said.change)
 
 
 def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
-    """Say what is known of an exception whose cause is not, and what would decide it."""
+    """State the facts about an exception of unknown cause, and the experiment that would decide it."""
     who = f"{failure.rank} " if failure.rank else "the run "
     cause = f"not known. {who}ended {evidence.phase} in {failure.text[:300]}"
     where = code.of(failure)

@@ -1,7 +1,8 @@
-"""The diagnosis of a failed or slow run's log: what is known of it, its cause, memory, steps, and what to do next.
+"""The diagnosis of a failed or slow run's log: the facts about it, its cause, memory, steps, and the next command.
 
 Where the log gives a number that a plan can use (the GPU and its capacity, the bytes that were allocated, the host's
-memory), the diagnosis passes it on: the plan's budget is lowered by what the run needed beyond its prediction.
+memory), the diagnosis passes it on: the plan's budget is lowered by the bytes that the run needed beyond its
+prediction.
 """
 
 import re
@@ -52,8 +53,10 @@ CPU_OPTIMIZER_BYTES = (
 
 _MOST_SUSPECTS = 2  # faults without a sign in the log that an answer names
 _SAID = 600  # characters of a failure's text, from its first line on
-_PINS = re.compile(r"(?i)\bpin_memory\b|page-lock|pinned")  # of what pins host memory, without any offload
-_LOOKED_AT = 50  # exceptions of a log that are asked for what came after them
+_PINS = re.compile(
+    r"(?i)\bpin_memory\b|page-lock|pinned"
+)  # of settings that pin host memory, without any offload
+_LOOKED_AT = 50  # exceptions of a log that are asked for the events after them
 
 
 def _none(_: object) -> None:
@@ -64,7 +67,7 @@ def _none(_: object) -> None:
 class Diagnosis:
     """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes.
 
-    `gpu` is the GPU that the log names, `host_bytes` what it says the run may take of its host, `parameters` how many
+    `gpu` is the GPU that the log names, `host_bytes` the part of its host that the run may take, `parameters` how many
     the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
     where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
     the failing code's package which release ran and which are known. `suspects` are faults that show in no log, which
@@ -104,12 +107,12 @@ class Diagnosis:
 
     @property
     def host(self) -> Seen | None:
-        """The first sign that the host's memory, or what may be locked or shared of it, ran out."""
+        """The first sign that the host's memory, or the part of it that may be locked or shared, ran out."""
         return next((seen for seen in self.messages if seen.message.kind in OF_THE_HOST), None)
 
     @property
     def host_ran_out(self) -> bool:
-        """Whether the run was short of the host's memory itself, not of what may be pinned, locked or shared of it."""
+        """Whether the run was short of the host's memory itself, not of a part that may be pinned, locked or shared."""
         return self.host is not None and self.host.message.kind in HOST_RAN_OUT
 
     @property
@@ -134,7 +137,7 @@ def diagnose(
     known_gpu: Callable[[str], str | None] = _none,
     known_model: Callable[[int], str | None] = _none,
 ) -> Diagnosis:
-    """Read `log`; `findings` are what lint says of the run's `config`, which was read as one of `framework`.
+    """Read `log`; `findings` are lint's about the run's `config`, which was read as one of `framework`.
 
     `releases` are those that ran, by distribution, `unread` the texts of files that are no known configuration.
     `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters,
@@ -148,7 +151,7 @@ def diagnose(
     times = steps.times_s(log)
     wrong = anomalies.find(log)
     texts = symptoms.read(log, (config.sources if config else unread).items())
-    # Where nothing is wrong the log is not asked: only what each such run has counts, which the files show.
+    # Where nothing is wrong the log is not asked: only facts of each such run count, which the files show.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
     said = _said(log, failure) if failure else ""
     found = [each for each in messages.find(log, failure) if not _is_past(each, went_on_until)]
@@ -237,7 +240,7 @@ def _said(log: Log, failure: Failure) -> str:
 def _suspects(
     evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
 ) -> tuple[Suspect, ...]:
-    """Return what may be wrong in silence under the run's offloads; nothing where it failed."""
+    """Return silent faults that are possible under the run's offloads; nothing where it failed."""
     if evidence.failure is not None:
         return ()
     faults = (_suspect(each) for each in numbers.suspects(evidence.offloads, texts, releases))
@@ -270,7 +273,7 @@ def _is_past(seen: Seen, went_on_until: int) -> bool:
 
 
 def _is_harmless(seen: Seen, log: Log) -> bool:
-    """Return whether `seen` is a notice of what would stop or spoil a run that trained on behind it."""
+    """Return whether `seen` is a notice of a fault that would stop or spoil a run that trained on behind it."""
     message = seen.message
     needs_nothing = message.role == "notice" and not message.needs and message.kind != "slow"
     return needs_nothing and failures.trains_after(log, seen.at)
@@ -283,7 +286,7 @@ def beyond_bytes(found: Diagnosis, predicted_bytes: int) -> int:
 
 
 def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
-    """Say what budget a plan from a log has and why; doubt the configuration where its prediction is far off."""
+    """Name the budget of a plan from a log and its reason; doubt the configuration where its prediction is far off."""
     left = f"budget: {gib(gpu_bytes)} of the GPU"
     if not beyond:
         return left
@@ -292,7 +295,7 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
 
 
 def host_need(found: Diagnosis) -> str:
-    """Say what a CPU optimizer keeps in the host's memory, where a log says the sizes of a run that ran out of it."""
+    """Count a CPU optimizer's bytes in the host's memory, where a log says the sizes of a run that ran out of it."""
     if not found.host_ran_out or found.parameters is None:
         return ""
     trained = found.parameters.trained
@@ -314,7 +317,7 @@ def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
 
 
 def _plan_command(found: Diagnosis) -> str:
-    """Return the command that plans for what the log says: from a configuration, or for a loop that has none."""
+    """Return the command of a plan for the log's run: from a configuration, or for a loop that has none."""
     words = [f"--gpu {found.gpu or 'NAME'}"]
     if found.gpu_bytes:
         words = [f"--gpu-memory {found.gpu_bytes / GIB:.1f}GiB"]

@@ -26,11 +26,11 @@ class Evidence(NamedTuple):
     """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
 
     `said` is the text of the failure from its first line on, `source` the line of source above it, `texts` are the
-    run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has what shows each
+    run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has the sign of each
     kind of offload of the run.
-    `anomalies` are what is wrong with its numbers, `faults` those that are known to give such. `mended` are faults of
-    libraries that the failure shows, and that a later release mends. `around` is what GPU memory before and after the
-    offload shows, `inert` a line that says that an offload does nothing.
+    `anomalies` are the faults of its numbers, `faults` those that are known to give such. `mended` are faults of
+    libraries that the failure shows, and that a later release mends. `around` is the GPU memory before and after the
+    offload, `inert` a line that says that an offload does nothing.
     """
 
     failure: Failure | None
@@ -61,8 +61,8 @@ class Conclusion(NamedTuple):
     """The cause in words, the rule that tells more if there is one, and the lines to change.
 
     `plans_away` says that a plan's lines, where there are any, take the place of these. Where `is_known` is false, the
-    cause says that nothing is known of it, and `change` is what would decide. `others` are causes that fit too, each
-    with what tells it apart.
+    cause says that nothing is known of it, and `change` is the experiment that would decide. `others` are causes that
+    fit too, each with the sign that tells it apart.
     """
 
     cause: str
@@ -74,7 +74,7 @@ class Conclusion(NamedTuple):
 
 
 class Suspect(NamedTuple):
-    """What may be wrong in a run that shows nothing wrong, and how to be sure of it, in words."""
+    """A possible fault of a run that shows nothing wrong, and how to be sure of it, in words."""
 
     cause: str
     check: str

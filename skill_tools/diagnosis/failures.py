@@ -1,6 +1,6 @@
 """The exceptions of a log by rank, and the one that ended the run.
 
-Each rank, actor or task writes its own traceback, often between the lines of others; what names the writer stands in
+Each rank, actor or task writes its own traceback, often between the lines of others; the writer's name stands in
 front of the line. A rank's last exception counts, because earlier ones were caught; of several ranks the first to
 fail, because the others fail of it. An exception after which training went on ended nothing.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
 
-# What stands in front of a line: a timestamp or the name of the container, a rank of torchrun, a Ray actor and the
+# The prefix of a line: a timestamp or the name of the container, a rank of torchrun, a Ray actor and the
 # engine in it, a task of Slurm or MPI, and the head of a logger that prints each line of a traceback.
 _PROCESS = r"\(\w[^()\n]{0,80}?pid=\d+[^()\n]{0,60}\)"
 _PREFIX = re.compile(
@@ -54,7 +54,7 @@ _STEPS_OF_OTHERS = (
     3  # that others report after an exception before they would wait for the rank that raised it
 )
 _TAIL = 1200  # characters after an exception's first line that may belong to its text
-# What the other ranks, the launcher and the garbage collector raise once a run has failed.
+# The exceptions of the other ranks, the launcher and the garbage collector once a run has failed.
 _AFTERMATH = re.compile(
     r"ChildFailedError|ActorDiedError|RayActorError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError"
     r"|communicator was aborted|Connection closed by peer|Socket Timeout|TCPStore|returned non-zero exit status"
@@ -73,8 +73,9 @@ class Frame(NamedTuple):
 class Failure(NamedTuple):
     """One exception, or a chain of them of which the last is named.
 
-    `start` and `end` are positions in the log's text, `raised_at` that of the exception's own line; `rank` is what
-    names the writer. `text` is the exception's first line. `is_aftermath` says that it follows from another failure.
+    `start` and `end` are positions in the log's text, `raised_at` that of the exception's own line; `rank` is the
+    prefix that names the writer. `text` is the exception's first line. `is_aftermath` says that it follows from another
+    failure.
     """
 
     rank: str
@@ -147,7 +148,7 @@ def source_line(log: Log, failure: Failure) -> str:
     for line in reversed(before.splitlines()):
         prefix = _PREFIX.match(line)
         body = line[prefix.end() if prefix else 0 :].strip()
-        if body.strip("^~ "):  # what marks a part of the line above
+        if body.strip("^~ "):  # a mark below a part of the line above
             return "" if _FRAME.match(body) else body
     return ""
 

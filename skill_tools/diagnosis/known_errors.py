@@ -16,7 +16,7 @@ from skill_tools.dialects import registry
 from skill_tools.rules.knowledge import Rule, load_rules
 
 _BARE = re.compile(r"[\w.]+(?:: ?'?\{\.\.\}'?)?$|'\w+'$")
-# What Python and argparse say of any name; which one stands in a hole.
+# The texts of Python and argparse about any name; which one stands in a hole.
 _ANY_NAME = re.compile(
     r"(?:got an unexpected keyword argument '{0,2}|unrecognized arguments: )\{\.\.\}'{0,3}$"
 )
@@ -44,7 +44,7 @@ def find(
 ) -> tuple[KnownError, ...]:
     """Return the known messages in `log`, in its order.
 
-    `broken` are ids that lint found in the configuration, `framework` is what the configuration was read as. A text
+    `broken` are ids that lint found in the configuration, `framework` is the dialect of the configuration. A text
     that is no more than an exception's name says too little: it counts where the configuration breaks its rule.
     """
     confirmed_ids = set(broken)
@@ -75,14 +75,14 @@ def find(
 
 
 def _is_about(rule: Rule, log: Log, place: int, framework: str, confirmed: set[str]) -> bool:
-    """Return whether what is said at `place` of any name is about `rule`: its keys, or its framework's run."""
+    """Return whether a text at `place` about any name is about `rule`: its keys, or its framework's run."""
     if rule.id in confirmed or _mentions(rule, log.context(place)):
         return True
     return not {framework, *frameworks(log)}.isdisjoint(rule.dialects)
 
 
 def _place(log: Log, template: str, ended_by: Failure | None) -> int:
-    """Return where `template` stands: in what ended the run, or else where it stands first; -1 where nowhere."""
+    """Return where `template` stands: in the exception that ended the run, or else first; -1 where nowhere."""
     if ended_by is not None:
         start, end = span(log.text, template, ended_by.start)
         if start >= 0 and ended_by.meets(start, end):
@@ -113,7 +113,7 @@ def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:
 
 
 def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:
-    """Return the rules that the line speaks of most; of those, what holds in more frameworks comes first."""
+    """Return the rules that the line speaks of most; of those, one that holds in more frameworks comes first."""
     scored = [(_mentions(rule, line), rule) for rule in rules]
     best = max(score for score, _ in scored)
     chosen = sorted((rule for score, rule in scored if score == best), key=lambda rule: -len(rule.dialects))

@@ -1,8 +1,8 @@
 """Messages of a run that no rule about a configuration quotes: out of memory, hangs, builds, resumes, slow steps.
 
 They are data (`knowledge/messages/*.yaml`), each with where its text comes from: a public thread, or a file of a
-package with the releases that have it. Apart from `known_errors`, because a rule is about what a user wrote, and a
-message about what happened.
+package with the releases that have it. Apart from `known_errors`, because a rule is about the user's input, and a
+message about an event.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.texts import HOLE, REACH, position, span
 
-# What causes the others comes first: a build that failed ends in a time-out of the other ranks, not the other way.
+# The cause of the others comes first: a build that failed ends in a time-out of the other ranks, not the other way.
 ORDER = (
     "build",
     "resume",
@@ -33,15 +33,15 @@ ORDER = (
 # A process that was killed (SIGKILL) leaves no reason; without another, it was most often the host's memory.
 HOST_RAN_OUT = frozenset({"host-memory", "killed"})
 OF_THE_HOST = HOST_RAN_OUT | {"pinned-memory", "locked-memory", "shared-memory"}
-PINNED = "pinned-memory"  # what an exception may need: that the run pins host memory, as each offload does
+PINNED = "pinned-memory"  # an exception may need it: the run pins host memory, as each offload does
 ANSWERS = frozenset({"exception", "consequence"})  # roles that may be the answer whatever else the log says
 
 
 class Message(NamedTuple):
-    """One known text: why it appears, what to change, and rules that tell more.
+    """One known text: its cause, the change, and rules that tell more.
 
-    `role` is what the text is: the `exception` that ended something, a `consequence` of a cause elsewhere, a `notice`
-    that counts where the run does what it is about (`needs`, a mechanism), or `chatter`, which only shows that a
+    `role` is the part of the text: the `exception` that ended something, a `consequence` of a cause elsewhere, a
+    `notice` that counts where the run has its subject (`needs`, a mechanism), or `chatter`, which only shows that a
     mechanism runs (`shows`). An exception that `needs` pinned memory counts where the run offloads or pins anything.
     `frames` are parts of files or functions that the traceback must go through.
     """
@@ -61,7 +61,7 @@ class Message(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A message in a log: its line, and whether it stands in what ended the run."""
+    """A message in a log: its line, and whether it stands in the exception that ended the run."""
 
     line: int
     text: str
@@ -100,7 +100,7 @@ def from_data(entry: dict[str, object]) -> Message:
 
 
 def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
-    """Return the messages in `log`: those of what ended the run first, then what causes others, then in its order.
+    """Return the messages in `log`: first of the exception that ended the run, then causes of others, then the rest.
 
     Of several whose frames the traceback goes through, the one with more frames is more exact, then the inner one; of
     several in one line, the one with the longer text.
@@ -122,7 +122,7 @@ def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
 
 
 def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, bool]:
-    """Return where `message` stands (-1: nowhere), and whether that is in what ended the run.
+    """Return where `message` stands (-1: nowhere), and whether that is in the exception that ended the run.
 
     One with frames has no other place.
     """
@@ -138,7 +138,7 @@ def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, b
 
 
 def _span_in(text: str, log: Log, ended_by: Failure) -> int:
-    """Return where `text` begins that stands in what ended the run, or reaches into it; -1 where none does."""
+    """Return where `text` begins that stands in the exception that ended the run, or reaches into it; else -1."""
     for first in (ended_by.start, max(0, ended_by.start - REACH)):
         start, end = span(log.text, text, first)
         if start >= 0 and ended_by.meets(start, end):

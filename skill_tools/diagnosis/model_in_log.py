@@ -1,7 +1,7 @@
 """The model's size as a log states it, from which follow the bytes that a CPU optimizer keeps in host memory.
 
-Apart because each framework prints the number of parameters in words of its own, and what a rank prints of its own
-share must not pass for the model's.
+Apart because each framework prints the number of parameters in words of its own, and the number that a rank prints of
+its own share must not pass for the model's.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What a log says of an offload that does not do what it is for: a line that says so, or figures that stay."""
+"""Signs in a log of an offload that fails its purpose: a line that says so, or figures that stay."""
 
 import re
 
@@ -15,11 +15,11 @@ _TORCH = re.compile(r"/torch/")
 _BETWEEN_PHASES = frozenset(
     {"phases", "sleep", "memory-saver"}
 )  # offloads under which the step is on the GPU
-_A_PART = "rest"  # what healthy runs leave too, so that it is no cause by itself
+_A_PART = "rest"  # healthy runs leave it too, so that it is no cause by itself
 
 
 def concluded(evidence: Evidence) -> Conclusion | None:
-    """Return what is behind an offload without effect, where nothing failed; None where nothing shows one."""
+    """Return the cause of an offload without effect, where nothing failed; None where nothing shows one."""
     if evidence.inert is not None and (evidence.offloads or evidence.mechanisms):
         said = inert.told(evidence.inert)
         return Conclusion(said.cause, "", said.change)
@@ -30,7 +30,7 @@ def concluded(evidence: Evidence) -> Conclusion | None:
 
 
 def rest(evidence: Evidence) -> tuple[Suspect, ...]:
-    """Return what most likely keeps the part of the memory that an offload left on the GPU."""
+    """Return the likeliest owner of the part of the memory that an offload left on the GPU."""
     if evidence.around is None or evidence.around.kind != _A_PART:
         return ()
     because, change = beside(evidence)
@@ -38,7 +38,7 @@ def rest(evidence: Evidence) -> tuple[Suspect, ...]:
 
 
 def of_a_setting(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Return what to add to a cause about a full GPU of a setting that should have freed some and does nothing."""
+    """Return an addition to a cause about a full GPU: a setting that should have freed some and does nothing."""
     for finding in evidence.findings:
         about = f"{finding.title} {finding.message}".lower()
         known = finding.severity is not Severity.INFO and "unknown" not in finding.rule
@@ -52,9 +52,9 @@ def of_a_setting(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 
 def of_the_optimizer(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Return what to add to a cause about a full GPU where torch steps on it though files offload the optimizer.
+    """Return an addition to a cause about a full GPU where torch steps on it though files offload the optimizer.
 
-    What moves states between phases or steps has them on the GPU then, and is left out.
+    A mechanism that moves states between phases or steps has them on the GPU then, and is left out.
     """
     failure, shown_by = evidence.failure, evidence.offloads.get("optimizer", "")
     option = shown_by.partition(" (")[0]
@@ -85,7 +85,7 @@ def of_the_optimizer(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 
 def beside(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Return what to add to a cause about a full GPU, and what to change: "" and nothing where no figure says more."""
+    """Return an addition to a cause about a full GPU, and the change: "" and nothing where no figure says more."""
     seen = evidence.around
     if seen is None:
         return "", ()

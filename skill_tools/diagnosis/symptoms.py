@@ -1,4 +1,4 @@
-"""What a failure that nothing knows says of an offload that the run has: its kind, and whose it most likely is.
+"""An unknown failure under an offload of the run: its kind, and whose it most likely is.
 
 A kind of failure (two devices, memory that is gone, saved tensors that do not fit) has other causes under each kind of
 offload. Which of these a run has is read from its configuration, from any of its files, also one that no dialect
@@ -22,17 +22,17 @@ from skill_tools.rules.fixes import spell
 _ANY = "any"
 _DEVICES = ("cpu", "nvme", "disk", "true", "auto", "legacy", "hidden_states")
 _MOST_TEXT = 1 << 20  # characters of a log in which signs are looked for, at its beginning and at its end
-# What stands behind an option that is switched off.
+# The words behind an option that is switched off.
 _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
 _TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
 _OVER_GPUS = "device-map"  # the offload that spreads a model over several GPUs
-_COUNTED = "accum"  # what is counted from one on: one is none
+_COUNTED = "accum"  # counted from one on: one is none
 _COMMENT = re.compile(r"^\s*(?:#|//)")
 
 
 class Offload(NamedTuple):
-    """A kind of offload: its name, what shows it in a text, its code, its mechanisms, and how it is switched off.
+    """A kind of offload: its name, its signs in a text, its code, its mechanisms, and how it is switched off.
 
     One that `moves` nothing keeps tensors in another form, such as shards, and is no cause of wrong numbers.
     """
@@ -67,7 +67,7 @@ class Cause(NamedTuple):
 
 
 class Symptom(NamedTuple):
-    """A kind of failure: what it says, frames that it always has, and its causes, most exact first."""
+    """A kind of failure: its words, frames that it always has, and its causes, most exact first."""
 
     id: str
     texts: tuple[str, ...]
@@ -76,7 +76,7 @@ class Symptom(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The cause that fits a failure, the offload, what shows that the run has it, and what to change."""
+    """The cause that fits a failure, the offload, the sign that the run has it, and the change."""
 
     cause: Cause
     offload: Offload
@@ -175,7 +175,7 @@ def read(log: Log, files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], .
 def running(
     texts: Sequence[tuple[str, str]], failure: Failure | None, config: Config | None
 ) -> dict[str, str]:
-    """Return what shows each offload of the run: a setting, a place in one of its `texts` (`read`), or a frame."""
+    """Return the sign of each offload of the run: a setting, a place in one of its `texts` (`read`), or a frame."""
     shown: dict[str, str] = {}
     for offload in load_offloads().values():
         inside = failure and next(
@@ -246,7 +246,7 @@ def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None
 
 
 def _is_off(sign: str, text: str, end: int) -> bool:
-    """Return whether what stands at `end`, behind `sign`, switches it off."""
+    """Return whether the words at `end`, behind `sign`, switch it off."""
     while text[end : end + 1].isidentifier():  # a sign may be the beginning of an option
         end += 1
     return bool(_OFF.match(text, end) or (_COUNTED in sign and _ONE.match(text, end)))

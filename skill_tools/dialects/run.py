@@ -1,7 +1,7 @@
 """One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
 
 Each dialect builds it from the user's input, and the planner computes memory and time from it alone. Values that were
-not written and had to be assumed is listed in `assumptions`, in words.
+not written and had to be assumed are listed in `assumptions`, in words.
 """
 
 from enum import StrEnum
@@ -237,10 +237,10 @@ class Mode(NamedTuple):
     those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
     their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
     Of layers that are computed again `keep_attention` has attention's results wait on the host in place of that; with
-    `tile_tokens` modules that mix no positions take so many of a sequence at a time, and with `head_groups` attention's
-    backward takes one of so many groups of heads.
-    `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload, whose host memory DeepSpeed pins where
-    `pins` (its `pin_memory`), `state_offload` Megatron's (dev) optimizer-state offload.
+    `tile_tokens` modules that mix no positions take so many tokens of a sequence at a time, and with `head_groups`
+    attention's backward takes one of so many groups of heads. `offload_parameters` is FSDP's or ZeRO's parameter and
+    optimizer offload, whose host memory DeepSpeed pins where `pins` (its `pin_memory`), `state_offload` Megatron's
+    (dev) optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0

@@ -1,6 +1,6 @@
 """The facts, as data, and the loader of their compiled form.
 
-People write YAML; the JSON in `index/` is what the commands load, because parsing the YAML would cost more than the
+People write YAML; the commands load the JSON in `index/`, because parsing the YAML would cost more than the
 lint or the plan itself. `rules/index.py` writes it. A framework that is not ours brings a folder of its own, which
 `add` registers. Nothing here interprets a fact.
 
@@ -29,18 +29,18 @@ _WHOLE = "!"
 _added: list[Path] = []
 _kept: list[Callable[[], None]] = []
 INPUT = "input"  # the `check` of rules about the input itself, whatever the framework
-_MERGED = ("spelling", "aliases", "default", "exists")  # what a key has for each framework
+_MERGED = ("spelling", "aliases", "default", "exists")  # a key's fields by framework
 
 
 def derived(make: Callable[P, T]) -> Callable[P, T]:
-    """Let `make` work once and remember what it made of the index, until the facts change."""
+    """Let `make` work once and remember its result of the index, until the facts change."""
     kept = cache(make)
     _kept.append(kept.cache_clear)
     return cast("Callable[P, T]", kept)
 
 
 def forget() -> None:
-    """Forget what was loaded and made of the facts, because they have changed."""
+    """Forget all that was loaded and made of the facts, because they have changed."""
     for clear in _kept:
         clear()
 
@@ -153,7 +153,7 @@ def _decoded(path: Path) -> Any:
 
 
 def group_of(rule: Mapping[str, Any]) -> str:
-    """Return what a rule is about: its frameworks, or the input itself."""
+    """Return the subject of a rule: its frameworks, or the input itself."""
     return INPUT if rule.get("check") == INPUT else "+".join(rule["dialects"])
 
 
@@ -180,7 +180,7 @@ def examples() -> dict[str, Any]:
 def add(folder: Path) -> None:
     """Join the facts in `folder`: `keys.yaml`, `vocabulary/*.txt` and `rules/*.yaml`, in the form of this folder's.
 
-    An entry of a key that exists already says what the framework has for it: spelling, aliases, type, default.
+    An entry of a key that exists already has the framework's part: spelling, aliases, type, default.
     """
     _added.append(folder)
     forget()
@@ -193,7 +193,7 @@ def remove(folder: Path) -> None:
 
 
 def _merged(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join entries of one key: the first says what the key is, a later one what one more framework has for it."""
+    """Join entries of one key: the first defines the key, a later one has the part of one more framework."""
     keys: dict[str, dict[str, Any]] = {}
     for entry in entries:
         old = keys.get(entry["key"], {})

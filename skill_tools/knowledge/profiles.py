@@ -1,7 +1,7 @@
-"""Folds the model profiles that ship: what a plan reads of them, in a sixth of the room.
+"""Folds the model profiles that ship: the parts that a plan reads, in a sixth of the room.
 
 A profile is as `schema/model-profile.schema.json` says. Its blocks are alike, so each size of the spans and of the
-layers becomes one list: the first number, then what each next one adds. A zip compresses a run of one number to
+layers becomes one list: the first number, then the differences. A zip compresses a run of one number to
 nothing. `saved_by` and `alive_at_peak`, which people read, stay in `traces/`.
 """
 
@@ -22,7 +22,7 @@ def folded(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unfolded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the profile of an entry of the index, without what people read of it."""
+    """Return the profile of an entry of the index, without the parts for people."""
     return {**entry, "steps": [_unfolded_step(step) for step in entry["steps"]]}
 
 
@@ -40,7 +40,7 @@ def _unfolded_step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _columns(growths: Sequence[Growth]) -> dict[str, list[float]]:
-    """Return each size of `growths` that is not 0 everywhere: the first, then what each next one adds."""
+    """Return each size of `growths` that is not 0 everywhere: the first, then the differences."""
     numbers = {size: [growth.get(size, 0) for growth in growths] for size in _SIZES}
     return {size: [column[0], *_differences(column)] for size, column in numbers.items() if any(column)}
 

@@ -58,7 +58,7 @@ def _quiet(found: Diagnosis) -> str:
 
 
 def _suspects(found: Diagnosis) -> list[str]:
-    """Return what to look at first where results are wrong and nothing failed: faults that print nothing."""
+    """Return the first suspects where results are wrong and nothing failed: faults that print nothing."""
     lines = (
         ["if its results, or its memory, are wrong all the same, look first at:"] if found.suspects else []
     )

@@ -79,7 +79,7 @@ def _unnamed_gpu(plan: Plan) -> Iterator[str]:
 
 
 def _answers(plan: Plan) -> Iterator[str]:
-    """Say in a line each what fits by either answer to what the input leaves open, and for which the rest is."""
+    """Say in a line each which plan fits by either answer to an open question, and for which the rest is."""
     if plan.question is None:
         return
     text, answers = plan.question

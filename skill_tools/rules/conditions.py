@@ -1,9 +1,9 @@
 """Conditions: small expressions over canonical keys, answered with True, False or UNKNOWN.
 
 A condition reads *names* from a scope (any mapping of name to value or `UNKNOWN`, see `values.Scope`); `grammar` says
-what a name can be and turns text into the tree that is built into closures here. `and`, `or` and `not` follow
-Kleene's logic, so that learning an unknown value never changes a decided answer; `operations` says what an operation
-yields for unsuitable operands.
+the names that there are and turns text into the tree that is built into closures here. `and`, `or` and `not` follow
+Kleene's logic, so that learning an unknown value never changes a decided answer; `operations` says which result an
+operation yields for unsuitable operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -53,7 +53,7 @@ class Evidence(NamedTuple):
 
 
 class EvidenceIn(NamedTuple):
-    """What the same belief rests on in releases whose code has other words: their range, symbol and quote."""
+    """The evidence of the same belief in releases whose code has other words: their range, symbol and quote."""
 
     versions: Mapping[str, str]
     ref: str

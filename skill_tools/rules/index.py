@@ -76,8 +76,8 @@ def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rule as a lint reads it.
 
-    Its examples are in a file of their own, which no lint loads; the condition's tree says what its text did. What
-    `compiled` leaves out is as it is for most rules.
+    Its examples are in a file of their own, which no lint loads; the condition's tree says the same as its text. Fields
+    that `compiled` leaves out are as for most rules.
     """
     usual = {"quiet": [], "conditional": entry.get("versions", {}), "holds_today": True}
     told = {name: value for name, value in derived.items() if name not in usual or value != usual[name]}

@@ -1,7 +1,7 @@
 """Edits one flag in the text of a launch script and leaves every other character alone.
 
 A flag is edited only if it is written as plain words. If it comes from quotes, from a variable's expansion or from
-any other construct of the shell, the result is None, and the caller says in words what to change.
+any other construct of the shell, the result is None, and the caller says the change in words.
 """
 
 import re

@@ -84,7 +84,7 @@ def standing(
 ) -> tuple[Standing, tuple[str, ...]]:
     """Compare a rule's specifiers with the user's releases.
 
-    Returns the standing and, when it is open, what it depends on, such as `megatron-core>=0.18`. One package
+    Returns the standing and, when it is open, its condition, such as `megatron-core>=0.18`. One package
     outside its range is enough for `ABSENT`. Specifiers that are not in `conditional` (by default all are) hold
     in every known release, so they count only against a release that is stated, or a build that is none.
     `framework` as in `in_range`.

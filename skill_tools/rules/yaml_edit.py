@@ -2,7 +2,7 @@
 
 The places come from libyaml's own node marks, so that block and flow style, quotes and comments are kept.
 An edit that would change anything but the one key (through an anchor, say) is refused: the result is None,
-and the caller says in words what to change. Nothing here knows rules or frameworks.
+and the caller says the change in words. Nothing here knows rules or frameworks.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The owners of bytes in a memory snapshot of torch: the blocks alive at the peak, or where memory ran out.
 
-The events of a trace are taken back one by one from the blocks that are alive at its end, so that also what was there
-before the recording began counts. Sizes are those that were asked for; the allocator rounds them up. Facts about the
-file are read from torch's `cuda/memory.py` and `cuda/_memory_viz.py`, 1.13 (a list of segments) to 2.14, and from
-snapshots that torch 2.11 wrote on a GPU.
+The events of a trace are taken back one by one from the blocks that are alive at its end, so that also the blocks that
+were there before the recording began count. Sizes are those that were asked for; the allocator rounds them up. Facts
+about the file are read from torch's `cuda/memory.py` and `cuda/_memory_viz.py`, 1.13 (a list of segments) to 2.14, and
+from snapshots that torch 2.11 wrote on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a release has and the knowledge, or an earlier release, has not."""
+"""Names that a release has and the knowledge, or an earlier release, has not."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 def between(old: Summary, new: Summary) -> Iterator[Change]:
-    """Yield what differs between two releases, each kind in the order of its names.
+    """Yield the differences between two releases, each kind in the order of its names.
 
     A text that only stands in another file is no change.
     """

@@ -1,7 +1,7 @@
-"""Finds what rules and messages cite again in a release: the file, the symbol in it, and the words.
+"""Finds the citations of rules and messages again in a release: the file, the symbol in it, and the words.
 
 A citation is `path::Class.method` with a quote. Words are compared without line breaks and without the joints of texts
-that Python puts together; what stands in braces may be anything.
+that Python puts together; a part in braces may be anything.
 """
 
 import ast
@@ -21,7 +21,7 @@ _CITED = ("msg", "src")
 
 
 class Citation(NamedTuple):
-    """What a rule or a message cites: its id, the file's path, the symbol in it, and the words."""
+    """A citation of a rule or a message: its id, the file's path, the symbol in it, and the words."""
 
     id: str
     path: str
@@ -39,7 +39,7 @@ class Lost(NamedTuple):
 
 
 def cited(package: str, release: str) -> Iterator[Citation]:
-    """Yield what is cited of `package` for `release`: of rules and messages whose range has it."""
+    """Yield the citations of `package` for `release`: of rules and messages whose range has it."""
     for rule in load_rules():
         ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.tree, package))]
         if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):

@@ -23,7 +23,7 @@ _LAYOUTS = ("src", "lib")  # folders of a source tree that hold packages and are
 def read_release(package: str, release: str, source: Path | None) -> dict[str, str]:
     """Return path and text of each file of `package` at `release`.
 
-    Raises `UnusableInput` for what is no archive, holds a path outside itself, or holds another package.
+    Raises `UnusableInput` for a file that is no archive, holds a path outside itself, or holds another package.
     """
     if source is None:
         files = dict(_installed(package, release))

@@ -1,8 +1,8 @@
-"""What a release says of itself: fields and flags with their defaults, messages, log texts and private names.
+"""The names and texts of a release: fields and flags with their defaults, messages, log texts and private names.
 
-A field is an annotated name of a class, a dataclass's or pydantic's; `Class.field`. A flag is what `add_argument` gets.
-A message is the text of a `raise`, an `assert` or a warning. Only what touches offload is kept of messages, log texts
-and names: the rest of a framework changes with every release.
+A field is an annotated name of a class, a dataclass's or pydantic's; `Class.field`. A flag is the text that
+`add_argument` gets. A message is the text of a `raise`, an `assert` or a warning. Only those about offload are kept of
+messages, log texts and names: the rest of a framework changes with every release.
 """
 
 import ast
@@ -35,7 +35,7 @@ class Summary(NamedTuple):
 
 
 def summarize(files: Mapping[str, str]) -> Summary:
-    """Return what `files`, by path, say; a file that does not parse says nothing."""
+    """Return the names and texts of `files`, by path; a file that does not parse says nothing."""
     found = Summary({}, {}, {}, {}, {})
     for path, text in files.items():
         if _ELSEWHERE.search(path) or not (OFFLOAD.search(text) or "add_argument" in text):
@@ -107,7 +107,7 @@ def _default(value: ast.expr | None) -> str:
 
 
 def _texts(node: ast.expr | None) -> Iterator[str]:
-    """Yield the texts in an expression, what varies in them as `{..}`."""
+    """Yield the texts in an expression, with their variable parts as `{..}`."""
     pending: list[ast.AST] = [node] if node is not None else []
     while pending:
         part = pending.pop()

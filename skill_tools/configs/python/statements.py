@@ -97,7 +97,7 @@ class Interpreter:
         """Follow the script itself, then `main`; return the object that looks most like a configuration."""
         with self._not_too_deep():
             self._follow(self._module.body)
-            if "main" in self._functions:  # once more, since what it leaves in its own names is wanted
+            if "main" in self._functions:  # once more, since its own names are wanted
                 scope: dict[str, object] = {}
                 with self._scope(scope):
                     self._follow(self._functions["main"].body)

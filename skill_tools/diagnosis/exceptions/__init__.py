@@ -1,1 +1,1 @@
-"""Reads an exception by itself: its words, calls that do not fit, and what a process wrote before it aborted."""
+"""Reads an exception by itself: its words, calls that do not fit, and a process's last words before it aborted."""

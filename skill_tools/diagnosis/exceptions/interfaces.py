@@ -1,8 +1,8 @@
 """Calls that do not fit: a name or an argument that the called code does not have, or does not expect there.
 
 Code that offloads wraps and replaces other libraries' functions, so that a release of either, or a script of the user,
-may call it with what it does not take. No fact about a framework is needed: the exception, the frames and the line of
-source that a traceback shows say who called whom with what.
+may call it with arguments that it does not take. No fact about a framework is needed: the exception, the frames and the
+line of source that a traceback shows say who called whom with which arguments.
 """
 
 import re
@@ -28,7 +28,7 @@ _WORD = re.compile(r"[a-z]\w*_\w+")  # of an assertion, a name that a caller may
 
 
 def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> Said | None:
-    """Return who called what with an argument, or for a name, that it does not have or does not expect there.
+    """Return who called which function with an argument, or for a name, that it does not have or expect there.
 
     `source` is the line of source that the traceback shows last, `texts` are the run's files by name.
     """
@@ -89,7 +89,7 @@ def _lacking(failure: Failure) -> Said | None:
 
 
 def _another_kind(failure: Failure) -> Said | None:
-    """Return what stands where an offload was expected, where it has not what its caller asks it for."""
+    """Return the object in an offload's place, where it lacks the attribute that its caller asks for."""
     match = _NOT_OF_IT.search(failure.text)
     if match is None or not failure.frames:
         return None
@@ -122,7 +122,7 @@ def _misplaced(failure: Failure, source: str) -> Said | None:
 
 
 def _asserted(failure: Failure, source: str) -> Said | None:
-    """Return what an assertion without words asks for, and who called it, where its names are what was passed."""
+    """Return the demand of an assertion without words, and its caller, where its names are the arguments."""
     match = _ASSERTED.match(source)
     if (
         failure.error != "AssertionError"
@@ -157,7 +157,7 @@ def caller(failure: Failure) -> str:
 
 
 def trainer(failure: Failure) -> str:
-    """Return the distribution whose release decides what failed: of the innermost frame in none of torch's files."""
+    """Return the distribution whose release decides the failure: of the innermost frame in none of torch's files."""
     for frame in reversed(failure.frames):
         path = frame.path.replace("\\", "/")
         known = code.of(failure._replace(frames=(frame,)))

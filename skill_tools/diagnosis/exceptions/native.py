@@ -1,4 +1,4 @@
-"""Why a process aborted outside of Python: what it wrote just before, and the stack that its fault handler printed.
+"""Why a process aborted outside of Python: its last words, and the stack that its fault handler printed.
 
 An abort (SIGABRT, SIGSEGV) has no exception and no words. A library that ends its process by one prints its reason on
 the lines before, and Python's fault handler prints the thread's frames behind, innermost first.

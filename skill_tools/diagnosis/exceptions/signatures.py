@@ -1,7 +1,7 @@
 """Calls whose arguments or results are not those of the called function: who was written for another release of whom.
 
 Code that offloads calls private functions of other libraries, whose arguments change from release to release. The
-exception names the function and what it lacks, and the innermost frame is who called it.
+exception names the function and the missing argument, and the innermost frame is who called it.
 """
 
 import re
@@ -12,7 +12,7 @@ from skill_tools.diagnosis import code
 from skill_tools.diagnosis.exceptions.own_words import Said
 from skill_tools.diagnosis.failures import Failure, Frame
 
-# What a call and its function do not agree on, and how it is said.
+# The disagreements of a call and its function, and their words.
 _LACKS = (
     (r"\(\) missing \d+ required .{0,20}arguments?: (?P<what>.{3,120})", "without {what}"),
     (

@@ -11,7 +11,7 @@ from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.phases import Phase
 
 OF_PHASE = {Phase.SAVE: "save", Phase.RESUME: "resume"}
-# The functions of each moment. Of all that a traceback goes through the first of these counts: what is inside of
+# The functions of each moment. Of all that a traceback goes through the first of these counts: functions inside of
 # another stands before it (a forward of an evaluation, a wake-up of a weight update).
 _FUNCTIONS = tuple(
     (moment, re.compile(pattern))

@@ -161,7 +161,7 @@ def of_a_hang(phase: Phase, running: Mapping[str, str]) -> Placed | None:
 
 
 def _places(failure: Failure, said: str) -> tuple[str, ...]:
-    """Return where a tensor may lie for `failure` to say what it says, the likeliest first: one that it names."""
+    """Return where a tensor may lie so that `failure` has its words, the likeliest first: one that it names."""
     found = [
         place for kind in load_symptoms() if shows(kind, failure, said) for place in PLACES.get(kind.id, ())
     ]

@@ -20,17 +20,17 @@ _FIGURE = re.compile(
 _OFFLOADS = re.compile(r"off-?load|sleep|pause|releas|swap(?:ped)? out|to (?:the )?cpu", re.IGNORECASE)
 _HOST = re.compile(r"\b(?:host|cpu|ram) (?:memory|virtual)|cpu virtual|rss", re.IGNORECASE)
 _BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_UNMOVED = 0.97  # of the memory before, what is left after an offload that moved nothing
+_UNMOVED = 0.97  # of the memory before, left after an offload that moved nothing
 _REST, _LEAST_REST_BYTES = (
     0.2,
     8 * GIB,
-)  # what is left after one that moved a part, and is more than a context takes
+)  # left after one that moved a part, and more than a context takes
 _GROWTH, _LEAST_GROWTH_BYTES = 1.1, GIB  # by how much three cycles or more leave more than the first one
 _CYCLES = 3
 _CYCLE = 100_000  # characters of a cycle in which a complaint is looked for
 
 
-# What a line says that may be why something is never freed.
+# The words of a line that may be why something is never freed.
 _COMPLAINS = re.compile(
     r"(?i)\b(?:already|invalid|skip(?:ped|ping)|fail(?:ed|s|ure)?|warn(?:ing)?|unable|could not|cannot|leak(?:ed)?"
     r"|ignored)\b"
@@ -39,7 +39,7 @@ _NUMBERS = re.compile(r"\d+")
 
 
 class Around(NamedTuple):
-    """What figures around offloads show: `unmoved`, `rest` or `growth`, the line of the last figure, and the words.
+    """Figures around offloads: `unmoved`, `rest` or `growth`, the line of the last one, and the words.
 
     `repeated` is a complaint that the log prints in each of the cycles that leave more behind.
     """
@@ -57,7 +57,7 @@ class _Figure(NamedTuple):
 
 
 def find(log: Log) -> Around | None:
-    """Return what the figures around the offloads of `log` show; None where there are none, or all is well."""
+    """Return the finding of the figures around the offloads of `log`; None where there are none, or all is well."""
     figures = [
         _Figure(
             match["when"].lower() == "after",

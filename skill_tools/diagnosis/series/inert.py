@@ -1,4 +1,4 @@
-"""What a log says itself of an offload that does nothing: that it is disabled, ignored or not carried out, and why.
+"""A log's own words about an offload that does nothing: that it is disabled, ignored or not carried out, and why.
 
 No fact about a framework is needed. Such a line is a cause only where the run asks for an offload.
 """
@@ -11,7 +11,7 @@ from skill_tools.diagnosis.exceptions.own_words import Said
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series.metrics import EDGE
 
-# Looked for one by one: a pattern of all of them takes a second for what this takes ten milliseconds.
+# Looked for one by one: a pattern of all of them takes a second where this takes ten milliseconds.
 _INERT = (
     "disabled",
     "ignored",
@@ -71,7 +71,7 @@ def _places(text: str, phrase: str) -> Iterator[int]:
 
 
 def told(inert: Inert) -> Said:
-    """Return that line as the cause, and as the change what it gives as its reason."""
+    """Return that line as the cause, and its reason as the change."""
     found = (reason.search(inert.text) for reason in _REASONS)
     why = next((match["reason"].rstrip(" .") for match in found if match), "what this line names")
     return Said(

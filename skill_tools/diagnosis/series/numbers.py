@@ -102,7 +102,7 @@ def suspects(
 ) -> tuple[Found, ...]:
     """Return the faults that give wrong results in silence and that the run may have, the likeliest first.
 
-    A run that shows nothing wrong may have none of them: they are what to look at first, where its results are wrong.
+    A run that shows nothing wrong may have none of them: they are the first suspects, where its results are wrong.
     """
     asked = [each for each in load_faults() if each.offload != ANYWHERE and (each.needs or each.quiet)]
     return _that_the_run_may_have(asked, running, tuple(texts), releases)

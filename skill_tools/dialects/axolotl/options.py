@@ -1,7 +1,7 @@
 """How Axolotl reads the options of its command line, on top of a file.
 
 `axolotl train` parses them with click: dashes only, `--x/--no-x` for a bool, one value for anything else, and words
-that it does not know goes to the launcher. A launcher starts `axolotl.cli.train`, where Fire reads each value as a
+that it does not know go to the launcher. A launcher starts `axolotl.cli.train`, where Fire reads each value as a
 Python literal; `--launcher python` hands the texts on. `load_cfg` then fits a value to the one in the file. Facts:
 axolotl/cli/main.py::train, cli/utils/train.py::build_command and cli/config.py::load_cfg of 0.12.2 to 0.21.0,
 fire/parser.py of 0.7.1.

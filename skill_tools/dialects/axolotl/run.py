@@ -1,7 +1,7 @@
 """Builds the planner's run from an Axolotl configuration: full fine-tuning, LoRA or QLoRA, sharded or not.
 
 Axolotl trains Hugging Face models eagerly. Hugging Face's decisions that the YAML does not state (dtypes of states,
-mixed precision under FSDP) is a stated assumption. RL trainers are not modelled, nor images: a vision tower takes
+mixed precision under FSDP) are stated assumptions. RL trainers are not modelled, nor images: a vision tower takes
 memory and sees none.
 """
 

@@ -2,9 +2,9 @@
 
 A collective over R ranks moves (R - 1) / R of its bytes to each rank, inside a node over NVLink or over the PCIe link
 that copies to the host use too, between nodes over the network. It runs beside the compute of another block; that of
-the first block of a pass, or the last one's reduction, has nothing to hide behind. What tensor, expert and pipeline
-parallelism send is part of the share of the GEMM rate that Megatron's steps reach. A measured step has its collectives
-in it. Explained in docs/distributed.md.
+the first block of a pass, or the last one's reduction, has nothing to hide behind. The copies of tensor, expert and
+pipeline parallelism are part of the share of the GEMM rate that Megatron's steps reach. A measured step has its
+collectives in it. Explained in docs/distributed.md.
 """
 
 from typing import NamedTuple

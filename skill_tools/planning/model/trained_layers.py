@@ -1,8 +1,8 @@
 """Bytes of a model whose trained layers stream: on the GPU, and on the host item by item.
 
 `reference_impl.TrainableLayerStreamer` keeps weights, gradients and states of all blocks on the host. The GPU has a
-window of blocks, the gradients that are being made or leave, and a ring of state chunks with their gradients; what
-stands outside the blocks has its weights there alone. Explained in docs/larger-than-gpu.md.
+window of blocks, the gradients that are being made or leave, and a ring of state chunks with their gradients; tensors
+outside the blocks have their weights there alone. Explained in docs/larger-than-gpu.md.
 """
 
 import math
