@@ -64,7 +64,7 @@ def test_a_file_of_the_inference_server_has_other_fields() -> None:
 
 
 def test_yaml_and_overrides_are_refused() -> None:
-    with pytest.raises(UnusableInput, match="is yaml"):
+    with pytest.raises(UnusableInput, match="is YAML"):
         read_text("model: {}\n", "x.yaml", framework="prime-rl")
     with pytest.raises(UnusableInput, match="model"):
         read_text(f"{RL}\n", "x.toml", overrides=["--trainer.model.fsdp-cpu-offload"], framework="prime-rl")
