@@ -1,4 +1,4 @@
-"""Skips what this machine cannot run, and says why in one line a reason."""
+"""Skips tests that this machine cannot run, and says why in one line a reason."""
 
 import gc
 import importlib.util
@@ -20,7 +20,7 @@ settings.load_profile("untimed")
 LOADED = pytest.StashKey[object]()
 NEED_CUDA = pytest.StashKey[int]()
 
-# No test depends on what somebody has probed on this machine.
+# No test depends on a probe of this machine.
 os.environ["OFFLOAD_CACHE"] = os.path.join(os.path.dirname(__file__), "no-such-folder")
 # Nor on a terminal: readline, which pytest loads, leaves a width in the environment of its worker processes.
 for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
@@ -70,7 +70,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 
 
 def leave_what_is_loaded() -> None:
-    """Take what is loaded by now out of garbage collection: a collection then takes milliseconds, not half a second."""
+    """Take all objects of now out of garbage collection: a collection then takes milliseconds, not half a second."""
     gc.collect()
     gc.freeze()
 

@@ -15,13 +15,13 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "build" / "axolotl"
-# What to install, and the package by which one sees that it is there.
+# The distribution to install, and the package by which one sees that it is there.
 DEPENDENCIES = {"pydantic==2.12.5": "pydantic", "pillow": "PIL", "addict": "addict"}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     there = FOLDER / "dependencies"
     missing = [requirement for requirement, package in DEPENDENCIES.items() if not (there / package).is_dir()]
     if missing:

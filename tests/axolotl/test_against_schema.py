@@ -35,7 +35,7 @@ CONCERNS_OFFLOADING = re.compile(
     r"offload|reentrant|relora|fsdp|pin_memory|efficient_loading|selective_checkpointing|'legacy'",
     re.IGNORECASE,
 )
-# What only release 0.12 says, and no later one: a slip of its own, and two checks that 0.13 took back or split.
+# Errors of release 0.12 alone: a slip of its own, and two checks that 0.13 took back or split.
 GONE_SINCE_0_13 = (
     "KeyError: 'offload_params'",
     "FSDP2 does not support load_in_8bit or load_in_4bit with cpu_ram",
@@ -58,7 +58,7 @@ def is_read_otherwise(configuration: dict[str, object], release: Release) -> boo
 
 
 def says(rule: Rule, text: str) -> bool:
-    """Whether `text` is what the rule says that the framework prints; `{..}` stands for anything."""
+    """Whether `text` is the text that the framework prints by the rule; `{..}` stands for anything."""
     patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
     return any(re.fullmatch(pattern, text, re.DOTALL) for pattern in patterns)
 

@@ -36,7 +36,7 @@ UNREACHED = {
 
 @cache
 def literals(version: str) -> frozenset[str]:
-    """All string literals of one release; what an f-string fills in and what `%s` stands for is `{..}`."""
+    """All string literals of one release; the variable parts of f-strings and of `%s` are `{..}`."""
     found = set()
     for path in sorted((FOLDER / version / "axolotl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -50,7 +50,7 @@ def literals(version: str) -> frozenset[str]:
 
 @cache
 def patterns(version: str) -> tuple[re.Pattern[str], ...]:
-    """The literals with something to fill in, as patterns; a rule may quote what the release fills in as well."""
+    """The literals with something to fill in, as patterns; a rule may quote the text that fills them as well."""
     filled = (text.split("{..}") for text in literals(version) if "{..}" in text)
     enough = (parts for parts in filled if len("".join(parts)) > MIN_FIXED)
     return tuple(re.compile(".*".join(map(re.escape, parts)), re.DOTALL) for parts in enough)

@@ -1,4 +1,4 @@
-"""Laying a task out and writing the page: what an agent gets to see, and means that follow from made-up runs."""
+"""Laying a task out and writing the page: the files that an agent sees, and means that follow from made-up runs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The public reports: what they hold, how answers are graded, and that what was right stays right."""
+"""The public reports: their fields, how answers are graded, and that right answers stay right."""
 
 import importlib.util
 from pathlib import Path

@@ -91,7 +91,7 @@ RELEASES = {"launch-script-faults": ("megatron-core==0.18.2", "transformer-engin
 def test_lint_finds_every_planted_fault_and_invents_none(
     task: dict[str, Any], check: dict[str, Any], grader: Any
 ) -> None:
-    """What the linter reports at warning or above, written down as an answer, is graded in full."""
+    """The linter's reports at warning or above, written down as an answer, are graded in full."""
     targets = [word for release in RELEASES.get(task["id"], ()) for word in ("--target", release)]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

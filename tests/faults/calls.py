@@ -2,8 +2,8 @@
 
 The call comes after `BATCHES` batches (construction: before any). A signal, of any number whose handler raises, comes
 before one of the call's bytecodes, or the call has no memory or no frames at some place in it. The program then calls
-again, or looks at the state first, and trains on. What it ends with equals, bit for bit, the run in which nothing
-happened; what it saw in between is the state before the call or behind it.
+again, or looks at the state first, and trains on. Its end equals, bit for bit, the run in which nothing
+happened; the state that it saw in between is the one before the call or behind it.
 """
 
 from __future__ import annotations
@@ -150,14 +150,14 @@ def hooks_left(setting: Setting) -> int:
 
 @cache
 def half_loaded(setting: Setting) -> Snapshot:
-    """Return what is there once the weights of a checkpoint have been loaded, and not its states."""
+    """Return the state once the weights of a checkpoint have been loaded, and not its states."""
     with quiet.run(), _come(setting, "load_state_dict") as program:
         return program.trainee.snapshot()
 
 
 def judge(case: Case) -> Outcome:
     """Run a case."""
-    # What is compared with is made, and what is imported late is imported, before the count of what stays.
+    # References are made, and late imports come, before the leftovers are counted.
     undisturbed(case.setting, None)
     hooks_left(case.setting)
     with _come(case.setting, case.call) as program:
@@ -202,7 +202,7 @@ def _judged(case: Case) -> Outcome:
 
 
 def _same(found: Snapshot, setting: Setting, stop: int) -> list[str]:
-    """Return what differs from the run of `stop` batches."""
+    """Return the differences from the run of `stop` batches."""
     wanted = undisturbed_until(setting, stop)
     return differing(found, {name: wanted[name] for name in wanted.keys() & found.keys()})
 
@@ -275,7 +275,7 @@ def _after_close(case: Case, program: Program, told: str) -> Outcome:
     different = _same(trainee.weights(), case.setting, BATCHES)
     if different and not is_lost:
         return Outcome(Verdict.SILENT, f"{told}: {len(different)} weights differ, such as {different[:3]}")
-    # What has been closed is in nobody's way.
+    # A closed object is in nobody's way.
     trainee.model.zero_grad()
     trainee.build()
     trainee.load(checkpoint(case.setting, BATCHES))

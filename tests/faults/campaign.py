@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 60]
 
-tells what becomes of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
+tells the fate of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
 
-A child runs case after case and says, a line of JSON each, what it begins and what became of it. A case that takes
+A child runs case after case and says, a line of JSON each, its beginning and its verdict. A case that takes
 longer than the limit ends its child, with the stacks of all threads; the next child goes on behind it. Children are
 forked from a process that has imported torch and has run nothing.
 """
@@ -72,7 +72,7 @@ CAMPAIGNS = (
 
 
 class Result(NamedTuple):
-    """What became of a case; `verdict` is a value of `judge.Verdict`."""
+    """The fate of a case; `verdict` is a value of `judge.Verdict`."""
 
     campaign: str
     seed: int
@@ -130,8 +130,8 @@ def report(results: list[Result]) -> str:
 def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: int) -> None:
     """Run cases until one takes too long, which ends this process."""
 
-    def say(**what: Any) -> None:
-        os.write(report_to, (json.dumps({"campaign": campaign, **what}) + "\n").encode())
+    def say(**fields: Any) -> None:
+        os.write(report_to, (json.dumps({"campaign": campaign, **fields}) + "\n").encode())
 
     gc.freeze()
     for seed in seeds:
@@ -144,7 +144,7 @@ def _child(limit_s: float, campaign: str, seeds: range, report_to: int, stacks: 
 
 
 def _case(campaign: str, seed: int) -> tuple[object, Any]:
-    """Return the case of a seed and what judges it."""
+    """Return the case of a seed and its judge."""
     import calls
     import cases
     import judge
@@ -254,7 +254,7 @@ def _job(text: str) -> tuple[str, range]:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Run the jobs of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("jobs", nargs="+", help="CAMPAIGN:FIRST[:STOP]")
     parser.add_argument("--mutation")

@@ -1,4 +1,4 @@
-"""Chooses the case of a seed: what is trained, what fails and when, and what the program then does."""
+"""Chooses the case of a seed: the training, the fault and its time, and the program's next action."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def _setting(seed: int, matrix: list[Setting]) -> Setting:
 
 
 def case_of(seed: int, *, matrix: list[Setting]) -> Case:
-    """Return the case of a seed: what is trained, of `matrix`, what fails, when, and what the program then does."""
+    """Return the case of a seed: the training, of `matrix`, the fault, its time, and the program's next action."""
     random, setting = shuffled(seed), _setting(seed, matrix)
     counted = visits(setting)
-    # The step itself is what the contract is about, so it gets half of all faults.
+    # The contract is about the step itself, so it gets half of all faults.
     moments = [m for m in counted if m.step in FAULTY_STEPS or m.seam.endswith(WORKER)]
     kinds = sorted({(m.phase, m.seam) for m in moments})
     by_phase = {"step": 6.0, "zero_grad": 1.0, "": 4.0}
@@ -54,7 +54,7 @@ def begun_case_of(seed: int, *, matrix: list[Setting]) -> Case:
     """Return the case of a seed in which nothing may allocate once a step has begun, and nothing should."""
     setting = matrix[seed * 59 % len(matrix)]
     with opened(setting, Injector()):
-        # What is made once and stays, such as a process group, does so before the case.
+        # Objects that are made once and stay, such as a process group, are made before the case.
         pass
     return Case(setting, OnceBegun(), shuffled(seed).choice(ACTIONS))
 

@@ -4,11 +4,11 @@ A *seam* is a place at which a call may fail before it has an effect. `SEAMS` na
 the only place here that knows private names. A *visit* is one call through a seam. A dry run counts the visits of every
 moment (step and phase), so that a `Fault` can name one that will be reached.
 
-What the main thread visits is counted by moment. What other threads visit is counted over the whole run, because which
+Visits of the main thread are counted by moment. Those of other threads are counted over the whole run, because which
 moment they share with the main thread is chance.
 
-Once a step has begun nothing is allocated (`step.as_one`). So what fails there, other than an allocation, is a queued
-kernel or copy, or Python itself: the step is lost, and the optimizer has to say so.
+Once a step has begun nothing is allocated (`step.as_one`). So a fault there, other than an allocation's, is that of a
+queued kernel or copy, or Python itself: the step is lost, and the optimizer has to say so.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from reference_impl.memory.host import HostMemoryError
 
 
 class UserError(Exception):
-    """What a user's own hook or closure raises."""
+    """The error of a user's own hook or closure."""
 
 
 def out_of_memory() -> BaseException:
-    """Return what torch raises when the device's allocator has nothing left."""
+    """Return torch's error when the device's allocator has nothing left."""
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB (injected)")
 
 
@@ -46,11 +46,11 @@ def host_out_of_memory() -> BaseException:
 
 
 def device_lost() -> BaseException:
-    """Return what torch raises for an error of CUDA that is no lack of memory; nothing works after it."""
+    """Return torch's error about a fault of CUDA that is no lack of memory; nothing works after it."""
     return RuntimeError("CUDA error: an illegal memory access was encountered (injected)")
 
 
-# What may happen at a seam. `device_lost` makes every later visit of the device fail with the same error.
+# The faults at a seam. `device_lost` makes every later visit of the device fail with the same error.
 KINDS: dict[str, Callable[[], BaseException]] = {
     "out_of_memory": out_of_memory,
     "memory_error": lambda: MemoryError("injected"),
@@ -64,7 +64,7 @@ KINDS: dict[str, Callable[[], BaseException]] = {
 
 
 class Seam(NamedTuple):
-    """Methods of one kind: the first of `places` (module, class, method) that exist, and what may happen there."""
+    """Methods of one kind: the first of `places` (module, class, method) that exist, and the faults there."""
 
     places: tuple[tuple[str, str | None, str], ...]
     kinds: tuple[str, ...]
@@ -135,7 +135,7 @@ WORKER = "@worker"
 
 
 def kinds_of(seam: str) -> tuple[str, ...]:
-    """Return the names of what may happen at `seam`."""
+    """Return the names of the faults at `seam`."""
     base = seam.removesuffix(WORKER)
     if base in SEAMS:
         return SEAMS[base].kinds
@@ -158,7 +158,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """The `nth` visit (from 1) of `moment` raises what `kind` says."""
+    """The `nth` visit (from 1) of `moment` raises the error of `kind`."""
 
     moment: Moment
     nth: int
@@ -186,7 +186,7 @@ class OnceBegun:
 
 
 class Undisturbed:
-    """While `active`, no call of any thread counts or fails: the run is what others are compared with."""
+    """While `active`, no call of any thread counts or fails: others are compared with this run."""
 
     def __init__(self) -> None:
         self.active = False
@@ -224,7 +224,7 @@ class Injector:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Neither count nor fail what the main thread does inside, unless the device is lost."""
+        """Neither count nor fail the main thread's calls inside, unless the device is lost."""
         before, self._quiet = self._quiet, True
         try:
             yield
@@ -270,7 +270,7 @@ class Injector:
             self.fail(KINDS[self.fault.kind](), allocates=allocates)
 
     def names(self, error: BaseException) -> bool:
-        """Return whether `error` is what was injected, or says that it came from it."""
+        """Return whether `error` is the injected one, or says that it came from it."""
         if isinstance(self.error, KeyboardInterrupt):
             return isinstance(error, KeyboardInterrupt)
         seen: BaseException | None = error

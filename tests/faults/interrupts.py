@@ -23,7 +23,7 @@ from injector import Injector
 import reference_impl
 
 _NAMED = frozenset(int(each) for each in signal.Signals)
-# What runs between the user's loop and the package in a step.
+# Code that runs between the user's loop and the package in a step.
 AROUND_A_STEP = ("torch/amp/grad_scaler.py", "torch/optim/optimizer.py", "/contextlib.py")
 PACKAGE = os.path.dirname(reference_impl.__file__) + os.sep
 
@@ -56,7 +56,7 @@ class Interrupt:
         try:
             with self._timed(send) if self.nth is None else counted(self.nth, send, of=of_package(self.also)):
                 yield
-                # What is still under way must not hit the judge.
+                # A signal that is still under way must not hit the judge.
                 signal.signal(self.number, signal.SIG_IGN)
         finally:
             if signal.getsignal(self.number) in (signal.default_int_handler, signal.SIG_IGN):

@@ -1,6 +1,6 @@
-"""Trains with one fault and says what became of it.
+"""Trains with one fault and tells the run's fate.
 
-After the fault the program does what somebody's loop would do (`ACTIONS`), trains on, and at the end all weights,
+After the fault the program acts as somebody's loop would (`ACTIONS`), trains on, and at the end all weights,
 masters, moments and step counts are compared, bit for bit, with undisturbed runs: the one that took every batch, and
 the one that left the batch of the fault out.
 """
@@ -31,12 +31,12 @@ ACTIONS = ("skip", "again", "state_dict", "synchronize", "forward", "close")
 FAULTY_STEPS = range(1, STEPS - 1)
 
 
-# `step()` itself, and what it enters to hear of errors.
+# `step()` itself, and the contexts that it enters to hear of errors.
 _CALLS_BEFORE_NOTES = 2
 
 
 class Verdict(enum.Enum):
-    """What became of a run with a fault."""
+    """The fate of a run with a fault."""
 
     TAKEN = "exact-taken"
     SKIPPED = "exact-skipped"
@@ -97,7 +97,7 @@ def opened(setting: Setting, injector: Injector) -> Iterator[Trainee]:
 
 @cache
 def undisturbed(setting: Setting, left_out: int | None, stop: int = STEPS) -> Snapshot:
-    """Return what the run without a fault ends with, after batch `stop` - 1."""
+    """Return the end of the run without a fault, after batch `stop` - 1."""
     with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
         train(trainee, injector, 0, left_out=left_out, stop=stop)
         return trainee.snapshot() | trainee.averages()
@@ -142,7 +142,7 @@ class _Run:
         self._trainee = trainee
         self._injector = injector
         self._optimizer = trainee.optimizer
-        # What a look in between has shown the batch of the fault to be: "taken" or "skipped".
+        # The fate of the fault's batch, as a look in between has shown it: "taken" or "skipped".
         self._seen: str | None = None
         self._is_interrupted = isinstance(case.fault, Interrupt)
         # Where the fault came, and all that errors have said.
@@ -176,7 +176,7 @@ class _Run:
         return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
 
     def _unsaid(self, error: BaseException) -> str:
-        """Return what is missing where `step()` says which state its error has left; empty if nothing is."""
+        """Return the missing words where `step()` says which state its error has left; empty if nothing is."""
         states = ("untouched", "begun", "broken")
         if not _is_in_step(error):
             # As where GradScaler looks for infinities, in a stand-in too.
@@ -197,7 +197,7 @@ class _Run:
         return fault.comes(self._injector) if here else nullcontext()
 
     def _after(self, step: int, phase: str) -> Outcome:
-        """Do what the case says after the fault came in `phase` of `step`, train on, and compare."""
+        """Take the case's action after the fault in `phase` of `step`, train on, and compare."""
         status = getattr(self._optimizer, "status", None)
         told = f"raised in step {step}, {phase}, status {status}"
         self._injector.enter(STEPS, "after")
@@ -228,7 +228,7 @@ class _Run:
         return Outcome(Verdict.SILENT, f"{told}: {unlike}")
 
     def _allowed(self, phase: str, status: str | None) -> set[str]:
-        """Return which runs the end may equal, given where the fault came and what the optimizer said of itself."""
+        """Return which runs the end may equal, given the place of the fault and the optimizer's own words."""
         if phase == "forward" or (phase == "backward" and not self._case.setting.updates_in_backward):
             return {"skipped"}
         if phase in ("average", "zero_grad", "end"):
@@ -243,7 +243,7 @@ class _Run:
         return {"taken", "skipped"}
 
     def _act(self, step: int, phase: str, status: str | None) -> Outcome | None:
-        """Do what the case says and train on with the batches that are left."""
+        """Take the case's action and train on with the batches that are left."""
         action, optimizer = self._case.action, self._optimizer
         following = step + 1
         if phase == "end":
@@ -350,7 +350,7 @@ class _Run:
         )
 
     def remedied(self) -> Outcome:
-        """Do what the error of a lost optimizer says: load the last checkpoint into a new one, and train on."""
+        """Follow the error of a lost optimizer: load the last checkpoint into a new one, and train on."""
         if not any(words in self._said for words in ("try ", "load the last checkpoint")):
             return Outcome(Verdict.UNSAID, f"no remedy is named: {self._said}")
         setting, trainee = self._case.setting, self._trainee
@@ -376,20 +376,20 @@ class _Run:
         return Outcome(Verdict.BROKEN, f"and the remedy helps: {self._said[:160]}")
 
     def _different(self, left_out: int | None) -> list[str] | None:
-        """Return what differs from the undisturbed run; None if nothing does."""
+        """Return the differences from the undisturbed run; None if nothing does."""
         with self._injector.quietly():
             found = self._trainee.snapshot() | self._trainee.averages()
             return differing(found, undisturbed(self._case.setting, left_out)) or None
 
 
 def undisturbed_until(setting: Setting, stop: int) -> Snapshot:
-    """Return what the undisturbed run holds after `stop` batches."""
+    """Return the tensors of the undisturbed run after `stop` batches."""
     return undisturbed(setting, None, stop)
 
 
 @cache
 def checkpoint(setting: Setting, stop: int) -> dict[str, Any]:
-    """Return what an undisturbed run saves after `stop` batches, as `Trainee.load` takes it."""
+    """Return the checkpoint of an undisturbed run after `stop` batches, as `Trainee.load` takes it."""
     with injection.undisturbed.run(), opened(setting, injector := Injector()) as trainee:
         train(trainee, injector, 0, stop=stop)
         return trainee.saved()

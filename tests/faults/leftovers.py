@@ -1,6 +1,7 @@
-"""What a process holds beyond a case: memory, threads, hooks on all modules, signal handlers, torch's modes.
+"""The leftovers of a process beyond a case: memory, threads, hooks on all modules, signal handlers, torch's modes.
 
-`Leftovers.now()` before a case, `more_than` behind it: what a closed optimizer or offloader has left names itself.
+`Leftovers.now()` before a case, `more_than` behind it: the objects that a closed optimizer or offloader has left name
+themselves.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Leftovers:
         )
 
     def more_than(self) -> str:
-        """Return what there is now and was not then; empty if there is nothing."""
+        """Return the objects of now that were not there then; empty if there is nothing."""
         stop = time.monotonic() + _MOST_S
         while (found := self._found()) and time.monotonic() < stop:
             gc.collect()

@@ -1,6 +1,6 @@
 """Construction and `close` of the offloaders of activations, checkpoints and frozen weights, failed at any place.
 
-What is interrupted in construction leaves the model as it was: the same call works then, and everything is given back.
+An interrupted construction leaves the model as it was: the same call works then, and everything is given back.
 A close that was interrupted is called again.
 """
 
@@ -131,7 +131,7 @@ def _judged(case: Case) -> Outcome:
 
 
 def _after(case: Case, program: Program, told: str) -> Outcome:
-    """Close what there is, do the same again, train to the end, and close."""
+    """Close all objects, do the same again, train to the end, and close."""
     trainee, first = program.trainee, BATCHES if case.call == "close" else 0
     program.close()
     trainee.train(first, stop=first + 1)

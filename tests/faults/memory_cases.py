@@ -165,7 +165,7 @@ def plain(way: Way, left_out: int | None) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def directory_of(way: Way) -> Iterator[str]:
-    """Make an empty directory for `way`, and limit what it may pin."""
+    """Make an empty directory for `way`, and limit its pinned memory."""
     with tempfile.TemporaryDirectory() as directory:
         if not way.is_limited:
             yield directory
@@ -282,7 +282,7 @@ def python_case_of(seed: int) -> Case:
 
 def judge(case: Case) -> Outcome:
     """Run a case."""
-    # What is imported late is, before the count of what stays.
+    # Late imports come before the leftovers are counted.
     plain(case.way, None)
     before = Leftovers.now()
     outcome = deeper(OTHERS_FRAMES if isinstance(case.fault, TooDeep) else 0, lambda: _judged(case))
@@ -331,7 +331,7 @@ def _outcome(case: Case, trainee: Trainee, offloader: Any, injector: Injector) -
         if not injector.names(error):
             return Outcome(Verdict.STUCK, f"the fault is not named: {told_of(error)}")
         step, phase, told = injector.step, injector.phase, told_of(error)
-        # It keeps the frames of the failed batch alive, and with them what they have saved.
+        # It keeps the frames of the failed batch alive, and with them their saved tensors.
         del error
     else:
         # Which of the copies another thread makes is chance, so the fault may stay out.

@@ -1,7 +1,8 @@
 """Mended faults, put back one at a time: the campaign must find each.
 
 A mutation patches the package and never takes that back: it runs in a process of its own, see `campaign`. Each says
-which seeds find it. Whoever mends a fault adds what puts it back; most need only know whether a call has just failed.
+which seeds find it. Whoever mends a fault adds the patch that puts it back; most need only know whether a call has just
+failed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Wrapper = Callable[..., Any]
 
 
 class Mutation(NamedTuple):
-    """What puts a fault back, and the job of the campaign that must notice."""
+    """The patch that puts a fault back, and the job of the campaign that must notice."""
 
     put_back: Callable[[], None]
     job: str = "optimizers:0:60"
@@ -176,7 +177,7 @@ def rates_of_the_next_batch() -> None:
 
 
 def allocated_after_the_begin() -> None:
-    """What a step needs is allocated once it has begun."""
+    """A step's memory is allocated once it has begun."""
     real = Shares.begin
 
     def begin(shares: Any) -> None:

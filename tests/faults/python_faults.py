@@ -19,8 +19,8 @@ import begun_steps
 from injector import Injector, undisturbed
 from interrupts import PACKAGE
 
-# These take no memory. What gives a lock back must not, or nobody could use it again, and so must not the end of a
-# region that defers signals.
+# These take no memory. A call that gives a lock back must not, or nobody could use it again, and so must not the end of
+# a region that defers signals.
 _TAKES_NONE = frozenset({"__exit__", "release", "pop", "popleft", "clear", "discard", "remove", "__del__"})
 _ENDS_A_REGION = frozenset({"_end", "_run"})
 _INTERRUPTS = "memory/interrupts.py"
@@ -109,7 +109,7 @@ def _leave_frames(spare: int) -> None:
 
 
 def deeper(frames: int, run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, called that much deeper in the stack."""
+    """Return the result of `run`, called that much deeper in the stack."""
     return deeper(frames - 1, run) if frames else run()
 
 

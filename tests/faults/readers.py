@@ -1,4 +1,4 @@
-"""A second thread that reads what the first one trains: evaluation, a logger, a saver.
+"""A second thread that reads the weights that the first one trains: evaluation, a logger, a saver.
 
 It runs the model without gradients, takes `model.state_dict()` or the optimizer's, as often as it can, with pauses that
 the seed chooses. When it gets to run is chance, so a seed repeats the pauses and not the outcome. Reading changes
@@ -127,7 +127,7 @@ def _optimizer(trainee: Trainee) -> dict[str, torch.Tensor] | None:
     try:
         state = trainee.optimizer.state_dict()["state"]
     except RuntimeError as refused:
-        # What to try, the trainer does at the end.
+        # The trainer follows the advice at the end.
         if any(words in str(refused) for words in _REFUSALS):
             return None
         raise

@@ -1,4 +1,4 @@
-"""What the campaign trains: a small model, and every way to keep its optimizer's states.
+"""The trainings of the campaign: a small model, and every way to keep its optimizer's states.
 
 A `Setting` is one way; `matrices` lists them. `Trainee` is a model with its optimizer and batches.
 
@@ -50,7 +50,7 @@ LR_FACTORS = (1.0, 0.5, 2.0, 0.25, 1.5)
 INFINITE_BATCH = 2
 USERS_LOOPS = ("hooked", "scheduled", "zeroed")
 WRITERS_LOOPS = ("written", "watched")
-# A power of two at least half as large as the weights that a kernel clamps: what it takes off is exact.
+# A power of two at least half as large as the weights that a kernel clamps: the difference is exact.
 LARGEST = 0.125
 
 Visit = Callable[[str], None]
@@ -197,7 +197,7 @@ class Trainee:
             self.build()
 
     def build(self) -> None:
-        """Make the optimizer, and what its loop has besides."""
+        """Make the optimizer, and the other objects of its loop."""
         loop = self.setting.loop
         self.optimizer = self._optimizer()
         if loop in USERS_LOOPS:
@@ -205,7 +205,7 @@ class Trainee:
         if self.setting.attached:
             self.optimizer.attach(self.model)
         if loop in ("averaged", "watched"):
-            # Of the last weights alone: which steps it has missed does not show, and what is no weight does.
+            # Of the last weights alone: which steps it has missed does not show, and a value that is no weight does.
             self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
         self._batch = 0
         self.schedule = None
@@ -329,7 +329,7 @@ class Trainee:
         return self.optimizer.accumulate() if more and told else nullcontext()
 
     def recover(self, *, interrupted: bool) -> None:
-        """Do what GradScaler and FSDP2 ask of a loop that has caught an error.
+        """Act as GradScaler and FSDP2 ask of a loop that has caught an error.
 
         A scaler that was interrupted may believe that the next step has been taken, and one whose `update()` has failed
         takes no other step before it. Of FSDP2, `reset_iter_state` of

@@ -65,7 +65,7 @@ TOGETHER = [
     ["memory", "memory-signals", "memory-python"],
 ]
 if TIMES > 1:
-    # When such a signal comes depends on the machine: what one finds, the next run may not.
+    # When such a signal comes depends on the machine: the next run may not find the same.
     SLOW |= {"timed-signals": 8 * TIMES, "timed-layers-signals": 5 * TIMES}
     TOGETHER.append(["timed-signals", "timed-layers-signals"])
 

@@ -53,7 +53,7 @@ def hooks(trainee: Trainee) -> int:
 
 
 def faults(setting: Setting) -> list[Fault]:
-    """Return some of what may fail while an optimizer is built."""
+    """Return some of the calls that may fail while an optimizer is built."""
     counting = Injector()
     with counting.installed(Device.of("cpu")):
         trainee = Trainee(setting, lambda _: None)
@@ -130,7 +130,7 @@ def _layers(trainee: Trainee, **options: Any) -> TrainableLayerStreamer:
     return TrainableLayerStreamer(trainee.model, wrapped, **options)
 
 
-# What hooks a model, or its parameters, when it is made.
+# Objects that hook a model, or its parameters, when they are made.
 HOOKING: dict[str, Callable[[Trainee], Any]] = {
     "weights": lambda trainee: ActivationOffloader(trainee.model, weights=True, min_bytes=1),
     "frozen layers": lambda trainee: FrozenLayerStreamer(trainee.model),

@@ -40,7 +40,7 @@ def kernel_fails(monkeypatch):
 
 
 def in_time(function):
-    """Return what `function` returns or raises; fails when it takes too long."""
+    """Return the result or the error of `function`; fails when it takes too long."""
     outcome = []
 
     def run():
@@ -138,7 +138,7 @@ class TestStatesTorn:
 @pytest.mark.parametrize("place", [(engine, "noted_of"), (as_one, "__enter__")], ids=["noted", "begun"])
 @pytest.mark.parametrize("fraction", [None, 0.0, 1.0])
 def test_a_step_begins_whole(monkeypatch, fraction, place):
-    """Where it cannot be noted what a step is taken from, it has not begun, and is taken once when taken again."""
+    """Where a step's gradients cannot be noted, it has not begun, and is taken once when taken again."""
 
     def trained(fails, *, skips=False):
         model = layers(2)
@@ -172,7 +172,7 @@ def optimizer_of(model, fraction):
 
 @pytest.fixture
 def no_group_stays():
-    """What is sharded makes a process group of its own; the next test of this process makes another."""
+    """A sharded model makes a process group of its own; the next test of this process makes another."""
     yield
     dist.destroy_process_group()
 

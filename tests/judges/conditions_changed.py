@@ -1,4 +1,4 @@
-"""What may go wrong with a condition when somebody edits it: each small change of its tree, one at a time.
+"""The slips of somebody who edits a condition: each small change of its tree, one at a time.
 
 A change drops a term of an `and` or `or`, flips an operator, negates a key, moves a number by one, or drops an
 element of a list. Trees are those of `skill_tools.rules.grammar`.
@@ -18,7 +18,7 @@ FLIPPED = {
 
 
 def changes(tree: Tree) -> Iterator[Change]:
-    """Yield each change of `tree`, with a word on what it is."""
+    """Yield each change of `tree`, with a word for it."""
     kind, *parts = tree
     if kind == "value":
         if isinstance(parts[0], int | float) and not isinstance(parts[0], bool):

@@ -33,7 +33,7 @@ RECORDS = recorded()
 
 
 class Mutant(NamedTuple):
-    """One slip: a rule whose condition is `tree` now, or that is gone (None); `word` says what happened."""
+    """One slip: a rule whose condition is `tree` now, or that is gone (None); `word` names the slip."""
 
     rule: Rule
     word: str
@@ -65,7 +65,7 @@ def shows(mutant: Mutant) -> bool:
 
 
 def noticed_by(mutant: Mutant) -> list[str]:
-    """Return what reports the slip."""
+    """Return the rules and tests that report the slip."""
     condition = None if mutant.tree is None else build(mutant.tree)
     found = []
     if condition is not None and any(wrong_examples(mutant.rule, condition)):

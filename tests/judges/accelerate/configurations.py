@@ -129,7 +129,7 @@ FLAGS = ["--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--multi_gpu", "-
 
 
 class Launch(NamedTuple):
-    """What a user has: two files by name, the options of the launcher, exported variables."""
+    """A user's input: two files by name, the options of the launcher, exported variables."""
 
     files: dict[str, str]
     arguments: list[str]

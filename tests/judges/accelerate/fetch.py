@@ -1,4 +1,4 @@
-"""Unpacks releases of Accelerate from PyPI, each into a folder of its own, beside what they import except torch.
+"""Unpacks releases of Accelerate from PyPI, each into a folder of its own, beside their imports except torch.
 
 python tests/judges/accelerate/fetch.py 1.13.0 1.15.0
 """
@@ -32,7 +32,7 @@ def fetch(version: str) -> None:
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     if not EXTRAS.is_dir():
         subprocess.run([*PIP, "install", "--target", str(EXTRAS), *EXTRA_PACKAGES], check=True)
     for version in sys.argv[1:]:

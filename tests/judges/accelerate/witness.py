@@ -1,8 +1,9 @@
-"""One release of Accelerate, asked over a pipe: what does `accelerate launch` make of a configuration?
+"""One release of Accelerate, asked over a pipe: how does `accelerate launch` read a configuration?
 
 It runs in a process of its own with the release on its path. A question holds files, the command line of the launcher
-and the environment; the answer is the text of the first error, if any, and what the training process would work with.
-Launcher and plugins are the release's; only what starts processes, asks for devices or for ports is answered here.
+and the environment; the answer is the text of the first error, if any, and the values that the training process would
+work with. Launcher and plugins are the release's; only calls that start processes, ask for devices or for ports are
+answered here.
 """
 
 import contextlib
@@ -92,7 +93,7 @@ LAUNCHERS = {
 
 
 def trained_with(arguments: list[str]) -> dict[str, Any]:
-    """Return what `Accelerator` takes from the environment that the launcher prepares."""
+    """Return the values that `Accelerator` takes from the environment that the launcher prepares."""
     with contextlib.suppress(Started):
         launch.launch_command(launch.launch_command_parser().parse_args(arguments))
     precision = os.environ["ACCELERATE_MIXED_PRECISION"].removeprefix("PrecisionType.").lower()

@@ -1,7 +1,7 @@
 """Generated DeepSpeed configurations: sparse ones as people write them, and dense ones, most values good and some not.
 
 The fields are those of the configuration classes of any release, so that a field which another release lacks is asked
-for too. Batch sizes are numbers that fit one rank, because what a trainer fills in is not DeepSpeed's to judge.
+for too. Batch sizes are numbers that fit one rank, because a value that a trainer fills in is not DeepSpeed's to judge.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Compares the newest published release of each framework with what is recorded, and prints one table.
+"""Compares the newest published release of each framework with its record, and prints one table.
 
     python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ...]        (make knowledge)
 

@@ -3,8 +3,8 @@
     python tests/judges/llama_factory/llama_factory_judge.py --configurations 5000
 
 The parser raises its first error alone, so a raised text must be among our findings, and our errors must be raised at
-all. What it passes on to the Trainer is judged with it: the rules of Transformers that LLaMA-Factory shares. With
-`--mutants`, each of its own rules is taken away in turn, and the answers have to show it.
+all. The arguments that it passes on to the Trainer are judged with it: the rules of Transformers that LLaMA-Factory
+shares. With `--mutants`, each of its own rules is taken away in turn, and the answers have to show it.
 """
 
 import argparse
@@ -42,7 +42,8 @@ RAISING = [
 ]
 OWN = [rule for rule in RAISING if rule.id.startswith("lf-")]
 JUDGED = [*OWN, *(rule for rule in RAISING if rule.id.startswith("hf-"))]
-# What each release runs with. The rules know Transformers from 4.56 on, so that older ones get none of its arguments.
+# The packages that each release runs with. The rules know Transformers from 4.56 on, so that older ones get none of its
+# arguments.
 TRANSFORMERS = {"0.9.0": ("4.51.3",), "0.9.3": ("4.51.3",), "0.9.5": ("4.57.3", "5.5.0")}
 KNOWN = ("4.57.3", "5.5.0")
 # Said of any argument that is gone as of one that never was.
@@ -51,7 +52,7 @@ REFUSED = "not used by the HfArgumentParser"
 ELSEWHERE = re.compile(
     r"Cannot use (LoRA with )?GaLore|is only valid for LoRA|Radio-based BAdam|PiSSA for a quantized"
 )
-# Not all releases have these, and a release refuses what it does not have.
+# Not all releases have these, and a release refuses unknown ones.
 NEW = {"use_apollo": "0.9.2", "use_muon": "0.9.3", "use_kt": "0.9.4"}
 BASE: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen3-8B",
@@ -79,7 +80,7 @@ SWITCHES = (
     "pissa_init", "use_unsloth_gc", "disable_gradient_checkpointing",
 )  # fmt: skip
 UNKNOWN = ("cpu_offload", "offload_params", "activation_offloading", "fsdp_offload_params")
-# What it says itself of checkpointing is another argument, and a mapping for it no argument of a command.
+# Its own switch of checkpointing is another argument, and a mapping for it no argument of a command.
 TRAINER = {
     name: values for name, values in ARGUMENTS.items() if not name.startswith("gradient_checkpointing_")
 }
@@ -159,7 +160,7 @@ class Release:
         self._process.wait()
 
     def ask(self, asked: Asked) -> str | None:
-        """Return what the parser raised."""
+        """Return the parser's error."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked._asdict()) + "\n")
@@ -178,7 +179,7 @@ def is_known(asked: Asked, version: str) -> bool:
 
 
 class Heard(NamedTuple):
-    """A configuration with what the parser raised, and the rules that it breaks."""
+    """A configuration with the parser's error, and the rules that it breaks."""
 
     asked: Asked
     raised: str | None
@@ -210,7 +211,7 @@ def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
 
 
 def answers(version: str, transformers: str, configurations: int) -> list[Heard]:
-    """Return what a release says to so many configurations that it knows the arguments of, and what we say."""
+    """Return the answers of a release to so many configurations whose arguments it knows, and ours."""
     every = (drawn(seed, with_trainer=transformers in KNOWN) for seed in count())
     known = islice((asked for asked in every if is_known(asked, version)), configurations)
     with Release(version, transformers) as release:

@@ -2,8 +2,8 @@
 
     python llama_factory_witness.py build/judges/llama_factory/0.9.5 build/judges/llama_factory/transformers-5.5.0
 
-A question is `{"config": {..}, "distributed": true}`; the answer says what the parser raised, or the Trainer that gets
-the arguments. The parser and the argument classes are the release's own, over a real Transformers. What asks the
+A question is `{"config": {..}, "distributed": true}`; the answer is the parser's error, or the Trainer that gets
+the arguments. The parser and the argument classes are the release's own, over a real Transformers. Code that asks the
 machine (devices, processes, installed packages) is answered here and in the witness of Transformers.
 """
 
@@ -56,7 +56,7 @@ def prepare() -> Any:
 
 
 def ask(parser: Any, config: dict[str, Any]) -> str | None:
-    """Return what the parser or the Trainer raises."""
+    """Return the error of the parser or of the Trainer."""
     environment = dict(os.environ)
     try:
         _, _, arguments, _, _ = parser.get_train_args(config)

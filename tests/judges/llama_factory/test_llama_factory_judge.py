@@ -1,4 +1,4 @@
-"""A small sample of what `make test-llama-factory` judges at length."""
+"""A small sample of the configurations that `make test-llama-factory` judges at length."""
 
 import sys
 from pathlib import Path

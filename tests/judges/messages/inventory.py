@@ -1,10 +1,10 @@
 """Lists every text that offload can end a run with, in the sources that are here, and which of them nobody knows.
 
-    python tests/judges/messages/inventory.py             # what neither a message, nor a rule, nor the review knows
+    python tests/judges/messages/inventory.py         # texts that no message, no rule and no review knows
     python tests/judges/messages/inventory.py --all       # every text, with its releases and who knows it
 
-A text is what a `raise`, an `assert`, a warning or a logger's error says in a file of `scope.yaml`. Of a file that only
-offloading runs all count; of the others those that speak of what offloading does, or whose condition does.
+A text stands in a `raise`, an `assert`, a warning or a logger's error in a file of `scope.yaml`. Of a file that only
+offloading runs all count; of the others those that speak of offloading's work, or whose condition does.
 `scope.yaml` says too which texts were read and set aside, each with the reason.
 """
 
@@ -35,7 +35,7 @@ _WARNS = frozenset(
 
 
 class Text(NamedTuple):
-    """What a file may print: how it is said (`raise`, `assert` or `warn`), the words with holes, and its function."""
+    """A text of a file: how it is said (`raise`, `assert` or `warn`), the words with holes, and its function."""
 
     package: str
     path: str
@@ -45,7 +45,7 @@ class Text(NamedTuple):
 
 
 def texts(package: str, folder: Path, patterns: dict[str, list[str]]) -> Iterator[Text]:
-    """Yield the texts of one release: of the files in `whole` all, of those in `part` what speaks of offloading."""
+    """Yield the texts of one release: of the files in `whole` all, of those in `part` those about offloading."""
     for scope in ("whole", "part"):
         for pattern in patterns.get(scope, []):
             for path in sorted(folder.glob(pattern)):
@@ -115,7 +115,7 @@ def scope() -> dict[str, dict[str, object]]:
 
 
 def inventory(packages: dict[str, dict[str, Path]]) -> dict[Text, list[str]]:
-    """Return every text with the releases that have it, of what is here."""
+    """Return every text with the releases that have it, of those that are here."""
     found: dict[Text, list[str]] = {}
     for package, patterns in scope()["files"].items():
         for release, folder in sorted(packages.get(package, {}).items(), key=lambda each: Version(each[0])):

@@ -48,7 +48,7 @@ def trees() -> dict[str, dict[str, Path]]:
 
 
 def missing(entry: Mapping[str, Any], folder: Path) -> str:
-    """Return what of an entry's texts its file in `folder` does not have; empty where all is there."""
+    """Return the texts of an entry that its file in `folder` does not have; empty where all is there."""
     path = folder / str(entry["source"]).partition("::")[0]
     if not path.is_file():  # torch for macOS, which fetch.py takes because it is a tenth as large
         path = path.with_suffix(".dylib") if path.suffix == ".so" else path
@@ -77,7 +77,7 @@ def _binary(path: Path) -> mmap.mmap:
 
 @lru_cache(maxsize=64)
 def _source(path: Path) -> str:
-    """Return a file of Python with its joined literals in one, and holes for what is filled in."""
+    """Return a file of Python with its joined literals in one, and holes for the variable parts."""
     text = path.read_text("utf-8", "replace")
     return _FILLED.sub(HOLE, _JOINT.sub("", text)).replace('\\"', '"').replace("\\'", "'")
 

@@ -1,4 +1,4 @@
-"""The judge of quoted messages finds what is in the installed source, and what is not."""
+"""The judge of quoted messages tells texts of the installed source from others."""
 
 import copy
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Writes what argparse makes of the arguments of `swift sft`: a number, a truth, several words.
+"""Writes the kinds that argparse gives the arguments of `swift sft`: a number, a truth, several words.
 
     for each in build/ms_swift/4.*; do PYTHONPATH=$each python tests/judges/ms_swift/kinds.py >> all; done
 

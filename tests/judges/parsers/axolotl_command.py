@@ -1,6 +1,6 @@
 """`axolotl train FILE OPTIONS` of one release, from its own code, up to the validation of the configuration.
 
-What the release imports and does not need for this (torch, transformers, telemetry) is stood in for.
+Packages that the release imports and does not need for this (torch, transformers, telemetry) are stood in for.
 """
 
 import importlib
@@ -58,7 +58,7 @@ class _StandsIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _command(given: dict[str, Any]) -> Any:
-    """Return the click command with the options of the release; `given` gets what it parses."""
+    """Return the click command with the options of the release; `given` gets the parsed values."""
     import click
 
     args = importlib.import_module("axolotl.cli.utils.args")

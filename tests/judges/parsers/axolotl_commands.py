@@ -1,4 +1,4 @@
-"""Files and command lines of Axolotl, and what our reader makes of them."""
+"""Files and command lines of Axolotl, and our reader's values of them."""
 
 import json
 import tempfile
@@ -130,7 +130,7 @@ def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
 
 
 def _same(there: Any, believed: Any) -> bool:
-    """Return whether pydantic makes the same of a value as our key table does; what neither takes is alike."""
+    """Return whether pydantic makes the same of a value as our key table does; values that neither takes are alike."""
     return _lax(there) == _lax(believed)
 
 

@@ -36,7 +36,7 @@ def run(text: str, words: list[str], names: list[str]) -> dict[str, Any]:
 def _prepared() -> tuple[Any, Any]:
     """Return Bridge's merge, and a class like its ConfigContainer with the sections of the installed core.
 
-    The packages around the module of the merge are entered without running what their `__init__` imports.
+    The packages around the module of the merge are entered without the imports of their `__init__`.
     """
     folder = next(
         Path(each, "megatron", "bridge") for each in sys.path if Path(each, "megatron", "bridge").is_dir()

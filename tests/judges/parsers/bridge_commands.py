@@ -1,4 +1,4 @@
-"""Files and overrides of Megatron Bridge, and what our reader makes of them."""
+"""Files and overrides of Megatron Bridge, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -97,7 +97,7 @@ def question(random: Random) -> dict[str, Any]:
 def _word(random: Random) -> str:
     name = random.choice(NAMES)
     kind = "flag" if name in FLAGS else "number" if name in NUMBERS else "text" if name in TEXTS else "list"
-    # What the recipe has where the class has null, is not known here, nor whether a ~ finds something.
+    # The recipe's value where the class has null is not known here, nor whether a ~ finds something.
     sign = random.choice(["", "", "", "", "+", "++", "" if name in _NULL else "~"])
     value = random.choice(_GIVEN[kind])
     if random.random() < 0.1:
@@ -110,7 +110,7 @@ def _word(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set, or raise what the rules say that Bridge refuses."""
+    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(asked["text"], encoding="utf-8")
         words = shlex.join(asked["words"])

@@ -1,4 +1,4 @@
-"""What our readers believe of a configuration that a framework composes, and how to compare it with the real one."""
+"""Our readers' values of a configuration that a framework composes, and how to compare it with the real one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ from skill_tools.configs.config import Config
 from skill_tools.configs.keys import load_key_table
 
 Answer = dict[str, Any]
-BY_RELEASE = "yaml-by-release"  # a fault that says what releases differ in, and refuses nothing
+BY_RELEASE = "yaml-by-release"  # a fault that names a difference of releases, and refuses nothing
 
 
 def believed_of(config: Config, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values that are set, by the framework's own names; raise for what our reader says is refused."""
+    """Return the values that are set, by the framework's own names; raise for words that our reader refuses."""
     refused = [*config.unknown, *(each for each in config.faults if each.rule != BY_RELEASE)]
     if refused:
         raise ValueError(str(refused)[:200])

@@ -1,4 +1,4 @@
-"""DeepSpeed files, and what our reader makes of them: odd values, keys twice, and keys that a release lacks."""
+"""DeepSpeed files, and our reader's values of them: odd values, keys twice, and keys that a release lacks."""
 
 import json
 from random import Random
@@ -24,7 +24,7 @@ _LOSS_SCALING = (
     "fp16.hyst",
     "fp16.consecutive",
 )  # no rule reads these
-_FILLED = "zero_optimization.overlap_comm"  # null and "auto" are what suits the stage
+_FILLED = "zero_optimization.overlap_comm"  # null and "auto" suit the stage
 NAMES = [
     name
     for name in load_key_table().by_spelling[DEEPSPEED]
@@ -100,7 +100,7 @@ def _text(tree: dict[str, Any], random: Random, more: tuple[str, ...] = ()) -> s
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names, or raise what the rules say that the release refuses."""
+    """Return our reader's values of the names, or raise the refusals that the rules state."""
     config = read_text(asked["text"], "ds_config.json", framework=DEEPSPEED)
     found = lint(config, versions={DEEPSPEED: release}).findings
     refused = [each.rule for each in found if each.severity is Severity.ERROR and each.rule in _raising()]
@@ -111,7 +111,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def _default(name: str, release: str) -> object:
-    """Return what `"auto"` stands for in a section that drops it, which is what rules are told of the key."""
+    """Return the value of `"auto"` in a section that drops it, which rules are told of the key."""
     return default(_KEYS[name], DEEPSPEED, {DEEPSPEED: release})
 
 
@@ -122,7 +122,7 @@ def _raising() -> set[str]:
 def agree(real: Answer, mine: Answer) -> bool:
     """Return whether both refuse, or each value that is set here is the one that the release's classes hold.
 
-    A section that is null or empty is not compared with what the release fills in, nor `"auto"` of a key that it lacks.
+    A section that is null or empty is not compared with the release's own values, nor `"auto"` of a key that it lacks.
     """
     if "value" in real and "value" in mine:
         both = {name for name, _ in mine["value"]["map"]} & {name for name, _ in real["value"]["map"]}

@@ -3,7 +3,7 @@
     python tests/judges/parsers/fetch.py
 
 PyYAML, OmegaConf, Hydra, tyro and the libraries of Axolotl's command are installed, each into a folder of its own; of
-Axolotl, Megatron Bridge, torchtitan and torchtune the package is unpacked, because what they depend on is a training
+Axolotl, Megatron Bridge, torchtitan and torchtune the package is unpacked, because their dependencies are a training
 stack. The releases of Megatron-LM, NeMo-RL, ms-swift, prime-rl and verl are those of tests/judges/rl/fetch.py. Called
 by `make test-parsers`.
 """
@@ -40,7 +40,7 @@ PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     for name, versions in INSTALLED.items():
         for version in versions:
             target = FOLDER / f"{name}-{version}"

@@ -57,7 +57,7 @@ def json_text(random: Random, names: list[str]) -> str:
 
 
 def option_words(random: Random, names: list[str]) -> list[str]:
-    """Return options, whole or cut short, with values or alone; what the class has no name for is none of them.
+    """Return options, whole or cut short, with values or alone; names that the class lacks are none of them.
 
     `--no_gradient_checkpointing` is not either: the Trainer's class lacks it and TRL's, which a script may use, has it.
     """
@@ -80,10 +80,10 @@ def option_words(random: Random, names: list[str]) -> list[str]:
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or what we believe of an argument is what the class gets.
+    """Return whether both refuse, or our value of an argument is the class's.
 
     Of a switch the truth counts, since programs ask for that alone. A number that arrives as text ends the run when it
-    is first used, so that whoever refuses it is right; what is neither text nor the number is told by neither.
+    is first used, so that whoever refuses it is right; a value that is neither text nor the number is told by neither.
     """
     if "raised" in real:
         return "raised" in mine

@@ -1,4 +1,4 @@
-"""Recipes and options of a script with `HfArgumentParser` alone, and what our reader makes of them."""
+"""Recipes and options of a script with `HfArgumentParser` alone, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -48,7 +48,7 @@ def question(random: Random) -> dict[str, Any]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the arguments that are set."""
+    """Return our reader's values of the arguments that are set."""
     with tempfile.TemporaryDirectory() as folder:
         words = asked["words"]
         if asked["text"] is not None:
@@ -60,7 +60,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def believed(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by the names of the arguments; raise for what it says is refused."""
+    """Return the values of a configuration by the names of the arguments; raise for words that it refuses."""
     if config.wrong_types or config.unknown:
         raise ValueError(str(config.wrong_types or config.unknown)[:200])
     return {

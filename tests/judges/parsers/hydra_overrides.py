@@ -1,4 +1,4 @@
-"""Hydra's overrides, and what our reader makes of them."""
+"""Hydra's overrides, and our reader's values of them."""
 
 from random import Random
 from typing import Any

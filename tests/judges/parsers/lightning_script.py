@@ -1,4 +1,4 @@
-"""Runs one script of the campaign with the real Lightning, and returns what its strategy is and holds."""
+"""Runs one script of the campaign with the real Lightning, and returns its strategy's class and fields."""
 
 import logging
 import os

@@ -1,6 +1,6 @@
-"""Scripts that give Lightning's Trainer or Fabric a strategy, and what our reader makes of them.
+"""Scripts that give Lightning's Trainer or Fabric a strategy, and our reader's values of them.
 
-A script is the only form that is read: what a LightningCLI is given in a file or on its command line is not.
+A script is the only form that is read: the file and the command line of a LightningCLI are not.
 """
 
 import json
@@ -278,7 +278,7 @@ _BESIDE = {
 
 
 def _is_written_for_nobody(name: str, real: Answer, mine: Answer) -> bool:
-    """Return whether the strategy writes DeepSpeed's own default, or what is for NVMe beside another device."""
+    """Return whether the strategy writes DeepSpeed's own default, or NVMe's fields beside another device."""
     values = dict(real["value"]["map"])
     if name in _BESIDE:
         return values[name] == _BESIDE[name]

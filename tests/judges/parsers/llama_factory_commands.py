@@ -1,4 +1,4 @@
-"""Files and command lines of LLaMA-Factory, and what our reader makes of them."""
+"""Files and command lines of LLaMA-Factory, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -66,7 +66,7 @@ def _overrides(random: Random) -> list[str]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the arguments that are set."""
+    """Return our reader's values of the arguments that are set."""
     with tempfile.TemporaryDirectory() as folder:
         words = asked["words"]
         if asked["text"] is not None:

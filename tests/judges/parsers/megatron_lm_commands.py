@@ -1,4 +1,4 @@
-"""Commands of Megatron-LM's programs, and what our reader makes of them."""
+"""Commands of Megatron-LM's programs, and our reader's values of them."""
 
 import shlex
 from random import Random
@@ -86,7 +86,7 @@ def _option(random: Random) -> list[str]:
     if name in LISTS:
         values = random.choices(_MODULES, k=random.choice([1, 2, 3]))
         return [f"{written}={values[0]}", *values[1:]] if kind > 0.9 else [written, *values]
-    # What other optimizers there are a fork's parser says.
+    # A fork's parser says which other optimizers there are.
     chosen = [*CHOSEN.get(name, []), *([] if name == "--optimizer" else ["none", "FULL", "True"])]
     fitting = _WHOLE if name in WHOLE else _NUMBERS if name == FRACTION else chosen
     value = random.choice(fitting if random.random() < 0.6 else fitting[:2])
@@ -94,7 +94,7 @@ def _option(random: Random) -> list[str]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the options that are given, or raise for what argparse refuses."""
+    """Return our reader's values of the options that are given, or raise for words that argparse refuses."""
     words = shlex.join([*_PROVEN, *asked["words"]])
     config = compose([Source("run.sh", f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", None)], [])
     found = {each.rule for each in lint(config, versions={"megatron-core": release}).findings}
@@ -103,7 +103,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
     return believed_of(config, NAMES)
 
 
-# The rules about what argparse refuses; the others are about what is done with the values.
+# The rules about argparse's refusals; the others are about the use of the values.
 _PARSED = {
     rule.id
     for rule in load_rules()

@@ -24,7 +24,7 @@ _CLASS = "SftArguments"
 
 
 def run(text: str | None, suffix: str, words: list[str], names: list[str]) -> dict[str, Any]:
-    """Return the arguments called `names`; raises what the parser does not take."""
+    """Return the arguments called `names`; raises for words that the parser does not take."""
     from transformers import HfArgumentParser
 
     argv = list(words)
@@ -63,7 +63,7 @@ def _file_reader() -> Any:
 
 @lru_cache
 def arguments() -> Any:
-    """Return the class of `swift sft`, which checks nothing of what it gets."""
+    """Return the class of `swift sft`, which checks none of its arguments."""
     import transformers
 
     definitions = dict(_definitions())
@@ -109,5 +109,5 @@ def _define(
         try:
             exec(compile(module, name, "exec"), scope)
             return
-        except NameError as error:  # a type of an annotation, or what a help text lists
+        except NameError as error:  # a type of an annotation, or a name in a help text
             scope[str(error.name)] = str if error.name in annotated else MagicMock()

@@ -1,4 +1,4 @@
-"""Files and command lines of `swift sft`, and what our reader makes of them."""
+"""Files and command lines of `swift sft`, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -58,7 +58,7 @@ def question(random: Random) -> dict[str, Any]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the arguments that are set."""
+    """Return our reader's values of the arguments that are set."""
     with tempfile.TemporaryDirectory() as folder:
         words = asked["words"]
         if asked["text"] is not None:

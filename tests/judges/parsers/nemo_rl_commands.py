@@ -1,4 +1,4 @@
-"""Files and overrides of NeMo-RL, and what our reader makes of them."""
+"""Files and overrides of NeMo-RL, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -100,7 +100,7 @@ def _word(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set."""
+    """Return our reader's values of the names that are set."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in asked["files"].items():
             Path(folder, name).write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
 """The form in which a parser and a reader of ours answer, so that the two can be compared: plain JSON.
 
 An answer is `{"value": ..}` or `{"raised": text}`. A float is `{"float": repr}`, a mapping
-`{"map": [[key, value], ..]}` in the order of its keys, and what our readers leave as the text that it is in the file (a
-date, bytes) is `{"text": ..}`.
+`{"map": [[key, value], ..]}` in the order of its keys, and values that our readers leave as the text that they are in
+the file (a date, bytes) are `{"text": ..}`.
 """
 
 from typing import Any

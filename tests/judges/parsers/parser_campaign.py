@@ -49,7 +49,7 @@ SEED_OF_RECORD, RECORDED_INPUTS = 52, 40
 
 
 class Parser(NamedTuple):
-    """One parser: who answers for it, what it is asked, and our reader; `releases` maps each to its folders."""
+    """One parser: who answers for it, its questions, and our reader; `releases` maps each to its folders."""
 
     witness: str
     releases: dict[str, tuple[str, ...]]
@@ -240,7 +240,7 @@ PARSERS = {
 
 
 def answered(parser: Parser, question: dict[str, Any], release: str) -> Answer:
-    """Return what our reader answers."""
+    """Return our reader's answer."""
     try:
         return {"value": encoded(parser.ours(question, release))}
     except (UnusableInput, ValueError) as error:
@@ -248,7 +248,7 @@ def answered(parser: Parser, question: dict[str, Any], release: str) -> Answer:
 
 
 def asked(parser: Parser, release: str, questions: list[dict[str, Any]]) -> list[Answer]:
-    """Return what the framework's own parser answers."""
+    """Return the answer of the framework's own parser."""
     folders = [str(FOLDER / each) for each in parser.releases[release]]
     lines = "".join(f"{json.dumps(each)}\n" for each in questions)
     command = [parser.python, str(HERE / "parser_witness.py"), parser.witness, *folders]

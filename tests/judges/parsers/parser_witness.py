@@ -55,7 +55,7 @@ def axolotl(question: dict[str, Any]) -> Any:
     """Axolotl's `load_cfg` on a file and the options of `axolotl train`, up to where it validates the result.
 
     Click parses the options by the release's own table of them, its own function builds the launcher's command, and
-    Fire reads that; `left` is what goes to the launcher.
+    Fire reads that; `left` goes to the launcher.
     """
     import axolotl_command
 
@@ -256,7 +256,7 @@ def hf(question: dict[str, Any]) -> Any:
     """`HfArgumentParser` alone, as the examples of Transformers use it, on the Trainer's own arguments.
 
     A file as the only argument is read by `parse_yaml_file` or `parse_json_file`, anything else by argparse. The class
-    does not check what it gets.
+    does not check its arguments.
     """
     from transformers import HfArgumentParser, TrainingArguments
 
@@ -272,7 +272,7 @@ def hf(question: dict[str, Any]) -> Any:
 
 
 def llama_factory(question: dict[str, Any]) -> Any:
-    """LLaMA-Factory's `read_args` and parser, on the words of its command; the classes do not check what they get."""
+    """LLaMA-Factory's `read_args` and parser, on the words of its command; the classes do not check their arguments."""
     parser = _of_llama_factory()
     path = [] if question["text"] is None else [_written(question)]
     sys.argv = ["train.py", *path, *question["words"]]
@@ -311,7 +311,7 @@ def mapping(value: Any) -> Any:
 
 
 def answer(parser: Callable[[dict[str, Any]], Any], question: dict[str, Any]) -> Answer:
-    """Return what the parser makes of one question."""
+    """Return the parser's answer to one question."""
     try:
         return {"value": encoded(parser(question))}
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""TOML files of prime-rl's trainer, and what our reader makes of them."""
+"""TOML files of prime-rl's trainer, and our reader's values of them."""
 
 from random import Random
 from typing import Any
@@ -71,7 +71,7 @@ def _text(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set, or raise what the rules say that prime-rl refuses."""
+    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
     config = compose(
         [Source(f"{position}.toml", text, None) for position, text in enumerate(asked["texts"])], []
     )

@@ -1,4 +1,4 @@
-"""TOML and options of torchtitan, and what our reader makes of them."""
+"""TOML and options of torchtitan, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -79,7 +79,7 @@ def _option(random: Random, name: str) -> list[str]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set."""
+    """Return our reader's values of the names that are set."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.toml").write_text(asked["text"], encoding="utf-8")
         words = shlex.join(asked["words"])
@@ -91,7 +91,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or what is set here has the value that the class gets.
+    """Return whether both refuse, or each set key has the value that the class gets.
 
     The class takes any value of a TOML as it is, and the run ends where it is first used: whoever refuses one of
     another type is right.

@@ -1,4 +1,4 @@
-"""Asks a release of torchtune what `tune run` makes of a file and overrides; imported by the witness.
+"""Asks a release of torchtune how `tune run` reads a file and overrides; imported by the witness.
 
 Its parser and merge run as they are; the packages around them, which import torch, are empty.
 """

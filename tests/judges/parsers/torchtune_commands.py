@@ -1,4 +1,4 @@
-"""Files and overrides of `tune run`, and what our reader makes of them."""
+"""Files and overrides of `tune run`, and our reader's values of them."""
 
 import shlex
 import tempfile
@@ -74,7 +74,7 @@ def _word(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set."""
+    """Return our reader's values of the names that are set."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(asked["text"], encoding="utf-8")
         words = shlex.join(asked["words"])

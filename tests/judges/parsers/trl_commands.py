@@ -1,4 +1,4 @@
-"""Recipes and options of `trl sft`, and what our reader makes of them."""
+"""Recipes and options of `trl sft`, and our reader's values of them."""
 
 import json
 import tempfile
@@ -99,7 +99,7 @@ def _cut(random: Random, name: str) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the arguments, the value of each that is set."""
+    """Return our reader's values of the arguments, the value of each that is set."""
     with tempfile.TemporaryDirectory() as folder:
         words = " ".join(json.dumps(word) for word in asked["words"])
         named = ""
@@ -115,7 +115,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or what is set has the value that the class gets; None and false are alike there."""
+    """Return whether both refuse, or each set argument has the class's value; None and false are alike there."""
     if "raised" in real or "raised" in mine:
         return "raised" in real and "raised" in mine
     held = dict(real["value"]["map"])

@@ -1,7 +1,7 @@
-"""Asks the release of verl on the path what its PPO trainer is configured with; imported by the witness.
+"""Asks the release of verl on the path for the configuration of its PPO trainer; imported by the witness.
 
 Hydra composes the release's files, its own code applies the overrides, and the release's classes check each engine's
-section. What verl imports beside torch and transformers is a stand-in, because it starts nothing here.
+section. Packages that verl imports beside torch and transformers are stand-ins, because nothing is started here.
 """
 
 import copy
@@ -80,7 +80,7 @@ def _base(name: str, groups: tuple[str, ...]) -> Any:
 
 
 def run(name: str, words: list[str], names: list[str]) -> dict[str, Any]:
-    """Return the values of `names` that the configuration has; raises what Hydra and verl's classes raise."""
+    """Return the values of `names` that the configuration has; raises the error of Hydra or of verl's classes."""
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.utils import instantiate

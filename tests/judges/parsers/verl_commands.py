@@ -1,4 +1,4 @@
-"""Commands of verl's PPO trainer, and what our reader makes of them."""
+"""Commands of verl's PPO trainer, and our reader's values of them."""
 
 import shlex
 from random import Random
@@ -115,7 +115,7 @@ def _word(random: Random, engine: str) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader believes of the names that are set, or raise what the rules say that verl refuses."""
+    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
     words = shlex.join([f"--config-name={asked['name']}", *asked["words"]])
     script = f"# verl=={release}\npython3 -m verl.trainer.main_ppo {words}\n"
     config = compose([Source("run.sh", script, None)], [])
@@ -130,7 +130,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
     }
 
 
-# What Hydra and verl's configuration classes refuse; the other rules are about workers.
+# Refusals of Hydra and of verl's configuration classes; the other rules are about workers.
 _RAISING = {rule.id for rule in load_rules() if rule.effect == "raises" and VERL in rule.dialects}
 
 

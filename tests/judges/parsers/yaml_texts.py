@@ -1,4 +1,4 @@
-"""Texts in YAML and JSON, most of them valid, and what our reader makes of them."""
+"""Texts in YAML and JSON, most of them valid, and our reader's values of them."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def _mapping(random: Random, lines: list[str], anchors: list[str], depth: int) -
 
 
 def json_question(random: Random) -> dict[str, Any]:
-    """Return one text in JSON, sometimes with what JSON does not have."""
+    """Return one text in JSON, sometimes with words that JSON does not have."""
     text = json.dumps(
         _value(random, 0, wants_map=True), indent=random.choice([None, 2]), ensure_ascii=random.random() < 0.5
     )
@@ -155,19 +155,19 @@ def _value(random: Random, depth: int, *, wants_map: bool = False) -> Any:
 
 
 def ours_safe(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader makes of a text for a framework that loads with PyYAML."""
+    """Return our reader's value of a text for a framework that loads with PyYAML."""
     source = Source("config.yaml", asked["text"]).stating(lambda: {"pyyaml": release})
     return plain(single_document(source, SAFE))
 
 
 def ours_omegaconf(asked: dict[str, Any], release: str) -> Any:
-    """Return what it makes of a text for a framework that loads with OmegaConf."""
+    """Return its value of a text for a framework that loads with OmegaConf."""
     stated = {"pyyaml": "6.0.3", "omegaconf": release}
     return plain(single_document(Source("config.yaml", asked["text"]).stating(lambda: stated), OMEGACONF))
 
 
 def ours_json(asked: dict[str, Any], release: str) -> Any:
-    """Return what our reader makes of JSON, which refuses what only looser readers take."""
+    """Return our reader's value of JSON, which refuses texts that only looser readers take."""
     from skill_tools.dialects.deepspeed.section import not_json
 
     source = Source("config.json", asked["text"])

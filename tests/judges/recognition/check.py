@@ -65,7 +65,7 @@ def _git(folder: Path, *words: str, given: str = "") -> bytes:
 
 
 def misread(path: Path) -> str:
-    """Return what one file is taken for, or how it is refused in more than a line; empty where all is well."""
+    """Return the dialect that one file is taken for, or its refusal of more than a line; empty where all is well."""
     try:
         return ", ".join(f"{found.dialect.name} by {found.proof}" for found in readings([load(path)]))
     except UnusableInput as error:
@@ -73,7 +73,7 @@ def misread(path: Path) -> str:
 
 
 def spoken(paths: list[Path]) -> str:
-    """Return what lint says of files that it is to pass over, where it should say nothing."""
+    """Return lint's words about files that it is to pass over, where it should say nothing."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["lint", "--skip-unrecognized", "--format", "concise", *map(str, paths)])
@@ -82,7 +82,7 @@ def spoken(paths: list[Path]) -> str:
 
 
 def check(repository: str, commit: str) -> tuple[int, list[str]]:
-    """Return how many files of a repository were linted, and what went wrong."""
+    """Return how many files of a repository were linted, and the errors."""
     wrong, paths = [], []
     with tempfile.TemporaryDirectory() as name:
         for path, content in files(fetched(repository, commit), commit):

@@ -86,7 +86,7 @@ MODULES = [None, [], ["core_attn"], ["core_attn", "attn_proj"], ["moe_act"], ["e
 
 
 def nemo_rl(chance: random.Random) -> Asked:
-    """A policy with the Megatron backend; what its code cannot do without is always there."""
+    """A policy with the Megatron backend; the keys that its code needs are always there."""
     megatron: dict[str, Any] = {
         **MEGATRON_DEFAULT,
         "model_overrides": {"num_moe_experts": chance.choice([None, 8])},

@@ -1,4 +1,4 @@
-"""Fetches what the judges of the RL frameworks ask, into build/: sources of releases, and a few libraries.
+"""Fetches the packages that the judges of the RL frameworks ask, into build/: sources of releases, and a few libraries.
 
     python tests/judges/rl/fetch.py
 
@@ -31,7 +31,7 @@ PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     libraries = BUILD / "rl" / "libraries"
     if not libraries.is_dir():
         subprocess.run([*PIP, "install", "--target", str(libraries), *LIBRARIES], check=True)

@@ -1,10 +1,10 @@
-"""Holds the rules to what releases of verl, NeMo-RL, ms-swift and prime-rl say themselves, in both directions.
+"""Compares the rules with the own answers of verl, NeMo-RL, ms-swift and prime-rl, in both directions.
 
     python tests/judges/rl/judge.py --configurations 5000
 
-For each release that `fetch.py` has fetched: an error that a release raises must be among our findings, and what we
-call an error of its checks must be raised, unless an earlier check ended the run. Warnings are compared as sets. The
-exit code is 1 if any configuration disagrees.
+For each release that `fetch.py` has fetched: an error that a release raises must be among our findings, and a finding
+that we call an error of its checks must be raised, unless an earlier check ended the run. Warnings are compared as
+sets. The exit code is 1 if any configuration disagrees.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RELEASES = {
     "ms_swift": {"3.12.6": "3.12.6", "4.0.4": "4.0.4", "4.3.2": "4.3.2", "4.5.3": "4.5.3", "4.6.0": "4.6.0"},
     "prime_rl": {"0.6.0": "0.6.0", "0.7.0": "0.7.0", "0.8.0": "0.8.0", "main": "0.8.1.dev0"},
 }
-# What the witness runs of each framework; the other rules are about workers, or about other files.
+# The rules about code of each framework that the witness runs; the other rules are about workers, or about other files.
 JUDGED = {
     "verl": {"verl-strategy", "verl-unknown-key", "verl-mcore-hdo", "verl-key-release"},
     "nemo_rl": {
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def judged(framework: str, path: Path, version: str, asked: list[Asked]) -> int:
-    """Print what one release and the rules say of `asked`, and return how often they disagree."""
+    """Print the answers of one release and the rules to `asked`, and return how often they disagree."""
     answers = answered(framework, path, asked)
     rules = [rule for rule in load_rules_yaml() if rule.id in JUDGED[framework]]
     counts: Counter[str] = Counter()
@@ -107,7 +107,7 @@ def answered(framework: str, path: Path, asked: list[Asked]) -> list[dict[str, l
 def disagreements(
     framework: str, version: str, one: Asked, answer: dict[str, list[str]], rules: list[Rule]
 ) -> list[str]:
-    """Return what a release says and the rules do not, and the other way round."""
+    """Return the errors that a release has and the rules have not, and the other way round."""
     name = framework.replace("_", "-")
     stated = f"# {name}=={version}\n" if one.filename.endswith(".sh") else ""
     config = read_text(f"{stated}{one.text}", one.filename, framework=name)
@@ -138,7 +138,7 @@ def disagreements(
 
 
 def says(rule: Rule, text: str) -> bool:
-    """Whether `text` holds what the rule says that the framework prints; `{..}` stands for anything."""
+    """Whether `text` holds the text that the framework prints by the rule; `{..}` stands for anything."""
     patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
     return any(re.search(pattern, text) for pattern in patterns)
 

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def answered(ask: Ask, question: Question) -> Answer:
-    """Return what the framework says; its first error hides the others."""
+    """Return the framework's answer; its first error hides the others."""
     WARNINGS.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

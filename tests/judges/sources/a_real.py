@@ -1,6 +1,6 @@
 """Asks AReaL: `parse_cli_args` and `to_structured_cfg` on Hydra and OmegaConf, then the RL trainer's `_validate_cfg`.
 
-What `PPOTrainer.__init__` works out for that check is run as it stands there, and nothing else of it.
+The lines of `PPOTrainer.__init__` that lead to that check run as they stand there, and no others of it.
 """
 
 import ast
@@ -27,7 +27,7 @@ RELEASES = (
 REPOSITORY = "inclusionAI/AReaL"
 FILENAME = "config.yaml"
 MOST = 2000  # of which Hydra and OmegaConf take a tenth of a second each
-# What an engine does when it is built or asked to leave, and what nothing reads.
+# Rules about engines that are built or asked to leave, and about settings that nothing reads.
 NOT_JUDGED = {
     "areal-per-layer-adam",
     "areal-other-engine",
@@ -64,7 +64,7 @@ class Witness:
             "lark",
         ):
             importlib.import_module(library)
-        kept = importlib.import_module("omegaconf").OmegaConf  # whose merge copies what it is given first
+        kept = importlib.import_module("omegaconf").OmegaConf  # whose merge copies its first argument
         self._kept = type("Kept", (kept,), {"structured": staticmethod(functools.cache(kept.structured))})
         self._folder = folder
         self._sources = Sources(folder)
@@ -84,7 +84,7 @@ class Witness:
         )
 
     def ask(self, kind: str, text: str, overrides: list[str]) -> Any:
-        """Build and check a configuration; raise what the release raises."""
+        """Build and check a configuration; raise the release's error."""
         self._file.write_text(text, encoding="utf-8")
         with self._release:
             arguments = importlib.import_module("areal.api.cli_args")
@@ -212,7 +212,7 @@ def _role(chance: random.Random, share: float, role: str, release: str) -> str:
 
 
 def _overrides(chance: random.Random, text: str, release: str) -> list[str]:
-    """Return none mostly, else one that Hydra takes or refuses, after what stands in the file."""
+    """Return none mostly, else one that Hydra takes or refuses, after the file's value."""
     if chance.random() < 0.8:
         return []
     key = chance.choice(
@@ -228,5 +228,5 @@ def command(kind: str, text: str, overrides: list[str]) -> str:
 
 
 def overrides(kind: str, text: str, overrides: list[str]) -> tuple[str, ...]:
-    """Return what stands behind it on the command line."""
+    """Return the words behind it on the command line."""
     return tuple(overrides)

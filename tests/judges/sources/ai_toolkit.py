@@ -1,7 +1,7 @@
 """Asks ai-toolkit: its configuration classes and `validate_configs`, as a process that trains calls them.
 
 A save that merges an adapter is asked too, and for each model family whether its loader hands layers to the memory
-manager: what our rule about families says has to be what their sources say.
+manager: our rule about families has to agree with their sources.
 """
 
 import random
@@ -53,7 +53,7 @@ class Witness:
         assert not wrong, f"what moves their layers is not what {rule.id} says: {wrong}"
 
     def ask(self, process: dict[str, Any]) -> None:
-        """Build the configurations of a process, and raise what they raise."""
+        """Build the configurations of a process, and raise their error."""
         take = self._sources.take
         module = "toolkit.config_modules"
         network = take(module, "NetworkConfig")(**process["network"]) if "network" in process else None

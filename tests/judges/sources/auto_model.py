@@ -1,4 +1,4 @@
-"""Asks NeMo AutoModel: what its loader makes of each text, and `parse_distributed_section` of the release."""
+"""Asks NeMo AutoModel: its loader for each text, and `parse_distributed_section` of the release."""
 
 import random
 from pathlib import Path
@@ -13,7 +13,7 @@ NAME = "nemo-automodel"
 RELEASES = ("0.5.0", "0.6.0", "0.7.0")
 WHEEL = "nemo-automodel"
 FILENAME = "recipe.yaml"
-# What recipes of distillation, of diffusion and checkpoints do with theirs, in the middle of their setup.
+# Checks of recipes of distillation, of diffusion and of checkpoints, in the middle of their setup.
 NOT_JUDGED = {"am-teacher-meshes", "am-fsdp-policy", "am-checkpoint-release"}
 POLICY = "torch.distributed.fsdp.CPUOffloadPolicy"
 OPTIONS = (
@@ -40,7 +40,7 @@ class Witness:
             self._parse, self._translate = parse_distributed_section, translate_value
 
     def ask(self, section: dict[str, Any]) -> None:
-        """Parse the section; raise what the release raises."""
+        """Parse the section; raise the release's error."""
         with self._release:
             self._parse(self._read(section))
 

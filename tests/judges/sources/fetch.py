@@ -25,7 +25,7 @@ LIBRARIES = ("omegaconf==2.3.1", "hydra-core==1.3.2", "lark==1.3.1")
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     install_parsers()
     for module in map(importlib.import_module, sys.argv[1:] or FRAMEWORKS):
         for release in module.RELEASES:

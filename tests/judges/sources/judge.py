@@ -1,4 +1,4 @@
-"""Holds the rules of trainers to what their releases say themselves, in both directions.
+"""Compares the rules of trainers with their releases' own answers, in both directions.
 
     python tests/judges/sources/judge.py --configurations 5000 [NAME ...]
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def judged(module: Any, folder: Path, release: str, count: int, seed: int) -> int:
-    """Print what one release and the rules say of `count` inputs, and return how often they disagree."""
+    """Print the answers of one release and the rules to `count` inputs, and return how often they disagree."""
     rules = [
         rule
         for rule in load_rules_yaml()
@@ -110,7 +110,7 @@ def disagreements(
     rules: list[Rule],
     told: dict[str, bool],
 ) -> list[str]:
-    """Return what the release says and the rules do not, and the other way round."""
+    """Return the errors that the release has and the rules have not, and the other way round."""
     config = read_sources([source], overrides=overrides)
     verdict = lint(config, rules=rules, versions={name: release})
     mistyped = {wrong.setting.key for wrong in config.wrong_types}  # which is said of them
@@ -135,7 +135,7 @@ def disagreements(
 
 
 def says(rule: Rule, text: str) -> bool:
-    """Whether `text` holds what the rule says that the framework prints; `{..}` stands for anything."""
+    """Whether `text` holds the text that the framework prints by the rule; `{..}` stands for anything."""
     patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
     return any(re.search(pattern, text) for pattern in patterns)
 

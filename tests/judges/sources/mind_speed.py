@@ -59,7 +59,7 @@ class Witness:
         self._own = [option for action in own for option in action.option_strings]
 
     def ask(self, options: list[str]) -> Any:
-        """Parse and check; raise what the release raises."""
+        """Parse and check; raise the release's error."""
         arguments = argparse.Namespace(
             **vars(self._parser.parse_args(options)), rank=0, world_size=8, **_DERIVED
         )

@@ -1,6 +1,6 @@
 """Asks musubi-tuner: the parser of a program, its own checks, and the assertion of its model's block swap.
 
-What runs is the code of the release, taken out of its modules: `setup_parser_common` and the program's parser, the
+The code of the release runs, taken out of its modules: `setup_parser_common` and the program's parser, the
 trainer's `_validate_args_and_init`, `handle_model_specific_args` and `_load_dit_and_swap`, `BlockSwapConfig.from_args`
 and `enable_block_swap`. A model stands in with the number of blocks that the release's own configuration gives it.
 """
@@ -56,7 +56,7 @@ FLAGS = (
 
 
 class Refused(Exception):
-    """What argparse says before it ends the run."""
+    """Argparse's message before it ends the run."""
 
 
 class Witness:
@@ -77,7 +77,7 @@ class Witness:
         self._parsers: dict[str, argparse.ArgumentParser] = {}
 
     def ask(self, program: str, options: list[str]) -> None:
-        """Go as far as the release goes before it loads weights; raise what it raises."""
+        """Go as far as the release goes before it loads weights; raise its error."""
         arguments = self._parser(program).parse_args(options)
         if program == "qwen_image":
             self._sources.take("musubi_tuner.qwen_image.qwen_image_utils", "resolve_model_version_args")(

@@ -1,6 +1,6 @@
 """Asks OneTrainer: how it loads a file, and the checks of its loader, its optimizer and its trainer.
 
-What runs is the code of the commit: `TrainConfig.from_dict` with its migrations, `create_data_loader`,
+The code of the commit runs: `TrainConfig.from_dict` with its migrations, `create_data_loader`,
 `enable_checkpointing` as the model's own setup calls it, `create_optimizer` and the trainer's fused backward pass.
 """
 
@@ -75,7 +75,7 @@ class Witness:
         return fields
 
     def ask(self, data: dict[str, Any]) -> None:
-        """Load the file as scripts/train.py does, build up to the first model part, and raise what it raises."""
+        """Load the file as scripts/train.py does, build up to the first model part, and raise its error."""
         config = self._config.default_values().from_dict(json.loads(json.dumps(data)), migrate=True)
         self._set_up(config)
         optimizer = self._sources.take("modules.util.create", "create_optimizer")

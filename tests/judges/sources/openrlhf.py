@@ -1,6 +1,6 @@
 """Asks OpenRLHF: the parser and checks of a program's main block, then the checks of `train` before it loads a model.
 
-What runs is the code of the release: the block below `__name__`, and of `train_ppo_ray` the function `train` up to its
+The code of the release runs: the block below `__name__`, and of `train_ppo_ray` the function `train` up to its
 first group of actors. What a release prints is an answer too.
 """
 
@@ -32,7 +32,7 @@ class Passed(Exception):
 
 
 class Refused(Exception):
-    """What argparse says before it ends the run."""
+    """Argparse's message before it ends the run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ class Witness:
         self._mains = {program: self._main(program) for program in PROGRAMS}
 
     def ask(self, program: str, options: list[str]) -> None:
-        """Go as far as the release goes before it starts anything; raise what it raises."""
+        """Go as far as the release goes before it starts anything; raise its error."""
         parsed: list[Any] = []
         with patch.object(sys, "argv", [program, *options]):
             exec(self._mains[program], self._scope(parsed.append))

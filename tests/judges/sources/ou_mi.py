@@ -32,7 +32,7 @@ class Witness:
     """One release."""
 
     def __init__(self, folder: Path) -> None:
-        kept = importlib.import_module("omegaconf").OmegaConf  # whose merge copies what it is given first
+        kept = importlib.import_module("omegaconf").OmegaConf  # whose merge copies its first argument
         types = ModuleType("peft.utils.peft_types")
         types.TaskType = _TaskType  # type: ignore[attr-defined]
         given = {"peft": ModuleType("peft"), "peft.utils": ModuleType("peft.utils"), types.__name__: types}
@@ -52,7 +52,7 @@ class Witness:
             )
 
     def ask(self, entries: dict[str, Any]) -> None:
-        """Build the configuration; raise what the release raises."""
+        """Build the configuration; raise the release's error."""
         with self._release:
             self._class.from_str(command(entries))
 

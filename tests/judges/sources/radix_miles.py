@@ -72,7 +72,7 @@ class Witness:
                 self._parser.add_argument(option, **given)
 
     def ask(self, options: list[str]) -> Any:
-        """Parse and check; raise what the release raises."""
+        """Parse and check; raise the release's error."""
         arguments = self._parser.parse_args(options)
         arguments.rank, arguments.world_size = 0, 8
         with self._release:

@@ -1,6 +1,6 @@
 """Asks sd-scripts: the parser of a program, its own checks, its optimizer's, and the assertion of its model's swap.
 
-What runs is the code of the release, taken out of its modules: `setup_parser`, `train` up to its first random number or
+The code of the release runs, taken out of its modules: `setup_parser`, `train` up to its first random number or
 `assert_extra_args`, `get_optimizer`, and the model's `enable_gradient_checkpointing` and `enable_block_swap`.
 """
 
@@ -48,7 +48,7 @@ class Passed(Exception):
 
 
 class Refused(Exception):
-    """What argparse says before it ends the run."""
+    """Argparse's message before it ends the run."""
 
 
 class Witness:
@@ -64,7 +64,7 @@ class Witness:
         self._parsers: dict[str, argparse.ArgumentParser] = {}
 
     def ask(self, program: str, options: list[str]) -> None:
-        """Go as far as the release goes before it trains; raise what it raises."""
+        """Go as far as the release goes before it trains; raise its error."""
         arguments = self._parser(program).parse_args(options)
         if program in NETWORKS:
             check = self._sources.take(program, f"{NETWORKS[program]}.assert_extra_args")

@@ -1,6 +1,6 @@
 """Asks SimpleTuner: what it makes of a config.json, its parser and what this checks, then `safety_check`.
 
-What runs is the code of the release: `mapping_to_cli_args`, `parse_cmdline_args`, `safety_check` and the check of the
+The code of the release runs: `mapping_to_cli_args`, `parse_cmdline_args`, `safety_check` and the check of the
 number of swapped blocks. Its libraries are stood in for, and so is a machine with CUDA.
 """
 
@@ -72,7 +72,7 @@ class Witness:
         return [option for action in self._parser._actions for option in action.option_strings] + passed
 
     def ask(self, settings: dict[str, Any]) -> None:
-        """Go as far as the release goes before it loads a model; raise what it raises or logs before it ends."""
+        """Go as far as the release goes before it loads a model; raise its error or logs before it ends."""
         with self._release:
             arguments = self._parse(self._arguments(settings), exit_on_error=True)
             accelerator = MagicMock(num_processes=1)

@@ -44,7 +44,7 @@ class Witness:
         )
 
     def ask(self, program: str, words: list[str]) -> Any:
-        """Build and check a configuration; raise what the release raises."""
+        """Build and check a configuration; raise the release's error."""
         with self._release:
             if program == "main_sft":
                 sft = importlib.import_module("skyrl.train.config.sft_config")

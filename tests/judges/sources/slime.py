@@ -27,7 +27,7 @@ _MEGATRON = ("save-interval", "global-batch-size", "mtp-num-layers", "ckpt-step"
 
 
 class Refused(Exception):
-    """What argparse says before it ends the run."""
+    """Argparse's message before it ends the run."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +57,7 @@ class Witness:
         self._validate = self._sources.take(module, "slime_validate_args")
 
     def ask(self, options: list[str]) -> Any:
-        """Parse and check; raise what the release raises."""
+        """Parse and check; raise the release's error."""
         arguments = self._parser.parse_args(options)
         self._validate(arguments)
         return arguments

@@ -42,7 +42,7 @@ class Witness:
         self._loads = {owner: _checks(sources, module, owner) for module, owner in _CLASSES.items()}
 
     def ask(self, load: dict[str, Any], peft: dict[str, Any] | None, engine: str) -> None:
-        """Load, add adapters, begin to train; raise what the release raises."""
+        """Load, add adapters, begin to train; raise the release's error."""
         whole = bool(load.get("full_finetuning") or load.get("load_in_8bit"))
         swapped = self._load(self._loads["FastBaseModel" if whole else "FastLlamaModel"], dict(load))
         model = SimpleNamespace(vllm_engine=object() if load.get("fast_inference") else None)

@@ -19,7 +19,7 @@ WANTED = ("recipes/", "torchtune/training/_distributed.py")
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     if not (FOLDER / "dependencies").is_dir():
         subprocess.run([*PIP, "install", "--target", str(FOLDER / "dependencies"), *DEPENDENCIES], check=True)
     for stated in sys.argv[1:]:

@@ -34,7 +34,7 @@ DEPENDENCIES = {
 
 
 def main() -> None:
-    """Fetch what is not there yet."""
+    """Fetch the releases that are not there yet."""
     for name, version in BESIDE.items():
         unpack(name, version, FOLDER / "beside")
     for version in sys.argv[1:]:

@@ -23,7 +23,7 @@ _SAID_OTHERWISE = {
 
 
 def says(rule: Rule, text: str) -> bool:
-    """Whether `text` is what the rule says that the framework prints; `{..}` stands for anything."""
+    """Whether `text` is the text that the framework prints by the rule; `{..}` stands for anything."""
     if rule.id in _SAID_OTHERWISE and re.search(_SAID_OTHERWISE[rule.id], text):
         return True
     patterns = (re.escape(one).replace(re.escape("{..}"), ".*") for one in rule.raises)
