@@ -35,6 +35,8 @@ _MODULES = {
     "ai-toolkit": "skill_tools.dialects.block_swap.ai_toolkit",
     "simpletuner": "skill_tools.dialects.block_swap.simpletuner",
     "oumi": "skill_tools.dialects.oumi",
+    "roll": "skill_tools.dialects.roll",
+    "veomni": "skill_tools.dialects.veomni",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",

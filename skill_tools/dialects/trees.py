@@ -4,7 +4,7 @@ For dialects whose files have sections and no other form. A name below a section
 vocabulary; `NAME.*` there lets everything below through. What became of the others is for the dialect's rules to say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from skill_tools.configs.config import Place
 from skill_tools.configs.draft import Draft
@@ -20,12 +20,19 @@ _OVERRIDES = "<overrides>"
 
 
 def read_tree(
-    draft: Draft, sources: Sequence[Source], overrides: Sequence[str], *, expected: str, omegaconf: bool
+    draft: Draft,
+    sources: Sequence[Source],
+    overrides: Sequence[str],
+    *,
+    expected: str,
+    omegaconf: bool,
+    reports: Callable[[str], bool] = lambda _: True,
 ) -> Entries:
     """Merge `sources` in order, then `overrides` (`a.b=c`), into `draft`, and return what they hold by path.
 
     `omegaconf` says that OmegaConf loads and merges the file into typed classes: it knows numbers that YAML does not,
-    and refuses null where a field has a value. Raises `UnusableInput` for a source that is no YAML.
+    and refuses null where a field has a value. `reports` says of which unknown names there is anything to say. Raises
+    `UnusableInput` for a source that is no YAML.
     """
     draft.complete = True
     entries = Entries()
@@ -42,7 +49,7 @@ def read_tree(
     for text in overrides:
         path, _, value = text.lstrip("-+").partition("=")
         entries.write(path, _loaded(value), path, Place(_OVERRIDES, 1, 1))
-    _write(draft, entries, omegaconf=omegaconf)
+    _write(draft, entries, omegaconf=omegaconf, reports=reports)
     return entries
 
 
@@ -55,21 +62,23 @@ def _loaded(text: str) -> object:
     return plain(as_omegaconf(documents[0])) if len(documents) == 1 else None
 
 
-def _write(draft: Draft, entries: Entries, *, omegaconf: bool) -> None:
+def _write(draft: Draft, entries: Entries, *, omegaconf: bool, reports: Callable[[str], bool]) -> None:
     unknown: set[str] = set()
     for path, place in sorted(entries.sections.items()):
         if path.startswith(tuple(f"{each}." for each in unknown)):
             continue
         if not draft.accepts(path):
-            unknown.add(path)
-            draft.note_unknown(path, place)
+            if reports(path):
+                unknown.add(path)
+                draft.note_unknown(path, place)
         elif draft.key(path) is not None:
             draft.set(path, entries.tree(path), place)
     for path, entry in entries:
         if path.startswith(tuple(f"{each}." for each in unknown)):
             continue
         if not draft.accepts(path):
-            draft.note_unknown(path, entry.place)
+            if reports(path):
+                draft.note_unknown(path, entry.place)
             continue
         key, value = draft.key(path), entries.resolved(entry.value)
         draft.set_key(draft.canonical(path), value, entry.written, entry.place)

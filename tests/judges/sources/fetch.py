@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from judge import FRAMEWORKS, PARSERS
 
 ROOT = Path(__file__).parents[3]
-LIBRARIES = ("omegaconf==2.3.1", "hydra-core==1.3.2", "lark==1.3.1")
+LIBRARIES = ("omegaconf==2.3.1", "hydra-core==1.3.2", "lark==1.3.1", "dacite==1.9.2")
 
 
 def main() -> None:

@@ -368,15 +368,11 @@ NOT_READ = {
         "general: {run: a}\nparallelism: {dp: 2, tp: 1}\ntokens: {}\ncheckpoints: {}\n",
         "nanotron's",
     ),
-    "roll.yaml": ("actor_train: {}\nactor_infer: {}\nrollout_batch_size: 8\n", "ROLL's"),
+    "roll.sh": ("python examples/start_rlvr_pipeline.py --config_path a --config_name b\n", "ROLL's"),
     "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
     "automodel.sh": ("automodel examples/llm_finetune/a.yaml --nproc-per-node 8\n", "AutoModel's"),
     "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
     "veomni.sh": ("bash train.sh tasks/train_text.py configs/text/a.yaml\n", "VeOmni's"),
-    "veomni.yaml": (
-        "model: {ops_implementation: {}}\ndata: {}\ntrain: {offload: {enable_activation: true}}\n",
-        "VeOmni's",
-    ),
     "maxtext.sh": ("python3 -m maxtext.trainers.pre_train.train base.yml run_name=a\n", "MaxText's"),
     "simpletuner.sh": ("simpletuner train --env mine\n", "SimpleTuner's"),
     "foundry.yaml": (
