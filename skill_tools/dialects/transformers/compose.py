@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.keys import Key
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, write_environment
 from skill_tools.configs.source import Kind, Source
@@ -20,6 +21,7 @@ from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFO
 from skill_tools.dialects.transformers.launch import (
     RECIPE,
     Launch,
+    declared,
     given_options,
     holds_more,
     launches,
@@ -134,6 +136,18 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
     if any(more in source.text for more in _PASSED_ON):
         draft.may_be_set()
     _write_options(draft, launch.words, source.name)
+    _leave_out_own(draft, source)
+
+
+def _leave_out_own(draft: Draft, source: Source) -> None:
+    """Take out arguments that the Trainer has lost and a class of the program declares: they are the program's own."""
+    given = [setting.key for setting in draft.below("") if _is_lost(draft.key(setting.key))]
+    for name in declared(source).intersection(given) if given else ():
+        draft.remove(name)
+
+
+def _is_lost(key: Key | None) -> bool:
+    return key is not None and key.exists.get(TRANSFORMERS, "").startswith("<")
 
 
 def _write_accelerate(draft: Draft, launch: Launch, file: str, folders: Sequence[Path]) -> None:

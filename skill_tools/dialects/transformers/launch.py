@@ -42,6 +42,7 @@ _OWN_PARSER = (
 _ARGUMENTS = r"\b(?:\w*TrainingArguments|(?:SFT|DPO|GRPO|KTO|RLOO|Reward)Config)\b"
 _TRAINERS_PARSER = rf"\b(?:HfArgumentParser|TrlParser|H4ArgumentParser)\b|{_ARGUMENTS}"
 _FILLS_TRAINERS = r"\b(HfArgumentParser|TrlParser|H4ArgumentParser)\("
+_FIELD = r"^[ \t]+(\w+)[ \t]*:[^=\n]+="
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
 RECIPE = "config"  # the option of TrlParser that names a recipe
@@ -109,11 +110,19 @@ def trainers_parser(source: Source) -> str | None:
     return found[0][1] if found and found[0] is not None and all(found) and len(found) == len(texts) else None
 
 
+def declared(source: Source) -> frozenset[str]:
+    """Return the names of the fields that the programs of a script declare in classes of their own."""
+    return frozenset(name for text in _programs(source) for name in re.findall(_FIELD, text, re.MULTILINE))
+
+
 def _programs(source: Source) -> list[str]:
-    """Return the texts of the programs that a script starts and that are here; none where the script is no launch."""
+    """Return the texts of the programs that a script starts and that are here; none where the script is no launch.
+
+    Scripts that lie in a folder of their project start the programs of its root: `python train.py` in scripts/run.sh.
+    """
     if ".py" not in source.text:
         return []
-    folders = [source.folder] if source.folder else []
+    folders = [source.folder, source.folder / ".."] if source.folder else []
     with suppress(UnusableInput):
         found = [_launch(command) for command in commands_of(source)]
         programs = [find(each.program.text, folders) for each in found if each and each.program.resolved]

@@ -51,6 +51,18 @@ def test_the_trainers_parser_or_a_program_that_is_not_here_is(program: str | Non
     assert read(COMMAND, "run.sh", tmp_path).framework == "transformers"
 
 
+def test_an_argument_that_the_trainer_lost_may_be_one_of_the_program(tmp_path: Path) -> None:
+    """A class of the program that declares it gives it back; a program of the root is started from there."""
+    fields = "@dataclass\nclass Mine(TrainingArguments):\n    {}: float = field(default=0.1)\n"
+    parser = "from transformers import HfArgumentParser, TrainingArguments\nHfArgumentParser((Mine,))\n"
+    (tmp_path / "scripts").mkdir()
+    for declares, is_found in (("warmup_ratio", False), ("mine", True)):
+        (tmp_path / "train.py").write_text(parser + fields.format(declares), encoding="utf-8")
+        config = read(f"# transformers==5.20.0\n{COMMAND}", "run.sh", tmp_path / "scripts")
+        rules = {each.rule for each in lint(config).findings}
+        assert ("hf-arguments-gone-5.15" in rules) is is_found, declares
+
+
 TRL = "from trl import GRPOConfig, TrlParser\nparser = TrlParser((GRPOConfig,))\n"
 
 
