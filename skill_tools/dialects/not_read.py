@@ -79,12 +79,6 @@ KNOWN = (
         attempt="offload lint on the YAML that it names",
     ),
     Known(
-        "MaxText",
-        ("maxtext", "MaxText"),
-        r"(?m)^[^#\n]*\b[Mm]ax[Tt]ext\.(?:trainers\.)?[\w.]*train\w*",
-        attempt="offload plan --framework pytorch for a loop of PyTorch; MaxText trains with JAX",
-    ),
-    Known(
         "SimpleTuner",
         ("simpletuner",),
         r"(?m)^[^#\n]*\bsimpletuner train\b",

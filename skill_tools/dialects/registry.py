@@ -35,6 +35,7 @@ _MODULES = {
     "ai-toolkit": "skill_tools.dialects.block_swap.ai_toolkit",
     "simpletuner": "skill_tools.dialects.block_swap.simpletuner",
     "oumi": "skill_tools.dialects.oumi",
+    "maxtext": "skill_tools.dialects.maxtext",
     "roll": "skill_tools.dialects.roll",
     "veomni": "skill_tools.dialects.veomni",
     "lightning": "skill_tools.dialects.lightning.dialect",

@@ -21,7 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from judge import FRAMEWORKS, PARSERS
 
 ROOT = Path(__file__).parents[3]
-LIBRARIES = ("omegaconf==2.3.1", "hydra-core==1.3.2", "lark==1.3.1", "dacite==1.9.2")
+LIBRARIES = (
+    "omegaconf==2.3.1",
+    "hydra-core==1.3.2",
+    "lark==1.3.1",
+    "dacite==1.9.2",
+    "pydantic==2.12.5",
+    "jinja2==3.1.6",
+)
 
 
 def main() -> None:
@@ -33,7 +40,7 @@ def main() -> None:
             if folder.is_dir():
                 continue
             if hasattr(module, "WHEEL"):
-                unpack_wheel(f"{module.WHEEL}=={release}", folder)
+                unpack_wheel(f"{module.WHEEL}=={release}", folder, getattr(module, "PYTHON", "3.11"))
             else:
                 unpack(module.REPOSITORY, getattr(module, "TAGS", {}).get(release, f"v{release}"), folder)
             for repository, tag in getattr(module, "ALSO", {}).get(release, ()):
@@ -62,7 +69,7 @@ def unpack(repository: str, tag: str, target: Path) -> None:
                 path.write_bytes(content.read())
 
 
-def unpack_wheel(wanted: str, target: Path) -> None:
+def unpack_wheel(wanted: str, target: Path, python: str) -> None:
     """Download a wheel without its requirements, and unpack the package that is in it, wherever it lies there."""
     with tempfile.TemporaryDirectory() as folder:
         options = [
@@ -70,7 +77,7 @@ def unpack_wheel(wanted: str, target: Path) -> None:
             "--no-deps",
             "--only-binary=:all:",
             "--python-version",
-            "3.11",
+            python,
             "--dest",
             folder,
         ]
@@ -78,7 +85,7 @@ def unpack_wheel(wanted: str, target: Path) -> None:
         (archive,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(archive) as wheel:
             for name in wheel.namelist():
-                if name.endswith(".py"):
+                if name.endswith((".py", ".yml")):
                     path = target / name.rpartition(".data/purelib/")[2]
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(wheel.read(name))

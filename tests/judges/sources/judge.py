@@ -34,7 +34,17 @@ PARSERS = ROOT / "build" / "parsers_of_trainers"
 sys.path.append(str(PARSERS))
 FRAMEWORKS = (
     *("musubi", "sd_scripts", "onetrainer", "ai_toolkit", "openrlhf", "slime", "radix_miles", "sky_rl"),
-    *("a_real", "mind_speed", "un_sloth", "simple_tuner", "auto_model", "ou_mi", "ro_ll", "ve_omni"),
+    *(
+        "a_real",
+        "mind_speed",
+        "un_sloth",
+        "simple_tuner",
+        "auto_model",
+        "ou_mi",
+        "ro_ll",
+        "ve_omni",
+        "max_text",
+    ),
 )
 
 

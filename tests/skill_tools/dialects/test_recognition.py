@@ -373,7 +373,6 @@ NOT_READ = {
     "automodel.sh": ("automodel examples/llm_finetune/a.yaml --nproc-per-node 8\n", "AutoModel's"),
     "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
     "veomni.sh": ("bash train.sh tasks/train_text.py configs/text/a.yaml\n", "VeOmni's"),
-    "maxtext.sh": ("python3 -m maxtext.trainers.pre_train.train base.yml run_name=a\n", "MaxText's"),
     "simpletuner.sh": ("simpletuner train --env mine\n", "SimpleTuner's"),
     "foundry.yaml": (
         "max_seq_len: 8\nmax_duration: 1ba\ntrain_loader: {}\nfsdp_config: {}\n",
