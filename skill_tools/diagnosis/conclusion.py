@@ -10,7 +10,7 @@ nothing is known of an exception, the answer says where it was raised and which 
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, no_effect, phases, symptoms
+from skill_tools.diagnosis import code, no_effect, options, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
 from skill_tools.diagnosis.exceptions import interfaces, own_words
@@ -51,7 +51,7 @@ def conclude(evidence: Evidence) -> Conclusion | None:
     if outside is not None or evidence.failure is None or evidence.failure.is_aftermath:
         return outside
     if evidence.mended:
-        return _of_mended(evidence.mended[0], evidence.mended[1:])
+        return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
     symptom = _of_symptom(evidence, evidence.failure)
     exact = _explained(evidence, evidence.failure)
     return (
@@ -77,15 +77,21 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
     if exact is not None:
         return _of_message(exact.message, evidence, errors)
     if evidence.mended and evidence.mended[0].fix.is_exact:
-        return _of_mended(evidence.mended[0], evidence.mended[1:])
+        return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
     return _of_another_offload(errors, seen, evidence) or _known(errors, seen, evidence)
 
 
 def _of_another_offload(
     errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidence
 ) -> Conclusion | None:
-    """Return the meaning of a text about devices under an offload that is not the one of the messages."""
-    if errors or not seen or seen[0].message.kind != "devices" or evidence.failure is None:
+    """Return the meaning of a text about devices, or of a collective, under an offload that is not the messages'."""
+    if errors or not seen or evidence.failure is None:
+        return None
+    if seen[0].message.kind == "collectives":
+        found = _explained(evidence, evidence.failure)
+        told_apart = found is not None and (found.cause.phase or found.cause.frames)
+        return _of_symptom(evidence, evidence.failure) if told_apart else None
+    if seen[0].message.kind != "devices":
         return None
     found = _explained(evidence, evidence.failure)
     if found is not None and found.cause.offload not in _OF_MESSAGES:
@@ -99,7 +105,7 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
     errors = [error for error in evidence.errors if not error.ended_the_run]
     seen = [each for each in evidence.seen if not each.ended_the_run and each.message.role in ANSWERS]
     if not failed and evidence.mended and evidence.mended[0].fix.is_exact:
-        return _of_mended(evidence.mended[0], evidence.mended[1:])
+        return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
     if failed:
         # Another's exception, or an earlier one, is not why this one was raised; a host without memory may be.
         seen = [each for each in seen if each.message.kind in HOST_RAN_OUT]
@@ -224,6 +230,11 @@ def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
     """Say that another process holds memory of the GPU, and whose it may be."""
     held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
+    if out_of_memory.other:
+        return (
+            f"{out_of_memory.other} holds {gib(out_of_memory.others_bytes)} of this GPU, most or all of it: it is "
+            "awake beside this process, was not put to sleep or offloaded when its phase ended, or its release was late"
+        )
     if not _ENGINES.isdisjoint(evidence.offloads):
         return (
             f"{held}: a rollout engine that is awake, of which a part does not sleep, or whose release returned before "
@@ -266,6 +277,8 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
     """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
     owners = evidence.owners
     cause, rule = message.cause, _rule(message.rule, evidence)
+    if not owners.process and (sign := evidence.offloads.get("optimizer")):
+        cause += f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
     if owners.process:
         cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"
     elif owners.of_the_host:
@@ -274,7 +287,7 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
-    if evidence.config is not None and not evidence.mechanisms and not less:
+    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
         change = (
             "what this process holds: smaller batches, fewer workers, data that is mapped from disk",
             told("more-host-memory", ()),
@@ -328,16 +341,27 @@ def _of_pattern(evidence: Evidence) -> Conclusion | None:
     return None
 
 
-def _of_mended(shown: Shown, others: Sequence[Shown]) -> Conclusion:
+def _without_the_option(evidence: Evidence) -> tuple[str, ...]:
+    """Return the option of the run's own files, if there is one, that leads to the code that failed."""
+    failure = evidence.failure
+    named = None if failure is None else options.of_the_code(failure, evidence.texts)
+    return (
+        ()
+        if named is None
+        else (f"or without {named.name} ({named.place}), which leads to the code that failed",)
+    )
+
+
+def _of_mended(shown: Shown, others: Sequence[Shown], evidence: Evidence) -> Conclusion:
     """Return a conclusion about a fault of a library that a later release mends."""
     fix = shown.fix
     sure = f"if this is {' and '.join(shown.depends_on)}, most likely" if shown.depends_on else "most likely"
     by = f"; shown by {', '.join(shown.by)}" if shown.by else ""
-    change = (fix.change, *([f"or {fix.instead}"] if fix.instead else []))
+    change = (fix.change, *([f"or {fix.instead}"] if fix.instead else []))[:SHOWN]
     return Conclusion(
         f"{sure} a fault of {fix.package}: {fix.cause}{by}",
         "",
-        change[:SHOWN],
+        (*change, *_without_the_option(evidence)),
         others=tuple(f"or {each.fix.cause} ({each.fix.change})" for each in others[:_MOST_OTHERS]),
     )
 
@@ -358,7 +382,7 @@ def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
     change = _told(found.change, evidence, failure)
     off = symptoms.switched_off(found.offload, evidence.config)
     cause = f"most likely {found.offload.name}, which {found.shown_by} shows: {found.cause.cause}"
-    return Conclusion(cause, "", (*change[:1], f"or {off}"))
+    return Conclusion(cause, "", (*change[:1], f"or {off}", *_without_the_option(evidence)))
 
 
 def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
@@ -379,7 +403,7 @@ def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
             f"{symptoms.switched_off(other.offload, evidence.config)}",
         )
     )
-    return Conclusion(cause, "", change, others=others)
+    return Conclusion(cause, "", (*change, *_without_the_option(evidence)), others=others)
 
 
 def _at(moment: Moment) -> str:
@@ -429,10 +453,15 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
         cause += "; the configuration offloads nothing that is known"
     if (kept := rows.there(failure, evidence.phase, evidence.offloads)) is not None:
         cause += f"; at that moment, under {kept.offload.name} ({kept.shown_by}), {kept.row.where}"
+    named_option = tuple(
+        each.replace("or without", "the same run without") for each in _without_the_option(evidence)
+    )
     may_be_an_offload = offloads or named or evidence.offloads or evidence.config is None
     if where is not None and (where.code.mechanisms or may_be_an_offload):
-        return Conclusion(cause, "", where.code.decide, is_known=False)
-    return Conclusion(cause, "", _DECIDE if may_be_an_offload else _DECIDE_ELSEWHERE, is_known=False)
+        return Conclusion(cause, "", (*where.code.decide, *named_option), is_known=False)
+    return Conclusion(
+        cause, "", (*_DECIDE, *named_option) if may_be_an_offload else _DECIDE_ELSEWHERE, is_known=False
+    )
 
 
 _DECIDE = (

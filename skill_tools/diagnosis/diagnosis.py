@@ -40,10 +40,12 @@ from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.residency import moments
 from skill_tools.diagnosis.series import anomalies, around, inert, numbers
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity
+from skill_tools.rules.knowledge import Rule
 from skill_tools.units import GIB, gib
 
 CPU_OPTIMIZER_BYTES = (
@@ -171,6 +173,10 @@ def diagnose(
                 log, broken=[finding.rule for finding in findings], framework=framework, ended_by=failure
             )
             if not any(first <= each.line <= last for first, last in past)
+            and not (
+                each.ended_the_run
+                and all(moments.is_of_another((rule.id, *_keys(rule)), failure, phase) for rule in each.rules)
+            )
         ),
         seen=seen,
         patterns=steps.patterns(log, times),
@@ -229,6 +235,11 @@ def diagnose(
         releases=code.release(where.code.package, releases) if where else "",
         suspects=_suspects(evidence, texts, releases) if conclusion is None else (),
     )
+
+
+def _keys(rule: Rule) -> tuple[str, ...]:
+    """Return the names in a rule's condition; none of one that has none."""
+    return tuple(rule.condition.names) if rule.tree else ()
 
 
 def _said(log: Log, failure: Failure) -> str:

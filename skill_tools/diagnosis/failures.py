@@ -36,11 +36,12 @@ _NATIVE = re.compile(
     r"(?P<native>Segmentation fault|Bus error|Aborted|Floating point exception|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"  # a shell in another locale
     r"(?: +\([^()\n]{1,40}\))?(?: +\S*python[\d.]*\b.{0,200})?$"
-    r"|terminate called after throwing an instance of|Fatal Python error: |: Assertion [`'].{1,400}' failed\.$"
+    r"|terminate called after throwing an instance of|Fatal Python error: |!{4,} Segfault encountered"
+    r"|: Assertion [`'].{1,400}' failed\.$"
 )
 _INTERESTING = re.compile(
     r"(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
-    r"|above exception|Assertion|terminate called|Bus error|Illegal instruction"
+    r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"
 )
 _PROGRESS = re.compile(
@@ -241,10 +242,11 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
 
 def _frame(match: re.Match[str]) -> Frame:
     path = match["path"] or match["cell"]
+    function = match["function"] or match["cell_function"] or ""
     return Frame(
         path,
         int((match["line"] or match["cell_line"])[:9]),
-        match["function"] or match["cell_function"] or "",
+        function.partition("(")[0].rpartition("::")[2],  # of C++ the name alone
     )
 
 

@@ -23,6 +23,7 @@ _FIELDS = {
     "reserved_bytes": (rf"{_AMOUNT} reserved in total by PyTorch",),
 }
 _OTHERS = re.compile(rf"Process (\d{{1,9}}) has {_AMOUNT} memory in use")
+_WRITER = re.compile(r"\W?\w[\w.\[\]= ]{0,60} pid=(?P<pid>\d{1,9})")
 _MUCH = 20  # of which parts of the GPU one is much, for another process to hold or for gaps
 _MOST_BYTES = 1 << 60
 _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max allocated: (\d{1,9}(?:\.\d*)?)")
@@ -32,7 +33,8 @@ _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max al
 class OutOfMemory:
     """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
 
-    The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`.
+    The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`. `other`
+    is the name that the log gives to the process that held most of these, such as an actor's.
     """
 
     line: int
@@ -45,6 +47,7 @@ class OutOfMemory:
     unallocated_bytes: int | None
     count: int
     others_bytes: int = 0
+    other: str = ""
 
     @property
     def is_shared(self) -> bool:
@@ -82,7 +85,8 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
         text=log.context(last.start()),
         tried_bytes=_bytes(last),
         count=len(matches),
-        others_bytes=_others(message, fields),
+        others_bytes=(others := _others(message, fields)),
+        other=_named(log, last.start(), message) if others else "",
         **fields,
     )
 
@@ -97,6 +101,26 @@ def _others(message: str, fields: Mapping[str, int | None]) -> int:
     if fields["process_bytes"] is None:
         held -= (fields["allocated_bytes"] or 0) + (fields["unallocated_bytes"] or 0)
     return held if 0 < held < (fields["total_bytes"] or 0) else 0
+
+
+def _named(log: Log, at: int, message: str) -> str:
+    """Return the name in front of the lines of the process that held most beside the one that failed; "" if none has.
+
+    Ray and others print `(NAME pid=N)` in front of each line.
+    """
+    start = log.text.rfind("\n", 0, at) + 1
+    own = _WRITER.match(log.text, start)
+    held = sorted(
+        ((_amount(each.group(2), each.group(3)), each.group(1)) for each in _OTHERS.finditer(message)),
+        reverse=True,
+    )
+    for _, pid in held:
+        if own is not None and own["pid"] == pid:
+            continue
+        found = re.search(rf"(?m)^\W?(?P<name>\w[\w.\[\]= ]{{0,60}}) pid={pid}\b", log.text)
+        if found:
+            return f"{found['name']} (pid {pid})"
+    return ""
 
 
 def _first(patterns: tuple[str, ...], message: str) -> int | None:

@@ -8,11 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from skill_tools.diagnosis.failures import Failure
+
 _NAMED = re.compile(
     r"(?P<name>--[\w-]{0,40}off-?load[\w-]{0,40}|\b[\w.]{0,60}offload\w{0,40})"
     r"(?:(?P<behind>[\"']?[ \t]*[:= \t][ \t]*[\"']?)(?P<value>[^\s,;}\])\"']{0,40})|[ \t]*$)",
     re.IGNORECASE | re.MULTILINE,
 )
+_SWITCHED_ON = re.compile(r"\b(?P<name>[a-zA-Z][\w-]{7,60})[\"']?[ \t]*[:=][ \t]*[\"']?(?P<value>[Tt]rue)\b")
 _OFF = re.compile(r"(?:false|none|null|off|no|0|0\.0*|disabled?)$", re.IGNORECASE)
 _COMMENT = re.compile(r"^\s*(?:#|//|def |class |import |from )")
 _HYPHEN = "--"
@@ -48,6 +51,22 @@ def of_offloads(texts: Sequence[tuple[str, str]]) -> tuple[Option, ...]:
             place = f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
             found.setdefault(match["name"], Option(match["name"], value, place))
     return tuple(found.values())
+
+
+def of_the_code(failure: Failure, texts: Sequence[tuple[str, str]]) -> Option | None:
+    """Return an option of the run's files that is on and whose name a function of the traceback has in its own.
+
+    `layered_summon=True` leads to layered_summon_lora_params.
+    """
+    functions = [frame.function for frame in reversed(failure.frames) if "_" in frame.function]
+    for file, text in texts:
+        for match in _SWITCHED_ON.finditer(text[:_MOST_TEXT]):
+            name = match["name"].replace("-", "_")
+            if "_" in name and any(name in function and name != function for function in functions):
+                return Option(
+                    match["name"], match["value"], f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
+                )
+    return None
 
 
 def kinds(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:

@@ -20,6 +20,7 @@ _MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribut
 _UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
 _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages whose frames are the innermost of any trainer
+_COMMUNICATES = "vllm/distributed/"  # an engine's code that trainers send weights by
 _NOT_OF_IT = re.compile(r"'(?P<kind>\w*Offload\w*)' object has no attribute '(?P<name>\w+)'")
 _AMBIGUOUS = "Boolean value of Tensor with more than one value is ambiguous"
 _TESTED = re.compile(r"^(?:if|elif|while|assert) (?:not )?(?P<name>[a-z_]\w*)\b(?! *[.(\[])")
@@ -160,6 +161,8 @@ def trainer(failure: Failure) -> str:
     """Return the distribution whose release decides the failure: of the innermost frame in none of torch's files."""
     for frame in reversed(failure.frames):
         path = frame.path.replace("\\", "/")
+        if _COMMUNICATES in path:
+            continue
         known = code.of(failure._replace(frames=(frame,)))
         if known is not None and known.code.package != "torch":
             return known.code.package

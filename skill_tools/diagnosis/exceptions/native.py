@@ -11,7 +11,7 @@ from skill_tools.diagnosis.failures import Failure, Frame, frame_in, writer
 from skill_tools.diagnosis.log import Log
 
 _ABORTS = re.compile(
-    r"terminate called|Fatal Python error|Aborted|Segmentation fault|Bus error|: Assertion [`']"
+    r"terminate called|Fatal Python error|Segfault encountered|Aborted|Segmentation fault|Bus error|: Assertion [`']"
 )
 _SAYS = re.compile(
     r"(?i)\b(?:\w*error|err|fail(?:ed|ure|s)?|fatal|out of memory|invalid|unable|can(?:not|'t)|could not|refused"
@@ -60,12 +60,18 @@ def _reason(text: str, failure: Failure) -> tuple[int, str]:
 
 def _stack(text: str, failure: Failure) -> tuple[Frame, ...]:
     """Return the frames that Python's fault handler printed of the thread that failed, outermost first."""
+    if "Segfault encountered" in failure.text:  # its frames follow without a head
+        return _frames(text, failure, text.find("\n", failure.raised_at) + 1)
     heads = list(_STACK.finditer(text, failure.raised_at, failure.raised_at + _BEHIND))
     head = next((each for each in heads if each[0].startswith("Current")), heads[0] if heads else None)
     if head is None:
         return ()
+    return _frames(text, failure, text.find("\n", head.end()) + 1)
+
+
+def _frames(text: str, failure: Failure, begin: int) -> tuple[Frame, ...]:
+    """Return the frames from `begin` on, which stand innermost first, outermost first."""
     frames: list[Frame] = []
-    begin = text.find("\n", head.end()) + 1
     while 0 < begin < len(text):
         end = text.find("\n", begin)
         end = len(text) if end < 0 else end
@@ -74,6 +80,7 @@ def _stack(text: str, failure: Failure) -> tuple[Frame, ...]:
             frame = frame_in(body)
             if frame is None:
                 break
-            frames.append(frame)
+            if "sigaction" not in frame.path:  # the handler itself
+                frames.append(frame)
         begin = end + 1
     return tuple(reversed(frames))

@@ -5,6 +5,7 @@ wake-up, a weight update and a sleep.
 """
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from skill_tools.diagnosis.failures import Failure, Frame
@@ -33,6 +34,7 @@ _FUNCTIONS = tuple(
         ("load", r"load_model|load_state_dict"),
     )
 )  # fmt: skip
+_OF_CLIPPING = re.compile(r"clip|max_grad_norm")
 _RECOMPUTES = re.compile(r"recompute|unpack_hook")
 _OPTIMIZER = re.compile(r"[/_ ]optim(?!/lr_)|optimizer|adam|muon|lion|adafactor", re.IGNORECASE)
 _INNERMOST = 3  # frames of which one is an optimizer's where a save or a load is about its states
@@ -84,6 +86,14 @@ def moment_of(failure: Failure, phase: Phase) -> Moment | None:
                 name = _recomputed(name, failure)
                 return Moment(name, _TOUCHED_BY[name], frame)
     return None
+
+
+def is_of_another(names: Iterable[str], failure: Failure | None, phase: Phase) -> bool:
+    """Return whether what is about clipping, as its `names` say, cannot be what stopped `failure`, elsewhere."""
+    if not any(map(_OF_CLIPPING.search, names)) or failure is None or not failure.frames:
+        return False
+    moment = moment_of(failure, phase)
+    return moment is not None and moment.name != "clipping"
 
 
 def is_before_training(failure: Failure, phase: Phase) -> bool:

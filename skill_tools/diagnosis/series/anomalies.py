@@ -26,6 +26,7 @@ KINDS = {
     "divergence": "what the rollout engine and the trainer compute of the same text differs at once, and stays so",
     "kl": "the policy leaves its reference at once, and stays away",
     "garbage": "generated text is one character over and over",
+    "untrained": "an adapter's weights are still the zeros that they began with",
     "flat": "the loss does not go down",
     "flat-reward": "the reward does not go up",
     "high-loss": "the loss is above that of guessing",
@@ -65,6 +66,8 @@ _SAID = {
     for kind, pattern in {
         "nan": rf"(?:loss(?<=\bloss)(?:es)?|{_GRADIENT}){_IS}(?:nan|inf)\b",
         "zero-gradient": rf"{_GRADIENT}{_IS}(?:0(?:\.0{{1,6}})?|zero)(?!\.?\w)",
+        "untrained": r"lora_?b\b[^.\n]{0,60}\b(?:zeros?|0\.0)\b|zeros? [^.\n]{0,20}\blora_?b\b"
+        r"|\b(?:adapter|lora)s? [^.\n]{0,30}(?:no effect|changes? nothing|(?:is|are) a no-op)",
         "garbage": rf"\b{_TEXT}s?\b[^.\n]{{0,40}}\b{_NONSENSE}\b|\b{_NONSENSE} {_TEXT}",
         "flat": rf"loss(?<=\bloss){_NO}(?:go(?:es|ing)? down|decreas|converg|fall|improv)",
         "flat-reward": rf"reward(?<=\breward){_NO}(?:go(?:es|ing)? up|increas|improv|chang)",
@@ -75,6 +78,7 @@ _SAID = {
 # One of these words stands in each such sentence: where none does, it is not looked for.
 _OF_SAID = {
     "nan": ("nan", " inf"),
+    "untrained": ("lora", "adapter"),
     "garbage": ("gibberish", "garbage", "garbled", "nonsense"),
     "flat": (" down", "decreas", "converg", " fall", "improv"),
     "flat-reward": ("reward",),

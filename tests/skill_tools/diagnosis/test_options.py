@@ -59,3 +59,17 @@ def test_states_that_are_moved_between_phases_step_on_the_gpu_as_they_should() -
     conclusion = diagnose(Log("log", FULL), unread=files).conclusion
     assert conclusion is not None
     assert "not carried out" not in conclusion.cause
+
+
+def test_an_option_that_names_the_failed_function_is_told() -> None:
+    failed = """\
+Traceback (most recent call last):
+  File "/opt/lab/lab/sync.py", line 7, in sliced_gather_lora_params
+RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!
+"""
+    files = {"run.sh": "train.py offload_params=True sync.sliced_gather=True sync.other_way=False\n"}
+    conclusion = diagnose(Log("log", failed), unread=files).conclusion
+    assert conclusion is not None
+    assert conclusion.change[-1] == "or without sliced_gather (run.sh:1), which leads to the code that failed"
+    off = {"run.sh": files["run.sh"].replace("sliced_gather=True", "sliced_gather=False")}
+    assert "sliced_gather" not in str(diagnose(Log("log", failed), unread=off).conclusion)

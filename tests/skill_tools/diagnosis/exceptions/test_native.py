@@ -53,3 +53,19 @@ def test_a_log_that_ends_with_an_abort_and_says_nothing_else_has_no_reason() -> 
     )
     assert abort.frames == ()
     assert abort.text.startswith("Segmentation fault")
+
+
+def test_a_segfault_of_a_library_has_the_functions_behind_it_and_its_phase() -> None:
+    text = """\
+saving checkpoint at iteration 20 to /ckpt
+!!!!!!! Segfault encountered !!!!!!!
+  File "./signal/../sysdeps/unix/sysv/linux/x86_64/libc_sigaction.c", line 0, in 0x00007fed
+  File "<unknown>", line 0, in crc32_16bytes(void const*, unsigned long, unsigned int)
+  File "<unknown>", line 0, in caffe2::serialize::PyTorchStreamWriter::writeRecord(std::string const&, void const*)
+"""
+    (abort,) = native.completed(Log("log", text), failures(Log("log", text)))
+    assert [frame.function for frame in abort.frames] == ["writeRecord", "crc32_16bytes"]
+    conclusion = diagnose(Log("log", text), unread={"run.sh": "--optimizer-cpu-offload\n"}).conclusion
+    assert conclusion is not None
+    assert "forked" in conclusion.cause
+    assert "spawned" in conclusion.change[0]

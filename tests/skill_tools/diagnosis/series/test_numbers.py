@@ -161,6 +161,7 @@ WRONG = {
     "divergence": steps(gen_kl_error=(0.002, 9.7, 10.1)),
     "kl": steps(kl=(0.01, 3.0, 4.0)),
     "garbage": "sample: '!!!!!!!!!!!!!!!!!!!!'\n",
+    "untrained": "all lora_B tensors are zero\n",
     "flat": "".join(f"step {10 * step} loss {value}\n" for step, value in enumerate((2.0, 2.01, 1.99) * 3)),
     "flat-reward": "".join(
         f"step {10 * step} reward {value}\n" for step, value in enumerate((0.2, 0.2, 0.2) * 3)
