@@ -70,7 +70,10 @@ KNOWN = (
         attempt="offload lint on the YAML that it names",
     ),
     Known(
-        "XTuner", ("xtuner",), r"(?m)^[^#\n]*\bxtuner(?:/v1/train/cli/\w+\.py|\.v1\.train\.cli\.\w+| train )"
+        "XTuner",
+        ("xtuner",),
+        r"(?m)^[^#\n]*\bxtuner(?:/v1/train/cli/\w+\.py|\.v1\.train\.cli\.\w+| train )",
+        attempt="offload lint on the Python file behind --config",
     ),
     Known(
         "VeOmni",

@@ -38,6 +38,7 @@ _MODULES = {
     "maxtext": "skill_tools.dialects.maxtext",
     "roll": "skill_tools.dialects.roll",
     "veomni": "skill_tools.dialects.veomni",
+    "xtuner": "skill_tools.dialects.xtuner",
     "lightning": "skill_tools.dialects.lightning.dialect",
     "fsdp1": "skill_tools.dialects.fsdp1.dialect",
     "fsdp2": "skill_tools.dialects.fsdp2.dialect",
@@ -45,7 +46,18 @@ _MODULES = {
     "transformers": "skill_tools.dialects.transformers.dialect",
 }
 _SCRIPTS_ALONE = frozenset(
-    ("mindspeed-llm", "lightning", "fsdp1", "fsdp2", "openrlhf", "slime", "miles", "skyrl", "unsloth")
+    (
+        "mindspeed-llm",
+        "lightning",
+        "fsdp1",
+        "fsdp2",
+        "openrlhf",
+        "slime",
+        "miles",
+        "skyrl",
+        "unsloth",
+        "xtuner",
+    )
 )  # not loaded to recognise a file with keys
 WITHOUT_FILES = "pytorch"  # the subject of a plan where neither a file nor a framework is named
 _MODULES_WITHOUT_FILES = {WITHOUT_FILES: "skill_tools.dialects.pytorch.dialect"}

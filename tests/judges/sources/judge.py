@@ -44,6 +44,7 @@ FRAMEWORKS = (
         "ro_ll",
         "ve_omni",
         "max_text",
+        "x_tuner",
     ),
 )
 
