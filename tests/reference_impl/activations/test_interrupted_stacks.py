@@ -24,7 +24,7 @@ TORCHS = (
     "torch/amp/autocast_mode.py",
 )
 OFFLOADERS: dict[str, Callable[[nn.Module], Any]] = {
-    "layers": lambda model: ActivationOffloader(model, num_layers=2, min_bytes=1),
+    "layers": lambda model: ActivationOffloader(model, num_layers=1, min_bytes=1),
     "modules": lambda model: ActivationOffloader(model, modules=["0"], min_bytes=1),
     "budget": lambda model: ActivationOffloader(model, budget_bytes=40_000, min_bytes=1),
     "checkpoint": lambda model: CheckpointOffloader(model, min_bytes=1),
@@ -34,7 +34,7 @@ OFFLOADERS: dict[str, Callable[[nn.Module], Any]] = {
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -1,7 +1,7 @@
 """`fit` and `apply_plan` of layers that stream with Muon: bytes as planned, and the bits of states on the device."""
 
 import json
-from functools import partial
+from functools import cache, partial
 
 import jsonschema
 import pytest
@@ -53,6 +53,7 @@ def small_chunks(monkeypatch, planner_in_process):
     assert host_book.live_bytes == 0
 
 
+@cache
 def resident():
     model, optimizers = make()
     plan = {"execute": {"optimizer": {"formula": "muon", "offload_fraction": 0.0}}}
