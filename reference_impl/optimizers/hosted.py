@@ -112,6 +112,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             self._members,
             algorithm,
             lambda members: owner._engine.parts_of(members),
+            self._failures,
             shows_steps=shows_steps,
             masters_of_all=masters_of_all,
             passes_over_unknown=passes_over_unknown,

@@ -20,7 +20,7 @@ from reference_impl.optimizers.algorithms import Algorithm, AnyAlgorithm
 from reference_impl.optimizers.guarded import GuardedTensor
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.saved_checks import check_state
-from reference_impl.optimizers.step import without_gradients
+from reference_impl.optimizers.step import Failures, in_turn
 from reference_impl.optimizers.writes.module_load import note_loaded
 
 
@@ -97,16 +97,24 @@ class StoredState(MutableMapping[str, torch.Tensor]):
     Args:
         member: the parameter.
         names: the states that it shows, in order; `master_param` may be written even if it is not among them.
+        failures: has the turn, in which states are copied and written: what streams may be on its way.
         passed_over: whether writing a name that is not known does nothing, instead of raising KeyError.
         finished: see `FinishedParts`.
     """
 
     def __init__(
-        self, member: Member, names: tuple[str, ...], finished: FinishedParts, *, passed_over: bool
+        self,
+        member: Member,
+        names: tuple[str, ...],
+        finished: FinishedParts,
+        failures: Failures,
+        *,
+        passed_over: bool,
     ) -> None:
         self._member = member
         self._names = names
         self._finished = finished
+        self._failures = failures
         self._passed_over = passed_over
 
     def __iter__(self) -> Iterator[str]:
@@ -130,9 +138,14 @@ class StoredState(MutableMapping[str, torch.Tensor]):
             return shard_like(self._member.param, views[0][1].as_strided(local.shape, self._member.stride))
         return shard_like(self._member.param, WrittenBack.of(local_of(self.copied(name)), self, name))
 
-    @without_gradients
     def __setitem__(self, name: str, value: Any) -> None:
         """Write a state, converted to fp32, to wherever it stands; KeyError for a name that is not known."""
+        # Before it is this thread's turn: others than the one that steps are refused.
+        self._finished([self._member])
+        self._write(name, value)
+
+    @in_turn
+    def _write(self, name: str, value: Any) -> None:
         if name not in (*self._names, STEP, MASTER):
             if self._passed_over:
                 return
@@ -164,6 +177,11 @@ class StoredState(MutableMapping[str, torch.Tensor]):
 
     def copied(self, name: str) -> torch.Tensor:
         """Return a state as a tensor of its own, on the CPU where any of it is there."""
+        self._finished([self._member])
+        return self._copied(name)
+
+    @in_turn
+    def _copied(self, name: str) -> torch.Tensor:
         parts = self._finished([self._member])
         if name == STEP:
             return parts.steps(self._member)[0].clone()
@@ -227,6 +245,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         members: the trained parameters; more may be added later.
         algorithm: names the states of members that no formula of matrices updates.
         finished: see `FinishedParts`.
+        failures: see `StoredState`.
         shows_steps: also where torch's class keeps no `step`: the noise of rounded moments depends on it.
         masters_of_all: fp32 parameters, which are their own masters, show a `master_param` too.
         passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
@@ -237,6 +256,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         members: Mapping[torch.Tensor, Member],
         algorithm: Algorithm,
         finished: FinishedParts,
+        failures: Failures,
         *,
         shows_steps: bool,
         masters_of_all: bool,
@@ -246,6 +266,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self.algorithm = algorithm
         self.lists_everyone = False
         self._finished = finished
+        self._failures = failures
         self._shows_steps = shows_steps
         self._masters_of_all = masters_of_all
         self._passed_over = passes_over_unknown
@@ -266,7 +287,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             *algorithm.moments,
             *([MASTER] if shows_master else []),
         )
-        return StoredState(member, names, self._finished, passed_over=self._passed_over)
+        return StoredState(member, names, self._finished, self._failures, passed_over=self._passed_over)
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state; ValueError, before anything changes, for one that cannot be held exactly."""
@@ -300,9 +321,13 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             values = {name: value for name, value in values.items() if name in known}
         return check_state(label, values, member, algorithm)
 
-    @without_gradients
     def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state by `checked` values; states that they lack start anew."""
+        self._finished([self.members[param]])
+        self._write(param, values)
+
+    @in_turn
+    def _write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         target, member = self._stored(param), self.members[param]
         target[STEP] = values.get(STEP, 0)
         for name in self._algorithm_of(member).moments:

@@ -1,6 +1,6 @@
 """Loops of tutorials and papers: to the bit those with AdamW, with each optimizer here.
 
-Each row of the table in docs/pytorch-loop.md, "Loops", is a loop here.
+Each row of the table in docs/pytorch-loop.md, "Loops", is a loop here or in test_loops_of_papers.py.
 """
 
 import copy
@@ -10,93 +10,25 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 import torch.nn.functional as F
-from optimizer_training import OPTIONS, hybrid, streaming
+from loop_builds import (
+    BUILDS,
+    attached,
+    detached,
+    finish,
+    half,
+    in_backward,
+    in_three_shares,
+    inputs,
+    layers,
+    made,
+    named,
+    plain,
+    streamed,
+    synchronize,
+)
 from torch import nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-from reference_impl import TrainableLayerStreamer
-
-STEPS = 4
-
-
-class Net(nn.Module):
-    """Blocks of which a forward may leave some out."""
-
-    def __init__(self, out=1, blocks=3):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(blocks))
-        self.head = nn.Linear(16, out)
-
-    def forward(self, x, visits=None):
-        for index in range(len(self.layers)) if visits is None else visits:
-            x = torch.tanh(self.layers[index](x)) + x
-        return self.head(x)
-
-
-def plain(model, part=None):
-    return torch.optim.AdamW((part or model).parameters(), fused=True, **OPTIONS)
-
-
-def detached(model, part=None):
-    return hybrid(part or model)
-
-
-def attached(model, part=None, **options):
-    """An optimizer of `part` of a model, or of all of it."""
-    optimizer = hybrid(part or model, **options)
-    optimizer.attach(model)
-    return optimizer
-
-
-def half(model, part=None):
-    return attached(model, part, offload_fraction=0.5)
-
-
-def kept(model, part=None):
-    return attached(model, part, backward_overlap="nothing")
-
-
-def in_backward(model, part=None):
-    return attached(model, part, backward_overlap="update")
-
-
-def in_three_shares(model, part=None):
-    return attached(model, part, split=(0.3, 0.4, 0.3))
-
-
-def streamed(model, part=None):
-    optimizer = streaming(part or model)
-    optimizer.attach(model)
-    return optimizer
-
-
-def layers(model, part=None):
-    """The optimizer of a streamer, which closes with it; one block at a time is there."""
-    streamer = TrainableLayerStreamer(model, plain(model, part), prefetch=0)
-    optimizer, close = streamer.optimizer, streamer.optimizer.close
-    optimizer.close = lambda: (streamer.close(), close())
-    optimizer.gathered, optimizer.weights_report = streamer.gathered, lambda: streamer.report.weights
-    return optimizer
-
-
-BUILDS = [detached, attached, half, kept, in_backward, in_three_shares, streamed, layers]
-
-
-def finish(*optimizers):
-    for optimizer in optimizers:
-        for end in ("synchronize", "close"):
-            getattr(optimizer, end, lambda: None)()
-
-
-def inputs(device):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, 16, generator=generator).to(device.torch_device) for _ in range(STEPS)]
-
-
-def made(device, seed=0, **shape):
-    torch.manual_seed(seed)
-    return Net(**shape).to(device.torch_device)
 
 
 def gan(device, make, *, set_to_none=True):
@@ -219,7 +151,7 @@ def averaging(device, make, **average):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        getattr(optimizer, "synchronize", lambda: None)()
+        synchronize(optimizer)
         with getattr(optimizer, "gathered", nullcontext)():
             averaged.update_parameters(model)
     finish(optimizer)
@@ -332,7 +264,7 @@ def search_of_a_learning_rate(device, make):
             optimizer.step()
             optimizer.zero_grad()
         if tries:
-            getattr(optimizer, "synchronize", lambda: None)()
+            synchronize(optimizer)
             model.load_state_dict(before[1])
             optimizer.load_state_dict(before[0])
     finish(optimizer)
@@ -391,10 +323,6 @@ MOVED_TWICE = {(spectrally_normed, layers)}
 SERVED = [
     pair for pair in itertools.product(LOOPS, BUILDS) if pair not in REFUSED and pair not in MOVED_TWICE
 ]
-
-
-def named(each):
-    return getattr(each, "__name__", None)
 
 
 @pytest.mark.filterwarnings("ignore:a second backward has added to gradients")

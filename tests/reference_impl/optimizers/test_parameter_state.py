@@ -17,7 +17,7 @@ from optimizer_training import (
 )
 from torch import nn
 
-from reference_impl import CpuUpdate
+from reference_impl import CpuUpdate, Streaming, TrainableLayerStreamer
 from reference_impl.optimizers.shares import Shares
 
 
@@ -213,3 +213,30 @@ def test_a_state_that_streams_is_a_plain_tensor_to_whoever_copies_or_saves_it(de
         for copied in (loaded, copy.deepcopy(state), state.clone(), state + 0):
             assert type(copied) is torch.Tensor
             assert torch.equal(copied, state)
+
+
+@pytest.mark.parametrize("chunk_bytes", [768, 2048])
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_a_state_read_behind_a_step_finishes_what_streams_as_a_forward_would(device, place, chunk_bytes):
+    """Weights outside of the blocks are on their way then, and whoever makes them does not wait for them."""
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6))).to(device.torch_device)
+
+    model, plain = made(), made()
+    options = {"prefetch": 0, "layers": list(model)[1:5], "streaming": Streaming(chunk_bytes=chunk_bytes)}
+    adamw, given = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (plain, model))
+    with TrainableLayerStreamer(model, given, **options) as streamer:
+        for batch in torch.ones(3, 4, 16, device=device.torch_device):
+            for each, optimizer in ((model, streamer.optimizer), (plain, adamw)):
+                each(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.state[each[place].weight]["exp_avg"][:3].zero_()
+            found, expected = (
+                optimizer.state[each[place].weight]["exp_avg"]
+                for each, optimizer in ((model, streamer.optimizer), (plain, adamw))
+            )
+            assert torch.equal(found.cpu(), expected.cpu())
+    assert_same_weights(model, plain)
