@@ -8,6 +8,7 @@ fail, because the others fail of it. An exception after which training went on e
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple
 
 from skill_tools.diagnosis.log import Log
@@ -140,7 +141,16 @@ def failures(log: Log) -> tuple[Failure, ...]:
             else:
                 last[rank] = len(found)
                 found.append(failure)
-    return tuple(sorted(found, key=lambda each: each.raised_at))
+    return tuple(_apart(sorted(found, key=lambda each: each.raised_at)))
+
+
+def _apart(found: Sequence[Failure]) -> Iterator[Failure]:
+    """Yield the failures, each of which ends where another rank raises."""
+    for failure, following in zip_longest(found, found[1:]):
+        ends_there = (
+            following is not None and following.rank != failure.rank and following.raised_at < failure.end
+        )
+        yield failure._replace(end=following.raised_at) if following is not None and ends_there else failure
 
 
 def source_line(log: Log, failure: Failure) -> str:

@@ -73,6 +73,14 @@ _HOST_USE = re.compile(
     r"(?P<gb>[0-9]{1,6}(?:\.[0-9]{1,6})?) ?(?:GB|GiB|G\b|(?=[,\s}-]))",
     re.IGNORECASE,
 )
+# The table of `free`, in any of its units: total, used, free, shared, buff/cache, available.
+_FREE = re.compile(
+    r"total +used +free +shared +buff/cache +available *\n\W{0,4}\w+: +(?P<total>[\d.]+)(?P<unit>[KMGT]?)i? *"
+    r"(?:[\d.]+[KMGTBi]* +){3}(?P<cache>[\d.]+)(?P<cache_unit>[KMGT]?)"
+)
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": GIB, "T": 1 << 40}
+_PLAIN_UNITS = ((1e7, "K"), (1e5, "M"), (0, "G"))  # of a number without unit, by the size of the whole
+_MUCH_CACHE = 0.2  # of the host's memory
 _LEAST_USES, _GROWN = 4, 1.3  # values of a series, and how much more the last is than the first
 
 
@@ -103,6 +111,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         if match is not None:
             found.append(sign.owner.replace("{}", match.group(1) if match.groups() else ""))
             less += [sign.less] if sign.less else []
+    found += [cached] if (cached := _page_cache(log)) else []
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(
@@ -112,6 +121,22 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         process,
         taken,
         _grew(log) if ran_out else "",
+    )
+
+
+def _page_cache(log: Log) -> str:
+    """Say how much page cache the last table of `free` in the log shows, where it is a good part of the memory."""
+    table = next(reversed(list(_FREE.finditer(log.text, max(0, len(log.text) - metrics.EDGE)))), None)
+    if table is None:
+        return ""
+    plain = next(unit for least, unit in _PLAIN_UNITS if float(table["total"]) >= least)
+    total = float(table["total"]) * _UNITS[table["unit"] or plain]
+    cache = float(table["cache"]) * _UNITS[table["cache_unit"] or plain]
+    if cache < _MUCH_CACHE * total:
+        return ""
+    return (
+        f"{gib(round(cache))} of page cache (files that were read or written, such as checkpoints and swap files): the "
+        "kernel gives it back, but a container's limit may count it"
     )
 
 

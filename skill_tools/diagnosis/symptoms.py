@@ -229,7 +229,19 @@ def _setting(offload: Offload, config: Config | None) -> Setting | None:
 
 
 def _of_mechanisms(offload: Offload, config: Config) -> Sequence[Setting]:
-    return code.set_for(config, offload.mechanisms) if offload.mechanisms else ()
+    """Return the settings of the mechanisms of `offload` that no other offload's sign names."""
+    if not offload.mechanisms:
+        return ()
+    return [
+        setting
+        for setting in code.set_for(config, offload.mechanisms)
+        if not any(
+            sign.lstrip("-") in setting.key
+            for other in load_offloads().values()
+            if other.id != offload.id
+            for sign in other.signs
+        )
+    ]
 
 
 def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None:

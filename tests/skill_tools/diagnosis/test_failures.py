@@ -157,3 +157,15 @@ def test_notebooks_write_frames_in_their_own_form() -> None:
 def test_the_phase_is_where_it_was_raised(before: str, function: str, phase: Phase) -> None:
     log = Log("train.log", before + raised("ValueError: no", function=function))
     assert phase_of(log, ended_by(log, failures(log))) is phase
+
+
+def test_what_another_rank_raises_behind_it_is_not_its_text() -> None:
+    text = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/a/n.py", line 4, in g
+[rank1]: ValueError: rank one is first
+[rank0]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0
+"""
+    first = ended_by(Log("log", text), failures(Log("log", text)))
+    assert first is not None
+    assert text[first.start : first.end].endswith("rank one is first\n")

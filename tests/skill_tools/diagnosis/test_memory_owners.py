@@ -80,3 +80,18 @@ def test_memory_that_grows_with_each_step_is_told() -> None:
     steady = diagnose(Log("train.log", level + killed)).conclusion
     assert steady is not None
     assert "it grew" not in steady.cause
+
+
+@pytest.mark.parametrize(
+    ("row", "cache"),
+    [
+        ("Mem:           1006         300           4          10         702         650", "702.0 GiB"),
+        ("Mem:          1.0Ti       300Gi       4.0Gi        10Gi       702Gi       650Gi", "702.0 GiB"),
+        ("Mem:     1054867456   314572800     4194304    10485760   736100352   681574400", "702.0 GiB"),
+        ("Mem:           1006         900          90          10          16         100", ""),
+    ],
+)
+def test_page_cache_is_an_owner_that_a_container_counts(row: str, cache: str) -> None:
+    table = f"               total        used        free      shared  buff/cache   available\n{row}\n"
+    found = memory_owners.owners(Log("log", table), {}, saving=False, ran_out=True).of_the_host
+    assert [each.partition(" of page cache")[0] for each in found] == ([cache] if cache else [])

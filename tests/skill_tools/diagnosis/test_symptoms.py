@@ -185,3 +185,10 @@ def test_a_process_that_a_container_numbers_anew_is_no_other() -> None:
     found = answer(log).conclusion
     assert found is not None
     assert "another process" not in found.cause
+
+
+def test_a_setting_that_one_offload_names_shows_no_other() -> None:
+    section = '"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}'
+    text = f'{{"train_micro_batch_size_per_gpu": 1, {section}}}'
+    config = registry.named("deepspeed").compose([Source("ds.json", text)], [])
+    assert "block-swap" not in symptoms.running((), None, config)
