@@ -1,11 +1,11 @@
-"""What each rule says one or a few keys away from its own example; recorded, so that a slip in a condition is seen.
+"""Each rule's verdict one or a few keys away from its own example; recorded, so that a slip in a condition is seen.
 
-    python tests/judges/variations.py            compare, list what differs
+    python tests/judges/variations.py            compare, list the differences
     python tests/judges/variations.py RULE ..    record these rules again, after their new verdicts were read
 
 `variations.json` has, for each rule, the values that its bad example gives to the names of the condition, and rows of
 changed values with the verdict. The rows are few: each tells the condition from a change of `conditions_changed`.
-A recorded verdict is no proof that the rule is right; that is what the judges of released frameworks are for.
+A recorded verdict is no proof that the rule is right; the judges of released frameworks are for that.
 """
 
 import json
@@ -37,7 +37,7 @@ Values = dict[str, Any]
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Return what is recorded, by rule."""
+    """Return the record, by rule."""
     found: dict[str, dict[str, Any]] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
     return found
 
@@ -119,7 +119,7 @@ def candidates(rule: Rule, start: Values) -> Iterator[Values]:
 
 
 def pool(rule: Rule, name: str) -> list[Any]:
-    """Return the values that tell apart what the condition asks of `name`: its constants, and what is beside them."""
+    """Return the values of `name` that the condition tells apart: its constants, and their neighbours."""
     if name.startswith("is_set(") or any(sign in name for sign in "<>="):
         return [True, False]
     values: list[Any] = [True, False, None, "other", []]

@@ -1,7 +1,7 @@
 """Configurations to judge: the offload keys, and every key that their checks read, in any combination.
 
 Keys that a release does not have are left out, except that now and then one offload key is too new, which the
-rules must see as well. What a drawn value needs beside it to be valid (a dtype for a pipeline, a method for full
+rules must see as well. The other values that a drawn value needs to be valid (a dtype for a pipeline, a method for full
 recomputation) is added, so that most configurations get as far as the checks on offloading.
 """
 
@@ -207,7 +207,7 @@ def optimizer_fields(draw: st.DrawFn, keys: Mapping[str, Key], release: str) -> 
 
 @st.composite
 def command_line_fields(draw: st.DrawFn, keys: Mapping[str, Key], release: str) -> Fields:
-    """Draw what a Megatron-LM launch script of `release` says, environment included, as keys and values."""
+    """Draw the keys and values of a Megatron-LM launch script of `release`, environment included."""
     known = {
         name: values
         for name, values in COMMAND_LINE.items()
@@ -228,7 +228,7 @@ def command_line_fields(draw: st.DrawFn, keys: Mapping[str, Key], release: str) 
 
 
 def surroundings(fields: Fields, release: str) -> Fields:
-    """Return what the drawn values need beside them to be valid in every other respect."""
+    """Return the values that the drawn ones need to be valid in every other respect."""
     needed: Fields = {"add_bias_linear": False}
     if fields.get("pipeline_model_parallel_size", 1) > 1:
         needed["pipeline_dtype"] = "bf16"

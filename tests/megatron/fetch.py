@@ -3,7 +3,7 @@
     python tests/megatron/fetch.py 0.13.1 0.16.1 newest extras
 
 `newest` is whatever PyPI has, also where its wheel is for a later Python than this one: unpacking asks for none.
-`extras` are what releases from 0.18 on, and the command line's code of a source tree, import beside torch.
+`extras` are imported beside torch by releases from 0.18 on, and by the command line's code of a source tree.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / ".megatron-core"
 EXTRAS = ROOT / "extras"
 EXTRA_PACKAGES = ["triton", "six", "regex", "pydantic"]
-# What wheels are built for: the newest ones for the first, those of 0.13 and before not yet for it.
+# The Pythons that wheels are built for: the newest ones for the first, those of 0.13 and before not yet for it.
 PYTHONS = ["3.13", "3.11"]
 PLATFORMS = ["any", "manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_34_x86_64"]
 

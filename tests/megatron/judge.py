@@ -6,7 +6,7 @@ A release is a version that `fetch.py` has unpacked, or a source tree; the comma
 code. For every configuration the release must raise an error that concerns offloading exactly when a rule with the
 effect `raises` fires for that version, with a text that the rule quotes. Where a configuration breaks several rules
 the release raises one of their texts. An error that is known to have nothing to do with offloading (`FOREIGN`) hides
-what comes after it: such configurations are counted as hidden and prove nothing.
+all errors after it: such configurations are counted as hidden and prove nothing.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def judge(tree: Path, configurations: int, command_lines: int) -> bool:
 
 
 def _sit(sitting: Judge, configurations: int) -> bool:
-    """Let one judge see `configurations`, print what it counted, and say whether it agreed with all of them."""
+    """Let one judge see `configurations`, print its counts, and say whether it agreed with all of them."""
 
     @settings(
         max_examples=configurations,

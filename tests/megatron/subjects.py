@@ -1,6 +1,6 @@
-"""What is judged: two dataclasses of megatron-core, and its command line. Each is drawn, asked and linted its own way.
+"""The subjects: two dataclasses of megatron-core, and its command line. Each is drawn, asked and linted its own way.
 
-A subject knows how a configuration is drawn, what the release is asked, what the linter is given, and which rules
+A subject knows how a configuration is drawn, the question to the release, the linter's input, and which rules
 speak about it.
 """
 
@@ -36,7 +36,7 @@ WHOLE_RUN = (
 class Subject:
     """One thing that a release checks; `question` is a line for the witness.
 
-    What `checks_much_else` raises more texts about other things than a list could hold.
+    A subject that `checks_much_else` raises more texts about other things than a list could hold.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Subject:
     checks_much_else: bool = False
 
     def concerns(self, rule: Rule, release: str) -> bool:
-        """Return whether `rule` says what this subject raises: it quotes its files, or says the key is unknown."""
+        """Return whether `rule` is about an error of this subject: it quotes its files, or says the key is unknown."""
         if rule.effect != "raises" or rule.check == "log" or self.framework not in rule.dialects:
             return False
         if rule.id in RAISED_LATER and admits(RAISED_LATER[rule.id], release):

@@ -1,4 +1,4 @@
-"""Builds megatron-core's own config objects and says what they raise; runs in a process of its own.
+"""Builds megatron-core's own config objects and answers with their errors; runs in a process of its own.
 
 `judge.py` starts it with one release of megatron-core, and nothing of this project, on its path. It writes one
 line of JSON that says what the release is and whether it has the command line's code, then answers each line
@@ -6,7 +6,7 @@ line of JSON that says what the release is and whether it has the command line's
     {"class": "TransformerConfig", "fields": {..}}     or     {"arguments": [..], "environment": {..}}
 
 with `{"text": ..}`: the text of the error, or null when nothing was raised. An exception without a text is answered
-with the line of source that raised it, which is what a traceback shows; what takes longer than a minute with `late`.
+with the line of source that raised it, as a traceback shows it; a question that takes longer than a minute with `late`.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def build(config_class: str, fields: dict[str, typing.Any]) -> None:
 
 
 def parse(arguments: list[str], environment: dict[str, str]) -> None:
-    """Do what a training script does first: parse, validate, build both configs."""
+    """Begin as a training script: parse, validate, build both configs."""
     import megatron.core.utils
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
     from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args

@@ -1,7 +1,7 @@
 """Starts Python programs in processes forked from one that has imported torch.
 
 To import it takes 4 s of a core. In all else they are like programs that are started from the command line, up to the
-end of the interpreter: a program is `__main__`, and behind it threads are waited for and what is left is taken down.
+end of the interpreter: a program is `__main__`, and behind it threads are waited for and the rest is taken down.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from typing import NamedTuple
 # The packages of this checkout, where they are not installed, and the folders that pytest knows.
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "faults")]
-# Each process imports what the main module of this one does, which is pytest's.
+# Each process imports the modules of this one's main module, which is pytest's.
 _IMPORTED = [
     "pytest",
     "torch._dynamo",
@@ -31,7 +31,7 @@ _IMPORTED = [
 
 
 class Ended(NamedTuple):
-    """How a program has ended, and what it has printed."""
+    """How a program has ended, and its output."""
 
     returncode: int
     stdout: str
@@ -40,7 +40,7 @@ class Ended(NamedTuple):
 
 @cache
 def forks():
-    """Return what starts processes, as `multiprocessing` does, once the one that they are forked from runs."""
+    """Return the context that starts processes, as `multiprocessing` does, once the one to fork from runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     before = dict(os.environ)
@@ -87,7 +87,7 @@ def run(program, *words, timeout_s, **environment):
 
 def _run(program, words, environment, stdout, stderr):
     """Be the program's process."""
-    # A session of its own, so that whoever ends it can end what it has started.
+    # A session of its own, so that whoever ends it can end its own processes.
     os.setsid()
     for stream, where in ((1, stdout), (2, stderr)):
         if isinstance(where, Path):
@@ -98,11 +98,11 @@ def _run(program, words, environment, stdout, stderr):
             where.close()
     os.environ.clear()
     os.environ.update(environment)
-    # As in the foreground: what a shell starts in the background ignores Ctrl-C.
+    # As in the foreground: a program that a shell starts in the background ignores Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of the program are started as this Python starts them.
     multiprocessing.set_start_method(None, force=True)
-    # What has been imported by now is no garbage; to look through it takes a second at the end alone.
+    # Modules that have been imported by now are no garbage; to look through it takes a second at the end alone.
     gc.freeze()
     # With the folder of the program, as Python does.
     sys.path.insert(0, str(Path(program).parent))

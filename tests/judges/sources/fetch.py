@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def install_parsers() -> None:
-    """Install the parsers that trainers read their settings with, apart from what this project needs."""
+    """Install the parsers that trainers read their settings with, apart from this project's own packages."""
     if not PARSERS.is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(PARSERS), *LIBRARIES]
         subprocess.run(command, check=True)

@@ -13,7 +13,7 @@ NAME = "maxtext"
 RELEASES = ("0.2.5",)
 WHEEL = "maxtext"
 PYTHON = "3.12"
-# What is refused as the state is made, needs a mixture of experts, or is passed over.
+# Values that are refused as the state is made, needs a mixture of experts, or is passed over.
 NOT_JUDGED = {"mt-scan-axis", "mt-dropless", "mt-tensors-unread"}
 MODULES = {
     "pre_train": "pre_train.train",
@@ -62,7 +62,7 @@ class Witness:
         self._rl = yaml.safe_load(rl.read_text(encoding="utf-8")) if rl.is_file() else {}
 
     def ask(self, kind: str, given: dict[str, Any]) -> None:
-        """Make the configuration and check it; raise what the release raises."""
+        """Make the configuration and check it; raise the release's error."""
         with self._release:
             base = {**self._base, **(self._rl if kind == "rl" else {}), **NEEDED}
             base.pop("base_config", None)
@@ -75,7 +75,7 @@ class Witness:
 
 
 def asked(chance: random.Random, release: str) -> tuple[str, dict[str, Any]]:
-    """Return a program and what its command sets."""
+    """Return a program and the settings of its command."""
     given: dict[str, Any] = {}
     for name in ("optimizer_memory_host_offload", "parameter_memory_host_offload"):
         if chance.random() < 0.5:

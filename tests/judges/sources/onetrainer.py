@@ -23,7 +23,7 @@ TAGS = {
     "2026.8.19": "23df3832e8f213d64c337e39f9365ba46e99fed0",
 }
 FILENAME = "config.json"
-# Warnings, and what is raised only when a layer moves.
+# Warnings, and errors that are raised only when a layer moves.
 NOT_JUDGED = {
     "ot-offload-accumulation", "ot-accumulated", "ot-stays", "ot-whole-model", "ot-not-cpu-offloaded", "ot-not-set",
     "ot-unknown-name",
@@ -85,7 +85,7 @@ class Witness:
             optimizer(parameters, None, config)
         except RuntimeError:
             raise
-        except Exception:  # what stands behind the checks: there is nothing to optimize
+        except Exception:  # behind the checks: there is nothing to optimize
             pass
         loader = self._sources.take("modules.util.create", "create_data_loader")
         loader(None, None, None, config.model_type, None, config.training_method, config)

@@ -1,7 +1,7 @@
 """Asks OpenRLHF: the parser and checks of a program's main block, then the checks of `train` before it loads a model.
 
 The code of the release runs: the block below `__name__`, and of `train_ppo_ray` the function `train` up to its
-first group of actors. What a release prints is an answer too.
+first group of actors. The text that a release prints is an answer too.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from source_parts import Sources
 NAME = "openrlhf"
 RELEASES = ("0.10.2", "0.10.3", "0.10.4", "0.11.0", "0.11.1", "0.11.2")
 WHEEL = "openrlhf"
-# What no line of a program says: where tensors are, and what DeepSpeed does with its configuration.
+# Facts that no line of a program states: where tensors are, and how DeepSpeed reads its configuration.
 NOT_JUDGED = {
     "orlhf-awake", "orlhf-frozen-stage", "orlhf-ema-stage", "orlhf-sleep-offloaded", "orlhf-muon-stage3",
     "orlhf-muon-offload", "orlhf-muon-silent",

@@ -15,7 +15,7 @@ NAME = "roll"
 RELEASES = ("0.2.1", "0.3.0")
 REPOSITORY = "alibaba/ROLL"
 FILENAME = "config.yaml"
-# What is passed over, or decided as the strategy begins.
+# Settings that are passed over, or judged as the strategy begins.
 NOT_JUDGED = {
     "roll-unknown-offload", "roll-optimizer-offload", "roll-optimizer-fsdp2", "roll-policy-megatron",
     "roll-offload-nccl", "roll-states-unread", "roll-step-unread", "roll-step-fsdp2",
@@ -60,7 +60,7 @@ class Witness:
             }
 
     def ask(self, kind: str, entries: dict[str, Any]) -> None:
-        """Make the dataclasses; raise what the release raises."""
+        """Make the dataclasses; raise the release's error."""
         with self._release:
             self._from_dict(data_class=self._classes[kind], data=yaml.safe_load(command(kind, entries)))
 

@@ -1,4 +1,4 @@
-"""Asks SimpleTuner: what it makes of a config.json, its parser and what this checks, then `safety_check`.
+"""Asks SimpleTuner: how it reads a config.json, its parser with that parser's checks, then `safety_check`.
 
 The code of the release runs: `mapping_to_cli_args`, `parse_cmdline_args`, `safety_check` and the check of the
 number of swapped blocks. Its libraries are stood in for, and so is a machine with CUDA.
@@ -17,7 +17,7 @@ NAME = "simpletuner"
 RELEASES = ("4.7.1", "4.8.0", "4.9.3", "4.10.1")
 WHEEL = "simpletuner"
 FILENAME = "config.json"
-# What the trainer does with a setting later on, in the middle of a method that loads the model.
+# The trainer's later uses of a setting, in the middle of a method that loads the model.
 NOT_JUDGED = {"st-ramtorch-parts", "st-swap-model", "st-blocks-swap"}
 PRINTED = {"st-prefetch-alone"}
 SWITCHES = (
@@ -29,7 +29,7 @@ FAMILIES = ("flux", "flux2", "sd3", "sdxl", "wan", "qwen_image", "z_image", "chr
 
 
 class Refused(SystemExit):
-    """What argparse says before it ends the run; no `Exception`, as the parser's caller takes each of these."""
+    """Argparse's message before it ends the run; no `Exception`, as the parser's caller takes each of these."""
 
 
 class Witness:

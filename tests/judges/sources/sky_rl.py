@@ -15,7 +15,7 @@ import stand_ins
 NAME = "skyrl"
 RELEASES = ("0.1.0", "0.2.0", "0.3.0", "0.4.0")
 WHEEL = "skyrl"
-# Where tensors are, which no check says; what a worker asserts when it is built; a text that counts as true.
+# Where tensors are, which no check says; assertions of a worker when it is built; a text that counts as true.
 NOT_JUDGED = {
     "sky-async-colocated",
     "sky-native-offload",

@@ -17,7 +17,7 @@ NAME = "unsloth"
 RELEASES = ("2026.10.9",)
 WHEEL = "unsloth"
 FILENAME = "train.py"
-# What nothing says: which checkpointing it is, and that a swap which is there stays.
+# Facts that nothing states: which checkpointing it is, and that a swap which is there stays.
 NOT_JUDGED = {"us-checkpointing-short", "us-layers-twice"}
 ALSO_JUDGED = {"us-layers-sharded"}  # about a Trainer, whose script it is
 PRINTED = {"us-load-auto-falls-back", "us-embedding-inference"}
@@ -106,7 +106,7 @@ def _checks(sources: Sources, module: str, owner: str) -> list[ast.stmt]:
 
 
 def asked(chance: random.Random, release: str) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
-    """Return what both calls are given, and what shards."""
+    """Return the arguments of both calls, and the way to shard."""
     share = chance.choice([0.1, 0.3, 0.6])
     numbers = [0, 4, 8, "auto", None, False, True, -1, 0.5, "all", 3]
 

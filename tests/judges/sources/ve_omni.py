@@ -12,7 +12,7 @@ NAME = "veomni"
 RELEASES = ("0.1.10", "0.1.11", "0.1.12")
 WHEEL = "veomni"
 FILENAME = "train.yaml"
-# What is passed over, or only slow.
+# Settings that are passed over, or only slow.
 NOT_JUDGED = {
     "veomni-name-passed-over", "veomni-offload-ddp", "veomni-limit-alone", "veomni-limit-recomputed",
     "veomni-async-alone", "veomni-pageable",
@@ -43,7 +43,7 @@ class Witness:
                 setattr(devices, name, bool)  # a GPU of NVIDIA's
 
     def ask(self, entries: dict[str, Any]) -> None:
-        """Make the arguments; raise what the release raises."""
+        """Make the arguments; raise the release's error."""
         with self._release:
             self._make(self._class, yaml.safe_load(command(entries)))
 

@@ -42,7 +42,7 @@ class Witness:
             self._class = importlib.import_module("xtuner.v1.config.fsdp").FSDPConfig
 
     def ask(self, given: dict[str, Any]) -> None:
-        """Make the configuration; raise what the release raises."""
+        """Make the configuration; raise the release's error."""
         with self._release:
             self._class(**given)
 

@@ -1,4 +1,4 @@
-"""A small sample of what `make test-torchtune` judges at length."""
+"""A small sample of the configurations that `make test-torchtune` judges at length."""
 
 import sys
 from pathlib import Path

@@ -3,8 +3,8 @@
     python tests/judges/torchtune/torchtune_judge.py --configurations 5000
 
 A recipe raises its first error alone, so a raised text must be among our findings, and our errors must be raised at
-all. What is ignored is judged by what the recipe asks its configuration for; warnings are compared as sets. With
-`--mutants`, each judged rule is taken away in turn, and the answers have to show it.
+all. An ignored key is judged by the keys that the recipe reads of its configuration; warnings are compared as sets.
+With `--mutants`, each judged rule is taken away in turn, and the answers have to show it.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from skill_tools.rules.lint import lint
 FOLDER = Path(__file__).parents[3] / "build" / "judges" / "torchtune"
 WITNESS = Path(__file__).with_name("torchtune_witness.py")
 RAISING = ("raises", "raises-at-build")
-# What a recipe says or leaves unread before its first step.
+# Errors that a recipe raises, and keys that it leaves unread, before its first step.
 JUDGED = [
     rule
     for rule in load_rules()
@@ -43,7 +43,7 @@ KEY_OF = {
     "tt-offload-single": "fsdp_cpu_offload",
     "tt-ao-missing-recipe": "enable_activation_offloading",
 }
-# What is ours to know; the recipes raise more, about other things.
+# Errors that are ours to know; the recipes raise more, about other things.
 CONCERNS = re.compile(r"offload|in.?bwd|fused optimizer|compiling the optimizer", re.IGNORECASE)
 
 
@@ -71,7 +71,7 @@ class Release:
         self._process.wait()
 
     def ask(self, asked: Asked) -> dict[str, Any]:
-        """Return what the recipe raised, read and warned of."""
+        """Return the recipe's error, the keys that it read, and its warnings."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(asked._asdict()) + "\n")
@@ -81,7 +81,7 @@ class Release:
 
 
 def says(rule: Rule, text: str) -> bool:
-    """Whether `text` is what the rule says that the framework prints."""
+    """Whether `text` is the text that the framework prints by the rule."""
     return any(one in text for one in rule.raises)
 
 
@@ -141,7 +141,7 @@ def disagreements(heard: Heard, rules: Sequence[Rule]) -> Iterator[str]:
 
 
 def answers(version: str, seeds: Iterable[int]) -> list[Heard]:
-    """Return what a release says to each configuration whose recipe it has, and what we say."""
+    """Return a release's answer to each configuration whose recipe it has, and ours."""
     heard = []
     with Release(version) as release, tempfile.TemporaryDirectory() as name:
         for asked in map(drawn, seeds):

@@ -2,7 +2,7 @@
 
     python torchtune_witness.py build/judges/torchtune/0.6.1 build/judges/torchtune/dependencies
 
-A question is `{"recipe": .., "config": {..}, "world": 8}`. The answer says what the recipe raised, if anything, and
+A question is `{"recipe": .., "config": {..}, "world": 8}`. The answer is the recipe's error, if any, and
 which keys at the top of the configuration it asked for. The recipe's file is executed as it stands; OmegaConf is real,
 and so is torchtune's `ParallelDims`. Everything else that it imports is an object that takes any call.
 """
@@ -88,7 +88,7 @@ class Anything:
 
 
 class Interface:
-    """What recipes inherit from."""
+    """The base class of recipes."""
 
 
 class Stub(ModuleType):
@@ -132,7 +132,7 @@ class Device(Anything):
 
 
 class World:
-    """What the recipes learn of the machine: set before each question."""
+    """The machine, as the recipes see it: set before each question."""
 
     size = 1
     distributed = False
@@ -167,7 +167,7 @@ class Mesh(Anything):
 
 
 def prepare(release: Path) -> None:
-    """Give the stubs what the recipes compare or unpack."""
+    """Give the stubs the values that the recipes compare or unpack."""
     torch, config, training, utils = (
         importlib.import_module(name)
         for name in ("torch", "torchtune.config", "torchtune.training", "torchtune.utils")
@@ -201,7 +201,7 @@ class Recipe:
                 self._shorten(made)
 
     def _shorten(self, recipe: type) -> None:
-        """Take out of a recipe what comes after its checks."""
+        """Take out of a recipe the lines after its checks."""
         for name in ("train", "cleanup", "save_checkpoint"):
             setattr(recipe, name, lambda self, *_arguments, **_keywords: None)
         for name in ("_setup_lr_scheduler", "_setup_profiler"):
@@ -236,7 +236,7 @@ def watched(configuration: dict[str, Any], read: set[str]) -> Any:
 
 
 def answered(release: Path, recipes: dict[str, Recipe], question: dict[str, Any]) -> dict[str, Any]:
-    """Return what the recipe raised and what it read."""
+    """Return the recipe's error and the keys that it read."""
     name = question["recipe"]
     path = release / "recipes" / f"{name}.py"
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Asks one release of transformers, and TRL beside it, what it says to arguments; a process of its own, on a CPU.
+"""Asks one release of transformers, and TRL beside it, its answer to arguments; a process of its own, on a CPU.
 
     python trainer_process.py build/transformers/5.23.0 build/transformers/dependencies-5 build/transformers/beside
 
@@ -9,7 +9,8 @@ fields of the dataclasses of some modules; anything else is a run:
 
 The answer's `errors` is the first exception of each stage that is reached: the arguments' own checks, the checks that
 the Trainer makes of its accelerator, DeepSpeed's values against the Trainer's. `warnings` is what was logged or warned
-meanwhile. What needs a machine is stood in for: a CUDA device that knows bf16, an initialized process group, DeepSpeed.
+meanwhile. Parts that need a machine are stood in for: a CUDA device that knows bf16, an initialized process group,
+DeepSpeed.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ MODULES = {
 
 
 class Heard(logging.Handler):
-    """Keeps what is logged at the level of a warning."""
+    """Keeps messages at the level of a warning."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -84,7 +85,7 @@ class Plugins:
 
 
 def stages(request: dict[str, Any]) -> list[Callable[[dict[str, Any]], None]]:
-    """Return what is done in turn, each with what the ones before it left."""
+    """Return the calls in turn, each with the results of those before it."""
 
     def construct(left: dict[str, Any]) -> None:
         name = request["class"]
@@ -103,7 +104,7 @@ def stages(request: dict[str, Any]) -> list[Callable[[dict[str, Any]], None]]:
         stub.is_distributed_loading_by_transformers = False
         stub.create_accelerator_and_postprocess()
         left["stub"] = stub
-        # What `Trainer.__init__` asks next; the rest of it needs a model on a device.
+        # The next questions of `Trainer.__init__`; the rest of it needs a model on a device.
         if args.fsdp:
             if stub.is_deepspeed_enabled:
                 raise ValueError(
@@ -140,7 +141,7 @@ def answer(request: dict[str, Any], heard: Heard) -> dict[str, Any]:
 
 
 def without_trainers(name: str) -> None:
-    """Stand in for the packages of an experimental module: they import trainers, which need what is not here."""
+    """Stand in for the packages of an experimental module: they import trainers, which need missing packages."""
     parents = name.split(".")[:-1]
     for depth in range(2, len(parents) + 1):
         package = ".".join(parents[:depth])
@@ -179,7 +180,7 @@ def main() -> None:
     sys.path[:0] = [*sys.argv[1:], empty.name]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     answers, sys.stdout = sys.stdout, sys.stderr  # a library that prints does not spoil the answers
-    checks = ModuleType("transformers.dependency_versions_check")  # what is fetched need not be the newest
+    checks = ModuleType("transformers.dependency_versions_check")  # a fetched release need not be the newest
     checks.dep_version_check = lambda *_: None  # type: ignore[attr-defined]
     sys.modules[checks.__name__] = checks
     run = {"distributed": True}
