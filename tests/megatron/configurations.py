@@ -2,7 +2,7 @@
 
 Keys that a release does not have are left out, except that now and then one offload key is too new, which the
 rules must see as well. The other values that a drawn value needs to be valid (a dtype for a pipeline, a method for full
-recomputation) is added, so that most configurations get as far as the checks on offloading.
+recomputation) are added, so that most configurations get as far as the checks on offloading.
 """
 
 from collections.abc import Mapping
