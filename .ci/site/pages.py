@@ -1,6 +1,7 @@
 """What the site has beside docs/: home from README, rules, changelog, models, GPUs, API; and links from ids of rules.
 
-MkDocs calls these functions (`hooks` in mkdocs.yml). Guides come before rules in its search.
+MkDocs calls these functions (`hooks` in mkdocs.yml). Guides come before rules in its search. What is built has no
+bytes that no reader sees: indentation, and styles of parts that no page has.
 """
 
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import planner
+import slim
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -63,6 +65,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the plan's figure into the page itself, where it has its values under the pointer and the page's colours."""
     return _FIGURE.sub(_inlined, html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Take the indentation out of a page, but not out of its code."""
+    parts = re.split(r"(<pre\b.*?</pre>)", output, flags=re.DOTALL)
+    return "".join(part if part.startswith("<pre") else re.sub(r"\n\s+", "\n", part) for part in parts)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Take out of the theme's stylesheets what no page can show."""
+    slim.slim(Path(config.site_dir))
 
 
 def _inlined(image: re.Match[str]) -> str:

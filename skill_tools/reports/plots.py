@@ -7,6 +7,7 @@ In SVG and HTML each bar and each point of the frontier has its value as a title
 pointer. A page stacks its two drawings where it is narrow, and shows the value that is tapped in a line below.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,14 @@ def write(plan: Plan, path: str, *, may_overwrite: bool = False) -> None:
 
 def _style(ink: str) -> Any:
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    return {**dict.fromkeys(coloured, ink), "svg.fonttype": "none", "svg.hashsalt": "plan", "font.size": 9}
+    return {
+        **dict.fromkeys(coloured, ink),
+        "svg.fonttype": "none",
+        "svg.hashsalt": "plan",
+        "font.size": 9,
+        "font.sans-serif": ["DejaVu Sans", "Verdana"],
+        "path.simplify": False,  # dots are lines of no length
+    }
 
 
 def _save(drawn: bytes, target: Path, *, may_overwrite: bool) -> None:
@@ -185,6 +193,9 @@ def _bars(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
         if any(widths):
             drawn = axes.barh(labels, widths, left=left, color=colour, label=name, height=0.7)
             for bar, width, option in zip(drawn, widths, compared, strict=True):
+                if not width:
+                    bar.remove()
+                    continue
                 _valued(bar, f"{option.candidate.label}: {name} {width:.2f} GiB", values)
             left = [start + width for start, width in zip(left, widths, strict=True)]
     budget = plan.budget.gpu_bytes / GIB
@@ -220,7 +231,7 @@ def _bars(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
 
 def _frontier(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
     evaluated = points(plan)
-    axes.scatter(*zip(*_told_apart(evaluated), strict=True), s=8, color="#9d9da1", label="legal combinations")
+    _dots(axes, _told_apart(evaluated), "#9d9da1", "legal combinations")
     axes.plot(*zip(*frontier(evaluated), strict=True), color="#4c78a8", linewidth=1.5, label="frontier")
     for memory_gib, step_s in _told_apart(frontier(evaluated)):
         (mark,) = axes.plot([memory_gib], [step_s], marker="o", markersize=4, color="#4c78a8")
@@ -237,6 +248,16 @@ def _frontier(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=ink)
     _plain(axes)
+
+
+def _dots(axes: Any, places: Sequence[tuple[float, float]], colour: str, label: str) -> None:
+    """Draw a round dot at each place as one path, which takes a fifth of as many marks."""
+    # Agg draws no line without length; nobody sees this one.
+    length = 1e-6 * (max(x for x, _ in places) or 1)
+    across = [number for x, _ in places for number in (x, x + length, math.nan)]
+    up = [number for _, y in places for number in (y, y, math.nan)]
+    axes.plot(across, up, color=colour, linewidth=2.8, solid_capstyle="round")
+    axes.scatter([], [], s=8, color=colour, label=label)
 
 
 def points(plan: Plan) -> list[tuple[float, float]]:
@@ -298,7 +319,9 @@ def _themed(figure: Any, values: Sequence[str]) -> str:
     svg = (
         buffer.getvalue().replace(_INK, "currentColor").replace("<defs>", f"<style>{_THEME}</style><defs>", 1)
     )
-    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)  # hundredths of a point are seen by nobody
+    svg = re.sub(r"(\d\.\d)\d+(?=[^<>]*>)", r"\1", svg)  # below a tenth of a point nobody sees a place
+    svg = re.sub(r">\s+<", ">\n<", svg)
+    svg = re.sub(r"\s*\n(?!<)\s*", " ", svg)
     for number, text in enumerate(values):
         svg = svg.replace(
             f'<g id="value-{number}">', f'<g id="value-{number}"><title>{escape(text)}</title>', 1
