@@ -41,6 +41,7 @@ class Observer:
         self._is_counting = False  # in this step
         self._is_over = False
         self._peak_bytes = 0
+        self._foreign_bytes = 0  # the most that owners held of memory that no allocator here counts
         self._undo: list[Callable[[], None]] = []
         self._ledger: Any = None
         self.seen: dict[str, Any] = {"steps": 0, "step_s": None, "now": None, "peak": None, "problem": None}
@@ -136,7 +137,12 @@ class Observer:
         tiers = self._owners.count(cpu_is_device=self._ledger is not None)
         live_bytes = self._live_bytes()
         if live_bytes is not None:
-            tiers.device[REST] = max(live_bytes - sum(tiers.device.values()), 0)
+            owned_bytes = sum(tiers.device.values())
+            self._foreign_bytes = max(self._foreign_bytes, owned_bytes - live_bytes)
+            live_bytes += self._foreign_bytes
+            tiers.device[REST] = live_bytes - owned_bytes
+            if self.seen["peak"]:
+                self.seen["peak"]["bytes"] = self._peak_bytes + self._foreign_bytes
         self.seen.setdefault("moments", {})[moment] = tiers._asdict()
         self.seen["now"] = {**tiers._asdict(), "moment": moment, "device_bytes": live_bytes}
         took_s = time.perf_counter() - began_s
@@ -158,7 +164,11 @@ class Observer:
         if peak_bytes > self._peak_bytes:
             self._peak_bytes = peak_bytes
             self._next_s = min(self._next_s, time.perf_counter())
-            self.seen["peak"] = {"bytes": peak_bytes, "phase": phase, "step": self.seen["steps"]}
+            self.seen["peak"] = {
+                "bytes": peak_bytes + self._foreign_bytes,
+                "phase": phase,
+                "step": self.seen["steps"],
+            }
 
     def _end(self) -> None:
         if os.getpid() == self._process:

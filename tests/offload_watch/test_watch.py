@@ -93,6 +93,20 @@ optimizer = applied.optimizer
     assert mebibytes(device).get("optimizer states", 0) < 24
 
 
+def test_owners_have_no_more_than_the_peak() -> None:
+    """Without a GPU the ledger misses what the optimizer keeps there for passing states."""
+    words = "from cpu_offloading import HybridDeviceOptimizer\nmodel ="
+    program = PLAIN.replace("model =", words, 1).replace(
+        "torch.optim.AdamW(model.parameters(), foreach=False)",
+        "HybridDeviceOptimizer(model.parameters(), offload_fraction=0.5)\noptimizer.attach(model)",
+    )
+    done = call(*WATCH, "--every", "1000", "--", sys.executable, "-c", program)
+    assert done.returncode == 7, done.stderr
+    device = done.stderr.splitlines()[-1].partition("; host ")[0]
+    peak, owners = re.findall(r"peak ([\d.]+) MiB", device), re.findall(r"[:,] [a-z ]+ ([\d.]+) MiB", device)
+    assert sum(map(float, owners)) <= float(peak[0]) + 0.05 * len(owners), device
+
+
 def test_in_a_pipe_lines_come_while_it_runs() -> None:
     program = PLAIN.replace("range(4)", "range(40)").replace(
         "optimizer.zero_grad()", "optimizer.zero_grad(); __import__('time').sleep(0.1)"
