@@ -20,6 +20,8 @@ from typing import NoReturn
 if not __package__:  # run as a folder: make the package importable from wherever it lies
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
+from skill_tools.started import COMMAND
+
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "lint": "find settings that break, contradict or do nothing",
@@ -116,7 +118,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     if arguments and arguments[0] in COMMANDS:
         return _command_parser(arguments.pop(0))
     parser = _Parser(
-        prog="offload", description="Move training memory from GPU to CPU.", formatter_class=_formatter
+        prog=COMMAND, description="Move training memory from GPU to CPU.", formatter_class=_formatter
     )
     width = max(map(len, COMMANDS))
     parser.epilog = "commands:\n" + "\n".join(f"  {name:<{width}}  {does}" for name, does in COMMANDS.items())
@@ -134,7 +136,7 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
 def _command_parser(name: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f"skill_tools.commands.{name}")
     parser = _Parser(
-        prog=f"offload {name}",
+        prog=f"{COMMAND} {name}",
         description=module.__doc__,
         formatter_class=_formatter,
         allow_abbrev=False,

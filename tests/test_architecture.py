@@ -24,7 +24,7 @@ SKILL_FLOORS = {
     "__main__": 8, "completion": 7, "commands": 7, "reports": 6, "upkeep": 6, "planning": 5,
     "diagnosis": 5, "snapshots": 5, "rules": 4, "card": 4,
     "dialects": 3, "configs": 2, "knowledge": 1, "units": 1, "terminal": 1, "bundle": 0, "errors": 0,
-    "nearest": 0,
+    "nearest": 0, "started": 0,
 }  # fmt: skip
 REFERENCE_FLOORS = {
     "training": 8, "integrations": 8, "fitting": 7, "verification": 6, "parking": 6, "trained_layers": 5,

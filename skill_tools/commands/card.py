@@ -20,6 +20,7 @@ from types import ModuleType
 
 from skill_tools.bundle import root
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +57,7 @@ def _require_valid_data(top: Path) -> None:
         raise UnusableInput(
             f"{broken[0]}{more}",
             expected="data that keeps its schema in schema/",
-            attempt="offload card check, which lists every such place",
+            attempt=f"{COMMAND} card check, which lists every such place",
         )
 
 

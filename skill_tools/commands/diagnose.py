@@ -43,6 +43,7 @@ from skill_tools.planning.search.planner import Plan
 from skill_tools.reports import diagnoses
 from skill_tools.rules.finding import Finding
 from skill_tools.snapshots.snapshot import is_snapshot, read_snapshot
+from skill_tools.started import COMMAND
 from skill_tools.units import gib
 
 _SAMPLE = 1 << 16
@@ -115,7 +116,7 @@ def _snapshots(args: argparse.Namespace) -> int:
         raise UnusableInput(
             f"{args.inputs[-1]} stands beside a memory snapshot",
             expected="one snapshot, or two to compare",
-            attempt=f"offload diagnose {args.log} --plan plan.json",
+            attempt=f"{COMMAND} diagnose {args.log} --plan plan.json",
         )
     read = [read_snapshot(path) for path in (args.log, *args.inputs)]
     plan = None if args.against is None else planned(_json(args.against))
@@ -123,7 +124,7 @@ def _snapshots(args: argparse.Namespace) -> int:
         raise UnusableInput(
             f"--plan {args.against} predicts nothing that can be compared",
             expected="a plan with a recommendation",
-            attempt="offload plan ... --format json > plan.json",
+            attempt=f"{COMMAND} plan ... --format json > plan.json",
         )
     if args.format == "json":
         print(printable_json(snapshots.as_json(read, plan)))
@@ -141,7 +142,7 @@ def _json(path: str) -> Any:
         raise UnusableInput(
             f"{path} is no JSON: {error}",
             expected="a plan",
-            attempt="offload plan ... --format json > plan.json",
+            attempt=f"{COMMAND} plan ... --format json > plan.json",
         ) from None
 
 
@@ -151,14 +152,14 @@ def _log(args: argparse.Namespace) -> Log:
         raise UnusableInput(
             "no log is given",
             expected="LOG, a training log or traceback, or - for standard input",
-            attempt="offload diagnose train.log",
+            attempt=f"{COMMAND} diagnose train.log",
         )
     log = next((path for path in args.inputs if not looks_like_configuration(path)), None)
     if log is not None and looks_like_configuration(args.log):
         raise UnusableInput(
             f"{args.log} stands where the log belongs, and {log} after it",
             expected="LOG first, then the run's configuration",
-            attempt=f"offload diagnose {log} {args.log}",
+            attempt=f"{COMMAND} diagnose {log} {args.log}",
         )
     text = read_log(args.log)
     if _is_binary(text.text[:_SAMPLE]):

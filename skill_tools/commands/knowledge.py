@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +83,8 @@ def _summary(package: str, release: str, source: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError):
         raise UnusableInput(
             f"{source} is no summary of a release",
-            expected="what offload knowledge diff --save wrote",
-            attempt=f"offload knowledge diff {package}=={release} OLD.whl --save {source}",
+            expected=f"what {COMMAND} knowledge diff --save wrote",
+            attempt=f"{COMMAND} knowledge diff {package}=={release} OLD.whl --save {source}",
         ) from None
 
 

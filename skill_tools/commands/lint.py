@@ -45,6 +45,7 @@ from skill_tools.rules.knowledge import rules_about
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import with_remedies
 from skill_tools.rules.selection import kept
+from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:
     from skill_tools.rules.repair import Repaired
@@ -356,7 +357,7 @@ def _groups(args: argparse.Namespace) -> Iterator[Group]:
         raise UnusableInput(
             "there is nothing to lint",
             expected="FILE, --stdin or --overrides",
-            attempt="offload lint run.yaml",
+            attempt=f"{COMMAND} lint run.yaml",
         )
     if args.compose or args.overrides:
         yield Group(tuple(names))
@@ -378,7 +379,7 @@ def _tell_overrides_from_files(args: argparse.Namespace) -> None:
         raise UnusableInput(
             f"--overrides took the file {taken[0]!r}",
             expected="settings after --overrides",
-            attempt=f"offload lint {taken[0]} --overrides KEY=VALUE",
+            attempt=f"{COMMAND} lint {taken[0]} --overrides KEY=VALUE",
         )
 
 
@@ -424,7 +425,7 @@ def _say_what_stays(repaired: "Repaired", sources: Sequence[Source], args: argpa
     )
     one = sum(counts[severity] for severity in (Severity.ERROR, Severity.WARNING)) == 1
     names = " ".join(source.name for source in sources)
-    where = f"offload lint {names}" if names and not args.stdin else "offload lint without --diff"
+    where = f"{COMMAND} lint {names}" if names and not args.stdin else f"{COMMAND} lint without --diff"
     print(f"offload: {shown}; {', '.join(left)} {'remains' if one else 'remain'}: {where}", file=sys.stderr)
 
 

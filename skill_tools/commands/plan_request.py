@@ -26,6 +26,7 @@ from skill_tools.planning.search.legality import with_settings
 from skill_tools.planning.search.options import Budget, Prepared
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.restriction import FAMILIES, Restriction, named
+from skill_tools.started import COMMAND
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
 _MOST_GPUS = 1_000_000
@@ -291,7 +292,7 @@ def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[
         unnamed = isinstance(error, UnknownShapeError)
         if not unnamed and (model is None or known_models.find(model) is not None):
             raise
-        attempt = f"{error.attempt}; `offload plan --list-models` prints the known models"
+        attempt = f"{error.attempt}; `{COMMAND} plan --list-models` prints the known models"
         raise type(error)(error.problem, expected=error.expected, attempt=attempt) from None
 
 
@@ -378,7 +379,7 @@ def _present(built: TrainingRun) -> Machine:
         raise UnusableInput(
             "--gpu auto: nobody has measured this machine, and torch finds no GPU",
             expected=f"its profile in {kept_profile.path()}, or its card",
-            attempt="offload probe, once, or --gpu NAME",
+            attempt=f"{COMMAND} probe, once, or --gpu NAME",
         )
     known = machine.known(device.name, ranks_on_node=built.layout.ranks_on_node)
     total = device.allocator.total_bytes
@@ -395,21 +396,22 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
     if not where.measured and args.gpu == AUTO:
         taken = machine.known(where.name).gpu_memory_bytes - where.gpu_memory_bytes
         return (
-            f"GPU: {where.name}, which is here, less {gib(taken)} that others hold; `offload probe`, run once, keeps "
+            f"GPU: {where.name}, which is here, less {gib(taken)} that others hold; `{COMMAND} probe`, run once, keeps "
             "this machine's rates"
         )
     if where.stands_for:
         cards = ", ".join(where.stands_for)
-        return f"GPU: not named, so its rates may be those of {cards}; `offload probe`, run once, keeps this machine's"
+        keeps = f"`{COMMAND} probe`, run once, keeps this machine's"
+        return f"GPU: not named, so its rates may be those of {cards}; {keeps}"
     from skill_tools.planning.cost import kept_profile
 
     days = kept_profile.age_days()
     age = (
         ""
         if days is None or days <= kept_profile.OLD_DAYS
-        else f"; {days} days old, offload probe measures again"
+        else f"; {days} days old, {COMMAND} probe measures again"
     )
-    return f"GPU: this machine, as `offload probe` measured it{age}"
+    return f"GPU: this machine, as `{COMMAND} probe` measured it{age}"
 
 
 def _of_files(config: Config) -> Iterator[Assumption]:

@@ -13,6 +13,7 @@ from skill_tools.errors import UnusableInput, printable_lines
 from skill_tools.planning.search.planner import Plan
 from skill_tools.rules.fixes import repaired, unified_diff
 from skill_tools.rules.knowledge import RuleFix
+from skill_tools.started import COMMAND
 
 
 def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
@@ -30,7 +31,7 @@ def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
         raise UnusableInput(
             "the plan's change has no place that can be edited in the files",
             expected="a YAML or JSON file, or a launch script with plain flags",
-            attempt="offload plan without --write and --diff, which prints the lines to change",
+            attempt=f"{COMMAND} plan without --write and --diff, which prints the lines to change",
         )
     return texts
 

@@ -16,6 +16,7 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import kept_profile
 from skill_tools.reports import measuring
 from skill_tools.reports.measuring import progress
+from skill_tools.started import COMMAND
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     kept = kept_profile.keep(document) if device.is_accelerator else None
     if kept is not None:
-        print(f"kept in {kept}: offload plan finds it there", file=sys.stderr)
+        print(f"kept in {kept}: {COMMAND} plan finds it there", file=sys.stderr)
     print(text if args.format == "json" else measuring.profile(document))
     return 0
 

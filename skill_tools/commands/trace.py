@@ -20,6 +20,7 @@ from skill_tools.commands.verify import reference
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import shape_sources
 from skill_tools.reports import measuring
+from skill_tools.started import COMMAND
 
 _LONGEST = 200
 _BESIDE_TEXT = ("vision", "audio")
@@ -119,7 +120,7 @@ def _profile(
         raise UnusableInput(
             f"{config}: {said}",
             expected="the config.json of a Hugging Face model, or its folder",
-            attempt="offload trace MODEL_FOLDER, whose config.json has the model's class under architectures",
+            attempt=f"{COMMAND} trace MODEL_FOLDER, whose config.json has the model's class under architectures",
         ) from None
     try:
         # Progress begins where the input is known to be a model: a refusal is one line.
@@ -157,7 +158,7 @@ def _instead(entries: dict[str, Any], config: str) -> str:
         shape_sources.from_entries(entries, config)
     except UnusableInput:
         return "reference_impl.trace(model, batch, loss) with a batch that your model takes"
-    return f"offload plan {config}, whose formula is within 8 % of most decoders"
+    return f"{COMMAND} plan {config}, whose formula is within 8 % of most decoders"
 
 
 def _first_line(error: Exception) -> str:

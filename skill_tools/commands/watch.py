@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=float, default=10, metavar="S", help="seconds between lines in a pipe; default: 10"
     )
-    parser.usage = "offload watch [--plan FILE] [--every S] -- PROGRAM [ARGUMENT ...]"
+    parser.usage = f"{COMMAND} watch [--plan FILE] [--every S] -- PROGRAM [ARGUMENT ...]"
     parser.set_defaults(program=[])  # the program and its arguments, behind the two dashes
 
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the program; raises `UnusableInput` where there is none, or the plan is none."""
     if not args.program:
         raise UnusableInput(
-            "no program", expected="two dashes and a command", attempt="offload watch -- python train.py"
+            "no program", expected="two dashes and a command", attempt=f"{COMMAND} watch -- python train.py"
         )
     if not 0.1 <= args.every < math.inf:
         raise UnusableInput(f"--every {args.every}", expected="0.1 seconds or more", attempt="--every 10")
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnusableInput(
             f"{args.program[0]}: {error.strerror}",
             expected="a program that can be started",
-            attempt="offload watch -- python train.py",
+            attempt=f"{COMMAND} watch -- python train.py",
         ) from None
 
 
@@ -71,13 +72,13 @@ def _plan(path: Path) -> Mapping[str, Any]:
         raise UnusableInput(
             f"--plan {path}: {error}",
             expected="a plan as JSON",
-            attempt="offload plan ... --format json > FILE",
+            attempt=f"{COMMAND} plan ... --format json > FILE",
         ) from None
     if planned(document) is None:
         raise UnusableInput(
             f"--plan {path}: predicts nothing that can be compared",
             expected="a plan with a recommendation",
-            attempt="offload plan ... --format json > FILE",
+            attempt=f"{COMMAND} plan ... --format json > FILE",
         )
     found: Mapping[str, Any] = document
     return found

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from skill_tools.started import COMMAND
+
 
 class Place(NamedTuple):
     """Where a value stands: `file` as the user named it (or `<overrides>`), `line` and `column` from 1."""
@@ -126,6 +128,6 @@ class Config(NamedTuple):
         """Return one line for each file that is named and is another configuration, to be linted too."""
         return tuple(
             f"{setting.place.file}:{setting.place.line} {setting.written}: a configuration of {setting.key} that is "
-            f"not read with this one; offload lint {setting.value}"
+            f"not read with this one; {COMMAND} lint {setting.value}"
             for setting in self.unread_files
         )

@@ -46,6 +46,7 @@ from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity
 from skill_tools.rules.knowledge import Rule
+from skill_tools.started import COMMAND
 from skill_tools.units import GIB, gib
 
 CPU_OPTIMIZER_BYTES = (
@@ -337,6 +338,6 @@ def _plan_command(found: Diagnosis) -> str:
     loop, machine = registry.named(registry.WITHOUT_FILES), " ".join(words)
     model = f" --model {found.model}" if found.model else ""
     return (
-        f"offload plan FILE{model} {machine}; for {loop.label}, which has no FILE: "
-        f"offload plan --framework {loop.name}{model or ' --model NAME'} {machine}"
+        f"{COMMAND} plan FILE{model} {machine}; for {loop.label}, which has no FILE: "
+        f"{COMMAND} plan --framework {loop.name}{model or ' --model NAME'} {machine}"
     )

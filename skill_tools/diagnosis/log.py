@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 from skill_tools.configs.files import open_file
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 _CHUNK_BYTES = 1 << 20
 _CHUNKS_AT_THE_END = 2
@@ -128,6 +129,6 @@ def _piped(file: IO[bytes]) -> Iterator[bytes]:
             raise UnusableInput(
                 f"standard input holds more than {_MOST_PIPED_BYTES >> 20} MiB",
                 expected=_EXPECTED,
-                attempt="tail -c 100M train.log | offload diagnose -",
+                attempt=f"tail -c 100M train.log | {COMMAND} diagnose -",
             )
         yield chunk

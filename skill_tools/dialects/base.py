@@ -15,6 +15,7 @@ from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.configs.source import Kind, Source
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
     from skill_tools.configs.yaml_lines import Node
@@ -141,7 +142,7 @@ class Dialect(ABC):
         left_out = dict.fromkeys((*self.adapter_without, *(STATES_OF_OPTIMIZERS if keeps_optimizer else ())))
         more = "".join(f" {option}" for option in (*options, *(f"--without {each}" for each in left_out)))
         return (
-            f"with this project's offloaders instead, carry it out: offload plan --framework pytorch --model {model} "
+            f"with this project's offloaders instead, carry it out: {COMMAND} plan --framework pytorch --model {model} "
             f"--gpus {gpus}{more} --format json > plan.json, then {self.adapter}"
         )
 
@@ -235,7 +236,7 @@ class Dialect(ABC):
         return UnusableInput(
             self.no_plan,
             expected="a run of a framework that is planned for",
-            attempt=f"offload plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
+            attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:

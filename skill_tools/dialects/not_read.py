@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from skill_tools.configs.source import Kind, Source
 from skill_tools.errors import Unrecognised, UnusableInput
+from skill_tools.started import COMMAND
 
-_PLAN = "offload plan --framework pytorch --model NAME --gpus N, for the training alone"
+_PLAN = f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone"
 
 
 class Known(NamedTuple):
@@ -55,37 +56,37 @@ KNOWN = (
         "ROLL",
         ("roll_pipeline", "start_"),
         r"(?m)^[^#\n]*\bstart_(?:rlvr|agentic|dpo|distill|sft)\w*pipeline\.py",
-        attempt="offload lint on the YAML that it names",
+        attempt=f"{COMMAND} lint on the YAML that it names",
     ),
     Known(
         "Oumi",
         ("oumi",),
         r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",
-        attempt="offload lint on the YAML that it names",
+        attempt=f"{COMMAND} lint on the YAML that it names",
     ),
     Known(
         "NeMo AutoModel",
         ("automodel",),
         r"(?m)^[^#\n]*\bautomodel (?:(?:finetune|pretrain|kd)\b|[^\s#]+\.ya?ml\b)",
-        attempt="offload lint on the YAML that it names",
+        attempt=f"{COMMAND} lint on the YAML that it names",
     ),
     Known(
         "XTuner",
         ("xtuner",),
         r"(?m)^[^#\n]*\bxtuner(?:/v1/train/cli/\w+\.py|\.v1\.train\.cli\.\w+| train )",
-        attempt="offload lint on the Python file behind --config",
+        attempt=f"{COMMAND} lint on the Python file behind --config",
     ),
     Known(
         "VeOmni",
         ("tasks/train_",),
         r"(?m)^[^#\n]*\btrain\.sh\s+tasks/train_\w+\.py",
-        attempt="offload lint on the YAML that it names",
+        attempt=f"{COMMAND} lint on the YAML that it names",
     ),
     Known(
         "SimpleTuner",
         ("simpletuner",),
         r"(?m)^[^#\n]*\bsimpletuner train\b",
-        attempt="offload lint config/config.json, the file that it reads",
+        attempt=f"{COMMAND} lint config/config.json, the file that it reads",
     ),
 )
 

@@ -17,6 +17,7 @@ from skill_tools.configs.source import Kind, Source, load, with_files
 from skill_tools.dialects import not_read, registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
+from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:
     from skill_tools.configs.shell.command import Argument
@@ -260,7 +261,7 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
         raise UnusableInput(
             f"{dialect.label} has no configuration files, and {sources[0].name} is none of its own",
             expected=f"a configuration of {_listed([each.label for each in registry.with_files()])}",
-            attempt=f"offload plan --framework {dialect.name} --model NAME, or no --framework for a file",
+            attempt=f"{COMMAND} plan --framework {dialect.name} --model NAME, or no --framework for a file",
         )
     toml = [source.name for source in sources if source.kind is Kind.TOML and not dialect.reads_toml]
     if toml:

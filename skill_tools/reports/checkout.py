@@ -25,6 +25,7 @@ from skill_tools.knowledge import load_keys, load_yaml
 from skill_tools.rules import index
 from skill_tools.rules.grammar import ConditionError, tree_of
 from skill_tools.rules.knowledge import read_rule_files
+from skill_tools.started import COMMAND
 
 # Where an installer of skills, a reader of the card, a plugin market and whoever cites look for the version.
 _VERSIONED = {
@@ -134,11 +135,11 @@ def _stale(root: Path, card: Card, execute: Execute) -> list[str]:
     except KeyError as error:
         return [f"a page has a block of an unknown name: {error.args[0]}"]
     stale = [
-        f"{path.relative_to(root).as_posix()}: differs from its data; run `offload card render`"
+        f"{path.relative_to(root).as_posix()}: differs from its data; run `{COMMAND} card render`"
         for path, text in files.items()
         if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
-    compiled = ["skill_tools/knowledge/index: differs from its data; run `offload card render`"]
+    compiled = [f"skill_tools/knowledge/index: differs from its data; run `{COMMAND} card render`"]
     return (compiled if index.is_stale() else []) + stale
 
 

@@ -10,6 +10,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.errors import printable_json
 from skill_tools.rules.finding import Finding, Severity
+from skill_tools.started import COMMAND
 from skill_tools.units import gib, seconds
 
 SCHEMA_VERSION = "1.0"
@@ -36,7 +37,7 @@ def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, ot
         return "\n".join([*lines, f"{found.name}: {_quiet(found)}", *_findings(found), *_suspects(found)])
     lines.append(f"cause: {conclusion.cause}")
     if conclusion.rule:
-        lines.append(f"rule: {conclusion.rule} (offload explain {conclusion.rule})")
+        lines.append(f"rule: {conclusion.rule} ({COMMAND} explain {conclusion.rule})")
     if need := host_need(found):
         lines.append(need)
     if conclusion.change and not (mended and conclusion.plans_away):
@@ -95,7 +96,7 @@ def _findings(found: Diagnosis) -> list[str]:
         for finding in shown[:_MOST_FACTS]
     ]
     more = len(shown) - _MOST_FACTS
-    command = "offload lint shows them whole"
+    command = f"{COMMAND} lint shows them whole"
     lines += [f"  {more} more; {command}"] if more > 0 else []
     if passed:
         lines.append(

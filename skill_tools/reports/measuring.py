@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from skill_tools.started import COMMAND
 from skill_tools.units import gib
 
 # Called with the name of the current part, the steps done and the steps in all.
@@ -239,7 +240,7 @@ def traced(
     width = max(len(module) for module, _ in alive)
     lines += [f"  {module:<{width}}  {_amount(size_bytes, unit):>12}" for module, size_bytes in alive]
     lines += [f"assumed: {each}" for each in document["assumptions"]]
-    lines.append("optimizer states are not in it; `offload plan` adds them")
+    lines.append(f"optimizer states are not in it; `{COMMAND} plan` adds them")
     return "\n".join(lines)
 
 

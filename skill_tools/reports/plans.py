@@ -14,6 +14,7 @@ from skill_tools.planning.search.options import Option, over
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.planning.search.situations import Situation
 from skill_tools.reports import plan_answer
+from skill_tools.started import COMMAND
 from skill_tools.units import gib, seconds
 
 
@@ -26,8 +27,8 @@ class _Row(Protocol):
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
 _NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
-    "a range of step times is given where nobody measured the rates of this setting; `offload probe`, run once on the "
-    "machine, narrows it, and so does --step-time with what a run without offload took"
+    f"a range of step times is given where nobody measured the rates of this setting; `{COMMAND} probe`, run once on "
+    "the machine, narrows it, and so does --step-time with what a run without offload took"
 )
 _PARKED = (
     Kind.WEIGHTS,

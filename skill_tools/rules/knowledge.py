@@ -16,6 +16,7 @@ from skill_tools.rules.conditions import Condition, build, guard_of, names_in, n
 from skill_tools.rules.finding import Evidence, EvidenceIn, Severity
 from skill_tools.rules.values import key_of, unset
 from skill_tools.rules.versions import conditional, holds_today
+from skill_tools.started import COMMAND
 
 
 class RuleFix(NamedTuple):
@@ -108,7 +109,7 @@ class Rule(NamedTuple):
     @property
     def docs(self) -> str:
         """The command that prints the rule's page."""
-        return f"offload explain {self.id}"
+        return f"{COMMAND} explain {self.id}"
 
 
 # The condition of each tree, by its identity: the tree beside it keeps that from another one.

@@ -15,6 +15,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, MAKES_ENGINE
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -151,7 +152,7 @@ def _no_run() -> UnusableInput:
     return UnusableInput(
         "a DeepSpeed configuration says neither which model is trained nor on which sequence length",
         expected="the trainer's own configuration, which names this file",
-        attempt="the YAML or script that has `deepspeed:` or --deepspeed; for a loop of your own: offload plan "
+        attempt=f"the YAML or script that has `deepspeed:` or --deepspeed; for a loop of your own: {COMMAND} plan "
         "--framework pytorch --model NAME",
     )
 

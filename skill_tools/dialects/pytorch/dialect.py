@@ -10,6 +10,7 @@ from skill_tools.configs.source import Source
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.pytorch import PYTORCH
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:
     from skill_tools.dialects.candidates import Advice, Candidate
@@ -51,7 +52,7 @@ class PyTorch(Dialect):
         if not all(call in text for call in _CALLS_OF_A_LOOP):
             return ""
         return (
-            f"offload plan --framework {self.name} --model NAME --gpu NAME, which says what fits; "
+            f"{COMMAND} plan --framework {self.name} --model NAME --gpu NAME, which says what fits; "
             "docs/pytorch-loop.md has the lines to add"
         )
 

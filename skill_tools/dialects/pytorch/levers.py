@@ -9,6 +9,7 @@ from skill_tools.dialects import levers
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.pytorch.spread import BF16_SHARDS
 from skill_tools.dialects.run import TrainingRun
+from skill_tools.started import COMMAND
 
 _LORA_RANK = 16
 HOW_TO_FUSE = (
@@ -33,7 +34,7 @@ def found(run: TrainingRun) -> Iterator[Lever]:
         how = "in the loop: load the weights in bf16, then fully_shard; --overrides shard_dtype=bfloat16"
         yield Lever(Kind.SHARDS, "shards in bf16", BF16_SHARDS, by_hand=how)
     for lever in levers.more_gpus(run):
-        how = f"offload plan with --gpus {lever.gpus} says how to launch it and shard the model"
+        how = f"{COMMAND} plan with --gpus {lever.gpus} says how to launch it and shard the model"
         yield lever._replace(label=f"{lever.label} with FSDP2", by_hand=how)
     yield from levers.sequences(
         run, "seq_length", by_hand="in the loop: sequences of {0} tokens; --overrides seq_length={0}"

@@ -15,6 +15,7 @@ from skill_tools import knowledge
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
+from skill_tools.started import COMMAND
 from skill_tools.units import GIB
 
 _RATES = (
@@ -262,7 +263,7 @@ def _entry(wanted: str) -> tuple[str, dict[str, Any]] | None:
 def _check_rates(data: Mapping[str, Any], source: str) -> None:
     """Raise `UnusableInput` for a profile that lacks a rate, or says something that is none."""
     expected = "h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates"
-    attempt = f"offload probe --out {source}, or --gpu NAME for rates that are known"
+    attempt = f"{COMMAND} probe --out {source}, or --gpu NAME for rates that are known"
     missing = [name for name in _RATES if name not in data]
     if not missing and "streamed_Gparam_s" in data:
         missing = [name for name in _UPDATE_RATES if name not in data]

@@ -14,6 +14,7 @@ from skill_tools import knowledge
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
+from skill_tools.started import COMMAND
 
 _NOT_SHAPE = ("names", "source", "read_in", "parameters", "tower")
 _FILE_ENDING = r"\.(json|ya?ml|toml|sh|py|gguf|safetensors|bin)$"
@@ -139,7 +140,7 @@ def unknown(text: str) -> UnusableInput:
         return UnusableInput(
             f"model {shown} has {layers}, which no shape of this tool describes",
             expected="such a model traced",
-            attempt="offload trace config.json --out profile.json, then --trace profile.json",
+            attempt=f"{COMMAND} trace config.json --out profile.json, then --trace profile.json",
         )
     if (near := similar(text)) is not None:
         return UnusableInput(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from skill_tools.configs.files import read_bytes
 from skill_tools.errors import UnusableInput
+from skill_tools.started import COMMAND
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ADAPTER_BYTES = 1 << 20
@@ -48,7 +49,7 @@ def in_folder(folder: str) -> str:
     raise UnusableInput(
         f"{folder} has no config.json",
         expected="a model's folder, or the file of a configuration",
-        attempt="offload plan FOLDER/run.yaml, or --model NAME",
+        attempt=f"{COMMAND} plan FOLDER/run.yaml, or --model NAME",
     )
 
 

@@ -17,10 +17,11 @@ from skill_tools.dialects import fields, registry
 from skill_tools.dialects.shapes import ModelShape, checked
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import known_models, local_models
+from skill_tools.started import COMMAND
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
 _JSON_BYTES = 4 << 20
-_TEXT_ALONE = ", the shape of its text decoder; offload trace counts the whole model"
+_TEXT_ALONE = f", the shape of its text decoder; {COMMAND} trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
 # Queries, keys and values by one linear layer, in Transformers 5.23.
 _FUSED_QKV = frozenset(
@@ -276,7 +277,7 @@ def _unchecked(data: dict[str, Any]) -> str:
     kind = str(_text_part(data).get("model_type", data.get("model_type", "")))
     if not kind or kind in known_models.counted_kinds():
         return ""
-    return f", counted as a Llama-like decoder, which {kind[:40]} may not be; offload trace counts its own layers"
+    return f", counted as a Llama-like decoder, which {kind[:40]} may not be; {COMMAND} trace counts its own layers"
 
 
 def _text_part(data: dict[str, Any]) -> dict[str, Any]:
@@ -324,7 +325,7 @@ def _is_hybrid(data: dict[str, Any]) -> bool:
 
 
 def _traced(path: str) -> str:
-    return f"offload trace {path} --out profile.json, then offload plan --trace profile.json"
+    return f"{COMMAND} trace {path} --out profile.json, then {COMMAND} plan --trace profile.json"
 
 
 def _json_attention(data: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from skill_tools.dialects.traced import Growth, Span, TracedModel, TracedStep
 from skill_tools.errors import UnusableInput
 from skill_tools.knowledge import profiles
 from skill_tools.planning.model import known_models, shape_sources
+from skill_tools.started import COMMAND
 
 _PROFILE_BYTES = 8 << 20
 # Times the tokens of any batch it is finite.
@@ -29,7 +30,7 @@ _COUNT_TOLERANCE = 0.005  # norms and biases that a shape does not describe
 # Adapters are fewer than this of all elements, and the largest is at most so wide: a table or a layer is wider.
 _LEAST_TRAINED = 0.1
 _ADAPTER_WIDTH = 512
-_EXPECTED = "the JSON that `offload trace config.json --out profile.json` writes"
+_EXPECTED = f"the JSON that `{COMMAND} trace config.json --out profile.json` writes"
 
 
 def of_shape(shape: ModelShape) -> TracedModel | None:
@@ -80,7 +81,7 @@ def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun
         raise UnusableInput(
             f"{path} is of adapters of rank {found.adapter_rank}, and lora_rank is {run.adapter.rank}",
             expected="the rank that is trained",
-            attempt=f"offload trace config.json --lora-rank {run.adapter.rank}",
+            attempt=f"{COMMAND} trace config.json --lora-rank {run.adapter.rank}",
         )
     if found.is_counted:
         # A tower was counted with the model.
@@ -157,7 +158,7 @@ def shape_in(path: str) -> tuple[ModelShape, str]:
         raise UnusableInput(
             f"{path} does not say which model it is of",
             expected="a profile with a config, or with the largest_parameter of a model with blocks",
-            attempt="offload plan config.json --trace profile.json",
+            attempt=f"{COMMAND} plan config.json --trace profile.json",
         )
     return stand_in, path
 
@@ -181,7 +182,7 @@ def _adapter(found: TracedModel) -> Adapter:
 
 
 def _read(path: str) -> dict[str, Any]:
-    attempt = "offload trace config.json --out profile.json"
+    attempt = f"{COMMAND} trace config.json --out profile.json"
     text = read_bytes(path, _PROFILE_BYTES, expected=_EXPECTED, attempt=attempt)
     try:
         data: dict[str, Any] = json.loads(text)
@@ -286,7 +287,7 @@ def _check_model(path: str, class_name: str, found: TracedModel, shape: ModelSha
         raise UnusableInput(
             f"{path} is of another model: {class_name} with {layers} layers and {elements:,} parameters",
             expected=f"a profile of {shape.name}, {shape.num_layers} layers and {expected:,} parameters",
-            attempt="offload trace with that model's config.json",
+            attempt=f"{COMMAND} trace with that model's config.json",
         )
 
 

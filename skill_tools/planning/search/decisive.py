@@ -6,8 +6,11 @@ Apart because the reports of plans and of diagnoses both print it.
 from skill_tools.dialects.assumptions import About
 from skill_tools.planning.search.options import HOST_MEMORY
 from skill_tools.planning.search.planner import Plan
+from skill_tools.started import COMMAND
 
-_RATES = "the {}'s rates, not measured here; `offload probe`, run once on the machine, or --step-time SECONDS"
+_RATES = (
+    f"the {{}}'s rates, not measured here; `{COMMAND} probe`, run once on the machine, or --step-time SECONDS"
+)
 
 
 def assumption(plan: Plan) -> str:

@@ -40,6 +40,7 @@ from skill_tools.planning.search.candidates import Forbidden, Search
 from skill_tools.planning.search.legality import LEGAL, Judge, RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Budget, Option, Way
 from skill_tools.planning.search.restriction import EVERYTHING, Restriction
+from skill_tools.started import COMMAND
 
 _ALTERNATIVES = 8
 _LITTLE_MORE = 1.05  # half of a predicted step time's usual error
@@ -216,7 +217,7 @@ def _memory_from(run: TrainingRun) -> tuple[Assumption, ...]:
     if run.is_eager and run.adapter is None:
         said = (
             f"memory of forward and backward: a formula, within {FORMULA_ERROR:.0%} of most Hugging Face models; "
-            "exact with `offload trace config.json --out profile.json` and --trace profile.json"
+            f"exact with `{COMMAND} trace config.json --out profile.json` and --trace profile.json"
         )
         return (Assumption(said, About.FORMULA),)
     return ()
