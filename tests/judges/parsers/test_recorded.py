@@ -1,10 +1,13 @@
 """Our readers answer as the frameworks' own parsers did: the table of first cases and a seed of each campaign.
 
-`recorded.json` holds the real answers; `parser_campaign.py --record` writes them. The campaigns need the releases.
+`recorded.json` holds the real answers; `parser_campaign.py --record` writes them. The campaigns need the releases, so
+that new inputs are asked of the parsers that are here: Python's and the installed PyYAML, and all that
+`make test-parsers` has fetched.
 """
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from parser_campaign import PARSERS, RECORDED, answered
+from parser_campaign import FOLDER, PARSERS, RECORDED, answered, asked, questions_of
 
 _ANSWERS: dict[str, dict[str, list[Any]]] = json.loads(RECORDED.read_text(encoding="utf-8"))
 
@@ -39,3 +42,29 @@ def test_our_reader_answers_as_the_parser_did(name: str, release: str) -> None:
 def test_the_record_holds_accepted_and_refused_inputs(name: str) -> None:
     kinds = {kind for answers in _ANSWERS[name].values() for _, answer in answers for kind in answer}
     assert kinds == {"value", "raised"}
+
+
+def _is_here(name: str, release: str) -> bool:
+    """Return whether a parser can be asked: fetched, with its interpreter, or installed beside the tests."""
+    parser = PARSERS[name]
+    folders = [FOLDER / each for each in parser.releases[release]]
+    return all(each.is_dir() for each in folders) and Path(parser.python).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "release"), [(name, release) for name, each in PARSERS.items() for release in each.releases]
+)
+def test_our_reader_answers_new_inputs_as_the_parser_does(name: str, release: str) -> None:
+    parser = PARSERS[name]
+    if name == "yaml" and release == version("pyyaml"):
+        parser = parser._replace(releases={release: ()})
+    elif not _is_here(name, release):
+        pytest.skip("make test-parsers has not fetched it")
+    questions = questions_of(parser, seed=9, inputs=300)[len(parser.table) :]
+    different = [
+        (question, real, ours)
+        for question, real in zip(questions, asked(parser, release, questions), strict=True)
+        if not parser.agrees(real, ours := answered(parser, question, release))
+    ]
+    assert not different
