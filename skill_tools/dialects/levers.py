@@ -21,6 +21,7 @@ class Kind(StrEnum):
     MICRO_BATCH = "micro-batch"
     FUSED_LOSS = "fused-loss"
     SPREAD = "spread"
+    OFFLOAD = "offload"
     STATES = "small-states"
     GPUS = "more-gpus"
     HOST = "host-memory"

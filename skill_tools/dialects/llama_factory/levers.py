@@ -11,7 +11,19 @@ from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.run import TrainingRun
 
 _OWN = "llamafactory."
+_BY_TORCHRUN = "launched with FORCE_TORCHRUN=1, also on one GPU"
 _PRESET = "examples/deepspeed/ds_z3_config.json"
+_PRESETS_THAT_OFFLOAD = (
+    ("the optimizer on the CPU by ZeRO-2", "examples/deepspeed/ds_z2_offload_config.json", True),
+    (
+        "the optimizer and the weights on the CPU by ZeRO-3",
+        "examples/deepspeed/ds_z3_offload_config.json",
+        False,
+    ),
+)
+# No file is here that lint could read: what its rule says of ZeRO-2's offload is said with it.
+_DROPS = "no deepspeed from 0.15.2 to 0.18.9, which drops gradients [ds-accumulation-drops-gradients]"
+_KEPT = 2  # micro-batches whose gradients these releases keep
 
 
 def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
@@ -21,6 +33,11 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
         yield Lever(
             Kind.FUSED_LOSS, "Liger's kernels with its fused loss", {f"{_OWN}enable_liger_kernel": True}
         )
+    if not run.shards_optimizer and not fields.integer(config, f"{_OWN}quantization_bit"):
+        drops = f"; {_DROPS}" if run.micro_batches > _KEPT else ""
+        for label, preset, faulty in _PRESETS_THAT_OFFLOAD:
+            by_hand = _BY_TORCHRUN + (drops if faulty else "")
+            yield Lever(Kind.OFFLOAD, label, {"deepspeed": preset}, run.layout.gpus, by_hand=by_hand)
     quantized: dict[str, object] = {f"{_OWN}quantization_bit": 4}
     if run.adapter is None:
         if not run.shards_optimizer:

@@ -18,6 +18,7 @@ from skill_tools.dialects.run import (
     ActivationEngine,
     Adapter,
     Mode,
+    OptimizerEngine,
     Precision,
     Recompute,
     TrainingRun,
@@ -86,9 +87,8 @@ def checkpoints(config: Config) -> bool:
 def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the YAML and its DeepSpeed file ask for."""
     on_host = checkpoints(config) and bool(fields.flag(config, _UNSLOTH))
-    return zero.mode(config, run)._replace(
-        activation_engine=ActivationEngine.INPUTS if on_host else ActivationEngine.NONE
-    )
+    asked = zero.mode(config, run) if zero.is_used(config) else _named_mode(config)
+    return asked._replace(activation_engine=ActivationEngine.INPUTS if on_host else ActivationEngine.NONE)
 
 
 def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
@@ -112,8 +112,29 @@ def _shard_stage(config: Config) -> int:
     stage = zero.stage(config)
     if stage is not None:
         return stage
-    named = str(config.value("deepspeed") or "").rpartition("/")[2].lower()
+    named = _file_name(config)
     return next((number for number in (3, 2, 1) if f"z{number}" in named or f"zero{number}" in named), 0)
+
+
+def _named_mode(config: Config) -> Mode:
+    """Return the mode that the name of a file which is not here states: LLaMA-Factory's presets with offload do.
+
+    Its stage 2 offloads the optimizer, its stage 3 the weights too.
+    """
+    if "offload" not in _file_name(config):
+        return Mode()
+    whole = _shard_stage(config) == 3
+    return Mode(
+        optimizer_engine=OptimizerEngine.CPU_ADAM,
+        optimizer_fraction=0.0 if whole else 1.0,
+        offload_parameters=whole,
+        pins=True,
+    )
+
+
+def _file_name(config: Config) -> str:
+    """Return the name of the DeepSpeed file, in small letters and without its folder."""
+    return str(config.value("deepspeed") or "").rpartition("/")[2].lower()
 
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:

@@ -30,6 +30,7 @@ _COST = {
     Kind.MICRO_BATCH: 0,
     Kind.FUSED_LOSS: 0,
     Kind.SPREAD: 1,
+    Kind.OFFLOAD: 1,
     Kind.HOST: 2,
     Kind.GPUS: 3,
     Kind.QUANTIZED: 4,
