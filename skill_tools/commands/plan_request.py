@@ -220,6 +220,16 @@ class _Asked(NamedTuple):
         )
         where = _machine(args, built)
         budget, notes = _budget(args, where)
+        if kept := registry.named(config.framework).kept_by_engines(config):
+            left = int(budget.gpu_bytes * (1 - kept))
+            notes = (
+                *notes,
+                Assumption(
+                    f"rollout engines keep {kept:.0%} of each GPU, which leaves the trainer {gib(left)}",
+                    About.LAYOUT,
+                ),
+            )
+            budget = budget._replace(gpu_bytes=left)
         return Prepared(built, where, budget), notes
 
 

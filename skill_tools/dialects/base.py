@@ -239,6 +239,10 @@ class Dialect(ABC):
             attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
+    def kept_by_engines(self, config: Config) -> float:
+        """Return the share of each GPU that rollout engines keep while the trainer trains there."""
+        return 0.0
+
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
         """Name tensors that the mode as it stands does not move, although its name promises it."""
         return ()

@@ -22,7 +22,7 @@ MORE = "(--details shows the rest)"
 _TRAINING = {
     Kind.MICRO_BATCH: "the same batch in more steps of accumulation",
     Kind.FUSED_LOSS: "the same loss, its sums rounded otherwise",
-    Kind.OFFLOAD: "the same training by DeepSpeed, slower by its copies and the CPU's update",
+    Kind.OFFLOAD: "the same training, slower by its copies and the CPU's update",
     Kind.SPREAD: "the same training with more communication, which is not counted",
     Kind.STATES: "the optimizer keeps smaller states",
     Kind.GPUS: "more hardware",

@@ -77,16 +77,25 @@ class Slime(MegatronLM):
         """No file of keys is slime's."""
         return NONE
 
+    def kept_by_engines(self, config: Config) -> float:
+        """Return SGLang's share, where it is on the trainer's GPUs and does not leave them for the update."""
+        stays = bool(config.value("slime.colocate")) and config.value("slime.offload_rollout") is False
+        return (fields.number(config, "slime.sglang_share") or 0.0) if stays else 0.0
+
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
         """Name the memory that the engines hold while the trainer trains."""
         said = super().remarks(config, mode)
         if not config.value("slime.colocate"):
             return said
         if config.value("slime.offload_rollout") is False:
-            share = config.value("slime.sglang_share", "its")
+            if share := self.kept_by_engines(config):
+                return (
+                    *said,
+                    f"SGLang stays on these GPUs with {share:.0%} of their memory, which the plan leaves it",
+                )
             return (
                 *said,
-                f"SGLang stays on these GPUs with {share} of their memory, which is not counted here",
+                "SGLang stays on these GPUs with its share of their memory, which is not counted here",
             )
         text = "SGLang's weights and KV cache leave these GPUs for the update; what its processes keep is not counted"
         return (*said, text)

@@ -1,9 +1,12 @@
 """slime's commands: Megatron-LM's flags under its canonical names, its own options, and what it decides by itself."""
 
+from pathlib import Path
+
 import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.configs.config import Config
+from skill_tools.dialects import registry
 from skill_tools.dialects.read import read_text
 from skill_tools.rules.lint import lint
 
@@ -72,3 +75,32 @@ def test_a_plan_has_the_trainers_gpus_and_says_what_the_engines_leave(
     assert "on 4 x h200" in said
     assert "8192 tokens" in said
     assert "SGLang's weights and KV cache leave these GPUs" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ("--colocate --no-offload-rollout --sglang-mem-fraction-static 0.7", 0.7),
+        ("--colocate --sglang-mem-fraction-static 0.7", 0.0),
+        ("--no-offload-rollout --sglang-mem-fraction-static 0.7", 0.0),
+        ("--colocate --no-offload-rollout", 0.0),
+    ],
+)
+def test_engines_keep_their_share_where_they_do_not_leave_the_trainers_gpus(
+    options: str, kept: float
+) -> None:
+    assert registry.named("slime").kept_by_engines(slime(options)) == kept
+
+
+def test_a_plan_leaves_the_engines_their_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engines = "--colocate --no-offload-rollout --sglang-mem-fraction-static 0.75"
+    Path("run.sh").write_text(
+        f"{START} {MODEL} --micro-batch-size 1 --seq-length 4096 {engines}\n", encoding="utf-8"
+    )
+    main(["plan", "run.sh", "--gpu", "h100"])
+    assert (
+        "rollout engines keep 75% of each GPU, which leaves the trainer 19.8 GiB" in capsys.readouterr().out
+    )
