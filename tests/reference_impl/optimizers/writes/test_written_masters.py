@@ -31,11 +31,11 @@ OPTIMIZERS = {
         params, lr=1e-2, backward_overlap="update"
     ),
     "three ways": lambda params: HybridDeviceOptimizer(
-        params, lr=1e-2, split=(0.3, 0.3, 0.4), streaming=Streaming(chunk_bytes=2**14)
+        params, lr=1e-2, split=(0.3, 0.3, 0.4), streaming=Streaming(chunk_bytes=2**16)
     ),
     "resident": lambda params: HybridDeviceOptimizer(params, lr=1e-2, offload_fraction=0.0),
     "streamed": lambda params: OptimizerStateOffloader(
-        torch.optim.AdamW(params, lr=1e-2, fused=True), chunk_bytes=2**14
+        torch.optim.AdamW(params, lr=1e-2, fused=True), chunk_bytes=2**16
     ),
 }
 
@@ -214,7 +214,7 @@ MASTERS = {
         torch.float16,
     ),
     "half of them streamed": (
-        lambda params: OptimizerStateOffloader(adamw(params), fraction=0.5, chunk_bytes=2**14),
+        lambda params: OptimizerStateOffloader(adamw(params), fraction=0.5, chunk_bytes=2**16),
         torch.bfloat16,
     ),
     "on the device, moments streamed": (
