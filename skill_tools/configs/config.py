@@ -55,11 +55,15 @@ class WrongType(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A reader's finding on the form of an input: the id of the rule that is about it, and the case."""
+    """A reader's finding on the form of an input: the id of the rule that is about it, and the case.
+
+    `versions` are the releases that it is about, a distribution and a range each, where nothing states which one runs.
+    """
 
     rule: str
     text: str
     place: Place
+    versions: tuple[tuple[str, str], ...] = ()
 
 
 class Config(NamedTuple):

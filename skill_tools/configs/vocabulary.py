@@ -55,6 +55,11 @@ def lacking(framework: str, name: str, release: str) -> str | None:
     return None
 
 
+def gone_since(framework: str, name: str) -> str | None:
+    """Return the release that no longer has `name`; None where the newest one that is known has it, or never did."""
+    return _releases(framework).get(name, (None, None))[1]
+
+
 @knowledge.derived
 def _releases(framework: str) -> dict[str, tuple[str | None, str | None]]:
     """Return the first release that has a name, and the first one that has it no more, where that is known."""

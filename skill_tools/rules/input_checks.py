@@ -33,13 +33,14 @@ def check(
         if fault.rule in by_id:
             broken = by_id[fault.rule]
             finding = from_rule(broken, message=f"{broken.message}: {fault.text}", place=fault.place)
-            yield from _of_release(finding, broken, versions)
+            for each in _of_release(finding, broken.versions, versions, broken.conditional):
+                yield from _of_release(each, dict(fault.versions), versions)
     for unknown in config.unknown:
         owner = registry.named(config.owner(unknown.key))
         rule = by_id.get(_claiming_rule(unknown, owner, by_id), by_id.get("unknown-key"))
         if rule is not None:
             finding = from_rule(rule, message=_unknown_message(rule, unknown), place=unknown.place)
-            yield from _of_release(finding, rule, versions)
+            yield from _of_release(finding, rule.versions, versions, rule.conditional)
     for wrong in config.wrong_types:
         setting = wrong.setting
         owner = registry.named(config.owner(setting.key))
@@ -52,7 +53,7 @@ def check(
                 wrong.is_known and rule.id == _ANY_TYPE
             ):  # the framework takes it at its truth, and refuses nothing
                 finding = finding._replace(severity=Severity.WARNING, effect="fact")
-            yield from _of_release(finding, rule, versions)
+            yield from _of_release(finding, rule.versions, versions, rule.conditional)
     replaced = (each for name in sorted(config.dialects()) for each in registry.named(name).replaced(config))
     for identifier, loser, winner in replaced:
         if identifier in by_id:
@@ -61,9 +62,11 @@ def check(
             yield from_rule(by_id[identifier], message=message, place=loser.place, observed=observed)
 
 
-def _of_release(finding: Finding, rule: Rule, versions: Versions) -> Iterator[Finding]:
-    """Yield the finding, less severe where it depends on a release that nobody stated; nothing where it is put out."""
-    answer, depends_on = standing(rule.versions, versions, conditional=rule.conditional)
+def _of_release(
+    finding: Finding, wanted: Versions, versions: Versions, conditional: Versions | None = None
+) -> Iterator[Finding]:
+    """Yield a finding about the releases `wanted`: less severe where nobody stated one, not where they are others."""
+    answer, depends_on = standing(wanted, versions, conditional=conditional)
     if answer is not Standing.ABSENT:
         yield finding.depending_on(depends_on)
 

@@ -24,7 +24,7 @@ from skill_tools.configs.shell.launch import (
 from skill_tools.configs.source import Kind, Source, find
 from skill_tools.configs.tree import entries_of, single_document, write_tree
 from skill_tools.configs.values import UNREADABLE, is_template, whole_number
-from skill_tools.configs.vocabulary import lacking, load_vocabulary
+from skill_tools.configs.vocabulary import gone_since, lacking, load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.deepspeed import section as deepspeed
@@ -142,10 +142,14 @@ def _spelling(draft: Draft, flag: str, program: str) -> str:
 
 
 def _note_release(draft: Draft, spelling: str, place: Place, release: str | None) -> None:
-    """Note an argument that the stated release does not have yet, or no more."""
-    lacks = lacking(MS_SWIFT, spelling, release) if release else None
+    """Note an argument that the stated release does not have yet, or no more, or newer ones where none is stated."""
+    lacks, since = lacking(MS_SWIFT, spelling, release) if release else None, gone_since(MS_SWIFT, spelling)
     if lacks:
         draft.faults.append(Fault(_OF_RELEASE, lacks, place))
+    elif since and not release:
+        draft.faults.append(
+            Fault(_OF_RELEASE, f"{spelling} went in {since}", place, ((MS_SWIFT, f">={since}"),))
+        )
 
 
 def _set(draft: Draft, spelling: str, value: object, written: str, place: Place) -> str:

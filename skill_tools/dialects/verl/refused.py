@@ -19,7 +19,7 @@ from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.source import load
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.vocabulary import lacking
+from skill_tools.configs.vocabulary import gone_since, lacking
 from skill_tools.dialects.verl import VERL
 from skill_tools.errors import UnusableInput
 
@@ -94,6 +94,8 @@ def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool
         if reason:
             draft.faults.append(Fault(rule, reason, place))
             break
+    else:
+        _note_gone(draft, word, place, base)
     _follow(word, base)
     return True
 
@@ -209,6 +211,14 @@ def _why_not_of_release(word: Argument, base: Base) -> str | None:
     if base.release is None or ("+" in sign and (not is_field or is_new)):
         return None
     return lacking(VERL, word.text if name == _ENGINE else name, base.release)
+
+
+def _note_gone(draft: Draft, word: Argument, place: Place, base: Base) -> None:
+    """Note a key that newer releases do not have, where nothing states the release."""
+    sign, name = _split(word.text.partition("=")[0])
+    since = gone_since(VERL, name)
+    if since and base.release is None and base.knows_values and not sign:
+        draft.faults.append(Fault(_OF_RELEASE, f"{name} went in {since}", place, ((VERL, f">={since}"),)))
 
 
 def _is_added(key: str, base: Base) -> bool:

@@ -21,6 +21,15 @@ def found(config: Config) -> set[str]:
     return {finding.rule for finding in lint(config, versions={"ms-swift": "4.6.0"}).findings}
 
 
+def test_an_argument_that_newer_releases_lack_is_said_where_no_release_is() -> None:
+    config = swift(f"swift sft {MODEL} --train_type lora\n")
+    (gone,) = [each for each in lint(config).findings if each.rule == "sw-key-release"]
+    assert gone.depends_on == ("ms-swift>=4.1.3",)
+    assert "sw-key-release" not in {
+        each.rule for each in lint(config, versions={"ms-swift": "4.0.4"}).findings
+    }
+
+
 def test_arguments_are_typed() -> None:
     config = swift(f"swift sft {MODEL} --save_only_model true --gradient_checkpointing false\n")
     assert config.value("swift.save_only_model") is True

@@ -24,6 +24,19 @@ def found(config: Config) -> set[str]:
     return {finding.rule for finding in lint(config).findings}
 
 
+def test_a_key_that_newer_releases_lack_depends_on_the_release_that_nobody_states() -> None:
+    config = verl("algorithm.adv_estimator=gae", "critic.model.fsdp_config.param_offload=True")
+    ours = {
+        release: [
+            (str(each.severity), each.depends_on)
+            for each in lint(config, versions={"verl": release} if release else {}).findings
+            if each.rule == "verl-key-release"
+        ]
+        for release in ("", "0.7.1", "0.9.1")
+    }
+    assert ours == {"": [("warning", ("verl>=0.8.0",))], "0.7.1": [], "0.9.1": [("error", ())]}
+
+
 def test_overrides_are_typed_as_hydra_types_them() -> None:
     config = verl(f"{FSDP}.param_offload=True", f"{ACTOR}.strategy=fsdp2", "trainer.nnodes=2")
     assert config.value(f"{FSDP}.param_offload") is True
