@@ -11,7 +11,7 @@ from skill_tools.dialects import registry
 
 # By room of skill_tools, whatever the file.
 ALWAYS = {
-    "": "__main__ bundle errors knowledge nearest terminal",
+    "": "__main__ bundle errors knowledge nearest started terminal",
     "commands": "lint lint_output lint_settings releases",
     "configs": "config draft files folder keys releases source tree values vocabulary yaml_lines",
     "dialects": "base inside not_read read registry slime",
