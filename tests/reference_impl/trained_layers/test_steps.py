@@ -87,6 +87,50 @@ def test_gradients_of_slices_add_up_in_fp32(device):
     assert block.weight.grad_dtype == torch.bfloat16
 
 
+class Repeated(nn.Module):
+    """One block that runs several times, as ALBERT's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh())])
+        self.head = nn.Linear(32, 32)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layers[0](x)
+        return self.head(x).float().square().mean()
+
+
+def rounded_once(param):
+    """Round a sum in fp32, as where it leaves for the host."""
+    param.grad.copy_(param.grad.to(param.dtype))
+
+
+@BOTH
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_block_that_runs_several_times(device, dtype, slices):
+    """Its gradient has a part of each run and slice; they add up as without offload, in fp32 where it is sliced."""
+    other, model = (Repeated().to(device.torch_device, dtype) for _ in range(2))
+    recompute_in_slices(other.layers[0], slices)
+    if slices > 1:
+        sum_in_fp32(other.layers.parameters())
+    for param in other.parameters():
+        param.register_post_accumulate_grad_hook(rounded_once)
+    adamw, given = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (other, model))
+    with (
+        OptimizerStateOffloader(adamw) as reference,
+        TrainableLayerStreamer(model, given, layers=model.layers, prefetch=0, slices=slices) as streamer,
+    ):
+        for x in torch.randn(3, 4, 8, 32, device=device.torch_device).to(dtype):
+            for each, optimizer in ((other, reference), (model, streamer.optimizer)):
+                each(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, expected)
+
+
 def test_a_step_whose_gradients_are_not_finite_changes_nothing(device):
     compare(device, factors=[1.0, math.inf, 64.0, math.inf, 0.02], steps=5, tied=True)
 
