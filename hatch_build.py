@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a wheel says of itself beside pyproject.toml: README with links that PyPI can follow, and addresses.
 
 The repository's address is that of the workflow which builds (`GITHUB_SERVER_URL`, `GITHUB_REPOSITORY`,

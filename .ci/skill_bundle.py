@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lays out what an agent installs: the skill without tests, benchmarks, evals and what only contributors read.
 
     python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip

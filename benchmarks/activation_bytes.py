@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts, without the engine's help, the bytes that layers save and those that cross the link."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of `activations.py`: every mechanism of this project, and its peers where they are installed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation offload against its peers, in one process, as ratios to the step that keeps everything.
 
     python benchmarks/activations.py --out activations.json        # the published model, needs a large GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gives memory back between the rows of a benchmark, so that none is measured with the caches of another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does it learn as well with packed and compact states? Losses of the same training with each form, over several seeds.
 
     python benchmarks/convergence.py --out losses.json --figure losses.svg        # the published size, needs a GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds the CPU's updates to a trace: the profiler sees only the threads that it was started on."""
 
 from __future__ import annotations

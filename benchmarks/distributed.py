@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer offload under FSDP2 or DDP against no offload and torch's CPUOffloadPolicy, all rows in one process group.
 
 Two GPUs of 80 GB and 150 GB of host memory, under five minutes; 1.5e9 parameters a rank:

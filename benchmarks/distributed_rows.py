@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainings of `distributed.py`: the rows of its table, their optimizers, and the model under each engine.
 
 A row also says which bytes it moves, from which the least follows that the rates of a machine allow.

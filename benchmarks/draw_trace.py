@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws when a traced step computed and when it copied, as an SVG with one lane each.
 
     python benchmarks/draw_trace.py trace.json docs/figures/layer-streaming.svg --title "LoRA, 8192 tokens"

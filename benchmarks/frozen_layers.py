@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frozen-layer streaming against resident weights, in one process, as ratios to the resident step.
 
     python benchmarks/frozen_layers.py --out frozen.json        # the published model, needs a large GPU

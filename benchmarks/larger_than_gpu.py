@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model larger than the GPU, trained whole: steps, GPU and host memory, the ratio to no offload, and the least time.
 
     python benchmarks/larger_than_gpu.py --model llama-3-8b --memory-gb 16 --sequences 4 --rows lo8  # on a large GPU

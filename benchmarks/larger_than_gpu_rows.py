@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainings of `larger_than_gpu.py`: models, rows of its table with their options, and peers beside them."""
 
 from __future__ import annotations

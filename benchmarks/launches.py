@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What takes the host in a step of a real model? Phases, launches and waits under each mechanism.
 
     python benchmarks/launches.py --cases 17,2 --out launches.json   # cases of real_models.py, on one GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures lint and plan as ratios taken in one run, so that the numbers mean the same on every machine.
 
     python benchmarks/lint.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes the machine of a benchmark: device, versions, and the bandwidths that its numbers depend on."""
 
 from __future__ import annotations

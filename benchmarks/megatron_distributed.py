@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's DistributedOptimizer with its own HybridDeviceOptimizer and with ours, in one process group.
 
 Two GPUs of 80 GB, with a release of megatron-core that `tests/megatron/fetch.py` has unpacked:

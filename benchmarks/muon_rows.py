@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of `optimizer.py` with Muon: matrices updated whole, embedding, head and norms by AdamW."""
 
 from __future__ import annotations

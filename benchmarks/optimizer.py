@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer offload against its peers, in one process, as ratios to the step that offloads nothing.
 
     python benchmarks/optimizer.py --out optimizer.json            # the published model, needs a large GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seconds in which all ranks of a host park and restore their training at once, beside the link's.
 
 `torchrun --nproc-per-node 2 benchmarks/parked_ranks.py` trains a decoder under FSDP2 and under DDP with torch's AdamW,

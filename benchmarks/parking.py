@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parking against per-tensor copies and against the link: how long training memory takes away from the GPU and back.
 
     python benchmarks/parking.py --out parking.json          # the published model, needs a large GPU

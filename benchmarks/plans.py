@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Were the planner's predictions true? Ten plans over three model sizes, each trained by `offload verify --plan`.
 
     python benchmarks/plans.py --out plans.json     # ten plans, on one large GPU in less than 8 minutes

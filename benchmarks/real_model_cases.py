@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The models, batches and budgets of `real_models.py`: 26 cases, and their toys for a machine without a GPU.
 
 Apart because a case is data, and the use of one is not. Models are Hugging Face's classes with random weights;

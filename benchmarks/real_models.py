@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Do plans hold on real models? 26 cases of Hugging Face models, each fitted and trained as docs/fitting.md says.
 
     python benchmarks/real_models.py --out real_models.json          # all, on one GPU of 80 GiB or more

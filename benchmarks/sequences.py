@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One long sequence, trained whole: attention kept, layers that mix no positions in tiles, both, as ratios to neither.
 
     python benchmarks/sequences.py --model qwen3-4b --tokens 32768 --old CHECKOUT  # with older code beside, large GPU

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The least time of a step whose trained layers stream: compute, and bytes over the measured link.
 
 Apart because it predicts, and `larger_than_gpu` measures. docs/larger-than-gpu.md has the formulas.

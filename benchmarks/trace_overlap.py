@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records one training step for Perfetto, and says how much of its copying ran beside computation."""
 
 from __future__ import annotations

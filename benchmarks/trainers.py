@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloading through a trainer against the options of others, and against the same mechanism in a plain loop.
 
     python benchmarks/trainers.py --out trainers.json              # Qwen3-4B's shape, bf16, needs a large GPU

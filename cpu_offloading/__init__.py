@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one name to import: `from cpu_offloading import HybridDeviceOptimizer`.
 
 The names live in `reference_impl`, which moves tensors and needs torch, in `skill_tools`, which knows configurations

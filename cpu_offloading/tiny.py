@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of a few thousand parameters and their data, to try a line on before it goes into your own script.
 
 `Decoder` is plain PyTorch; `llama` and `rows` need transformers. Nothing is downloaded: weights and tokens are random.

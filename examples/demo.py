@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main job from end to end: lint a broken configuration, plan the right offload for it, verify the mechanisms here.
 
     make demo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder of Llama 3's 8B shape, trained whole within 16 GB of GPU memory and 64 GB of the host's.
 
 python examples/train_larger_than_gpu.py [--tiny]   # it needs CUDA; `--tiny` is for any machine

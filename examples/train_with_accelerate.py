@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train in a loop of Accelerate, its optimizer and activations offloaded by one line after `prepare`.
 
 pip install -c constraints.txt '.[reference,trainers]'

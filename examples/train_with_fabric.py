@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train in a loop of Lightning's Fabric, which needs no adapter.
 
 pip install -c constraints.txt '.[reference,trainers]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train with Lightning's Trainer, the optimizer and activations offloaded by a callback.
 
 pip install -c constraints.txt '.[reference,trainers]' && python examples/train_with_lightning.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain PyTorch loop with optimizer states and activations on the host: (1), (2) and (3) mark the changes.
 
     python examples/train_with_offload.py            # with offload

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train PEFT's adapters on a base model that streams from the host, by one line.
 
 pip install -c constraints.txt '.[reference,trainers]'

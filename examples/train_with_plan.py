@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small decoder with a plan from `offload plan`.
 
     offload plan --model llama-3-8b --gpu-memory 80GiB --format json > plan.json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small Llama with Transformers' Trainer, its optimizer and activations offloaded by one line.
 
     pip install -c constraints.txt '.[reference,trainers]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prefer one answer to another with TRL's DPOTrainer, its optimizer and activations offloaded by one line.
 
 pip install -c constraints.txt '.[reference,trainers]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of offloading, written once: `reference_impl` offloads by it, and `skill_tools` plans with it.
 
 - sizes: lengths of buffers and chunks, and shares of a budget, which are defaults there and facts here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which elements stay on the device, stream, and are updated on the CPU, as numbers of elements.
 
 A share is a number of elements, exact to `ALIGNMENT_ELEMENTS`, because every element costs the same bytes. The

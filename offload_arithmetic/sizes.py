@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes that `reference_impl` has as defaults, and with which the planner reckons. Explained in docs/design.md."""
 
 # Of the hybrid optimizer.

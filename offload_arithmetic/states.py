@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of an element's optimizer states: where they are held, and as they move, by the form in which they stream.
 
 An fp32 parameter is its own master, so that its moments alone stream. The forms have the names of `reference_impl`'s

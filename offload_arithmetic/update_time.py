@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The seconds of an update, and which share of it the CPU should do: the least time of the slowest of three resources.
 
 The link, the host's memory and its cores each need a time that grows linearly with the shares. They work at the same

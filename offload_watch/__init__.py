@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches a training program from beside it: whose the bytes on GPU and host are, against a plan.
 
 `run` starts the program and shows the reports that its processes write. `injected/sitecustomize.py`, which Python

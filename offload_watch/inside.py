@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`watch()`: the same observation from inside a program or a notebook, which says its lines where it is told to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observes a training process from inside: three moments of a step, and whose the bytes are then.
 
 The moments are the loss (`backward()` is called), the step (`optimizer.step()` begins) and the step's end. Torch's own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose bytes are whose: the storages of weights, gradients, optimizer states and offload buffers, by tier.
 
 Storages are found through the objects that hold them. Each counts once, for the first owner in this order: weights,

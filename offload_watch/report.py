@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words for the observers' samples: a line while a program runs and one at its end, each beside a plan."""
 
 from __future__ import annotations

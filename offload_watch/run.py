@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program under watch: starts it as it is, shows the output of its processes, and ends as it ends.
 
 The program has the terminal, its own standard streams, and its signals: Ctrl-C reaches it as without us, and a signal

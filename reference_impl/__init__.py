@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves training memory between GPU and host: activations, optimizer state and weights.
 
 Reads no configuration and imports no `skill_tools`: a plan is the only thing that passes between the two packages.

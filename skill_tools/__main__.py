@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # PYTHON_ARGCOMPLETE_OK
 """The entry point: `python3 skill_tools ...` from any folder, uninstalled, or `offload ...` when installed.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the files that travel with the tools: schemas, the card and SKILL.md.
 
 In a checkout they are in the repository's root, in an installed wheel under `skill_tools/_bundle`. No other module of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Completes words of the command line in a shell that argcomplete serves: `register-python-argcomplete offload`.
 
 Commands, options and their choices come from the parsers themselves. Here are the names that no parser lists.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one error that ends a command with exit code 2: the input cannot be used.
 
 Its text is one line that names the value, the expectation and a remedy. Everything else that escapes a

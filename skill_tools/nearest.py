@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Did you mean: the known names that look most like a word that is none of them.
 
 One function for commands, rules, keys, settings, releases, models and GPUs: a slip is answered alike everywhere.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How this tool was started, so that a command that it tells to run next runs there, too.
 
 A wheel brings `offload`; a clone is run as `python3 skill_tools`, and an agent runs its skill by a path.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Standard output: whose eyes read it, whether it has colours, and how wide it is.
 
 `NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` hold in the order that Python's own command line takes them in, in

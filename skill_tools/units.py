@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads amounts with units and writes them for people.
 
 Memory is written in GiB for people and always says so; GB and GB/s are decimal. A bare number is read as

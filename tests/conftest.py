@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Skips tests that this machine cannot run, and says why in one line a reason."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The walls of docs/design.md: imports run downwards, files are small, and skill_tools stays harmless."""
 
 import ast

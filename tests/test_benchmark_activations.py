@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The activation benchmark at toy size, and the way from a trace to a drawing."""
 
 import importlib

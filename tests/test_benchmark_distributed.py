@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark over several ranks runs at toy size on any machine."""
 
 import json

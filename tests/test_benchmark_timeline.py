@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The way from a trace of the optimizer benchmark to the timeline of one step."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Benchmarks run at toy size on any machine, so that they still run when somebody has a GPU."""
 
 import importlib

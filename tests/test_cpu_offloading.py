@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one name that users import: complete, lazy, and the command as a module."""
 
 import importlib

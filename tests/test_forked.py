@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A program in a forked process ends as one from the command line does."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic that both packages stand on: what the reference implementation does, and the planner reckons with."""
 
 import subprocess

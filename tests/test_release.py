@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a maintainer switches on fits the project: workflows name what exists, on each Python that is promised."""
 
 import re

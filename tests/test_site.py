@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation as a site: it holds every page, and no link in it is broken."""
 
 import gzip

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The skill as its readers get it: valid frontmatter, small enough, one version, true to its card."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel as a user installs it: complete, and working in an environment that has nothing else."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at the built site in a browser: widths, contrast, headings, alternative texts, errors, and foreign requests.
 
     python3 .ci/site/check.py build/site [PAGE ...]

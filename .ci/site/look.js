@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // What is wrong with a page as it is shown: widths, headings, alternative texts, labels, contrast.
 () => {
   const found = []

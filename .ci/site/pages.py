@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the site has beside docs/: home from README, rules, changelog, models, GPUs, API; and links from ids of rules.
 
 MkDocs calls these functions (`hooks` in mkdocs.yml). Guides come before rules in its search. What is built has no

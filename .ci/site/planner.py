@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page that takes a model, a card and a number of tokens, and shows its plans: computed when the site is built.
 
 The planner in the browser would be Pyodide with its packages, 10 MB and seconds before the first answer; all plans that

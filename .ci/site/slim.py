@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes out of the theme's stylesheets whatever no page of the site can show: half of them.
 
 A rule stays where one of its selectors names only elements, classes, ids, colours and directions of text that some page

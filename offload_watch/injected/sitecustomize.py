@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python loads this in every process of a watched program: it starts the observer once torch is there.
 
 Apart because only a folder that holds nothing else may stand on the program's path.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saved activations that are held on the host between forward and backward.
 
 - saved tensor: one that autograd keeps of a forward for backward; the engine's hooks hand it a token instead.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ActivationOffloader`: saved activations are kept on the host between forward and backward.
 
 Layer-level, it moves the tensors that whole layers save; module-level, the inputs of named modules. Either way the

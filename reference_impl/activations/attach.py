@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds a model's blocks, wraps code around their forward, and removes it again.
 
 Blocks are found by structure: the outermost `nn.ModuleList` that holds most of the parameters. The caller supplies

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses which saved tensors to keep, offload and recompute: the least time under a budget of device memory.
 
 A copy costs no time while the link keeps up with the computation, and its full time once it does not; recomputing

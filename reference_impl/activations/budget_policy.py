@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget in training: profile a step, plan, carry the plan out, and check that the peak stays within the budget.
 
 The first two steps offload everything, and the second is profiled: during the first, host memory is being pinned, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`CheckpointOffloader`: recomputes each layer in backward, and keeps the layer inputs on the host meanwhile.
 
 Layer inputs are few bytes for much computation, so their copies always hide; each is copied back while the layer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The saved-tensor engine under every activation mechanism.
 
 While a module runs inside `saving()`, autograd hands each tensor that it saves to `pack` and gets a token back. If

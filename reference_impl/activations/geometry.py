@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A saved tensor without its bytes: where they were, how it looks at them, and its version.
 
 A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q, k and

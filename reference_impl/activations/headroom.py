@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The headroom: how many bytes may be on the device waiting for their copy out, or prefetched.
 
 Too many raise the peak, too few stall the compute stream. So the first step, with as few as possible, is measured in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results of one layer's forward that are kept and handed back where the layer is computed again.
 
 Explained in docs/activation-offloading.md.

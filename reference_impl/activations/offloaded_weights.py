@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The weights of offloaded layers are held on the host too, from the end of a layer's forward until its backward.
 
 A layer's weights are copied out while it computes. Weights that train are copied in every forward. A frozen weight is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of all activation offloaders: one engine on one model, attached until it is closed.
 
 A subclass chooses the modules around which the engine is active, and the policy.

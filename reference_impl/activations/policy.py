@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides about a storage that may move: it stays, it moves, or it is computed again.
 
 A policy decides once for each storage of a run; `engine` carries the decision out.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Profiles a step that offloads everything: when a storage is saved and needed, and the cost of recomputing it.
 
 Each recipe is verified: its result is compared, byte for byte, with the copy from the host. A recipe that fails is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer that is computed again in backward, so that nothing it saves is kept: only its inputs are.
 
 torch's non-reentrant `checkpoint` does the same, with more work on the host for each saved tensor. Kernels of small

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward pass and its backward: the saved storages, how they come back, and which are prefetched.
 
 A storage is offloaded once, however many tensors view it. Its memory belongs to the tokens that autograd holds: when

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Torch's stacks of a thread: hooks of saved tensors, and modes that hear of each operation.
 
 Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise: what it has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tape of the operations of a forward, from which single results can be recomputed.
 
 Checkpointing recomputes whole layers. With the tape a single saved tensor is replaced by the operation that

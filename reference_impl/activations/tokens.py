@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that autograd holds in place of saved tensors that stay on the device.
 
 Autograd checks the version of a tensor that it saves, but not of an object that a hook returns for it. So every token

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The device that training runs on: CUDA with streams and events, or its CPU twin.
 
 Every mechanism of this package is written once against `Device`. Nothing outside this room knows CUDA, so another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device as the mechanisms see it: streams, events, times, memory statistics and pinned host memory.
 
 A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns

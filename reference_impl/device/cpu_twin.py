@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU twin: the same engine without a GPU.
 
 It makes the same copies between two tiers of ordinary memory, at once, so that values, lifetime and memory can be

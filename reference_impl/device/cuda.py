@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA: asynchronous copies on streams of their own, ordered by events.
 
 Explained in docs/design.md (decisions 5 and 10 to 12).

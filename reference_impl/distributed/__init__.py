@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on several ranks: engines that shard or reduce, meshes, the ranks of a host.
 
 This room knows no optimizer, activation or weight streamer; they ask it. It says when FSDP2 reads a weight, and on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that DistributedDataParallel has reduced, told bucket by bucket.
 
 DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The groups that FSDP2 gathers: from which memory, on which stream, and which are gathered already.
 
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host memory that ranks need together, checked on all of them before any takes some.
 
 Free memory of a host is free to each of its ranks until one has taken it, so ranks that look one by one promise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on the ranks of one group, each a process of this machine, and ends all of them when one has failed.
 
 Explained in docs/distributed.md.

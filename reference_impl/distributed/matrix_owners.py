@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices that ranks hold shards of: how one is cut, which rank has it whole for a while, and both ways there.
 
 For a formula of whole matrices each rank does the elementwise part on its shard, the owner of a matrix the part that

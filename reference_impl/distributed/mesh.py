@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors on a device mesh (FSDP2, HSDP): shards, over how many ranks they are, and the norm of their gradients.
 
 All ranks get the same norm, so that they decide alike. Explained in docs/optimizer-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks that train one model together.
 
 Explained in docs/distributed.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the offload that a model needs on this machine: plans, tries some steps, corrects the plan, undoes the steps.
 
 Explained in docs/fitting.md. Terms:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves a model, its optimizer and all random generators before a trial, and restores them after it.
 
 The copies are on the host, one of each trained weight; frozen weights do not change. Explained in docs/fitting.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The checks of `fit`'s arguments, before anything is traced or moved; each refusal is one sentence.
 
 Explained in docs/fitting.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit`: from a model, its optimizer and a batch to the offload that trains it on this machine, without any setting.
 
 >>> with fit(model, torch.optim.AdamW(model.parameters(), lr=2e-5), batch) as fitted:

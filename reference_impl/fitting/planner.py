@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks the planner, `skill_tools`, which this package does not import: it runs as a process, and its answer is a plan.
 
 So there is one search and one model of step time, and a JSON document passes between the packages. Explained in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which plan to try next: a trial's measurement corrects the memory that the planner is asked for.
 
 The planner is asked for less memory than the budget, by as much as its prediction was too low. So whatever it then

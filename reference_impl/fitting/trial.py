@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs and measures some steps under one plan; running out of memory is a result, not an error.
 
 Explained in docs/fitting.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloading in a trainer by one line: each adapter here knows one framework and imports it only when it is used.
 
 - `wanted`: the offloads that a user asks for, by a plan or by options, checked before anything is touched.

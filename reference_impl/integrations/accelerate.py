@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloading in a loop of Accelerate: one line after `prepare`.
 
 `clip_grad_norm_`, `accumulate`, `save_state` and `load_state` are Accelerate's own. Explained in docs/trainers.md.

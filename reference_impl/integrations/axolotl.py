@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloading in Axolotl, as a plugin with keys of its own, which Axolotl validates beside its others.
 
     plugins: [reference_impl.integrations.axolotl.OffloadPlugin]

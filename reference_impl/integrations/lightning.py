@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offloading in Lightning's Trainer: a callback, beside the optimizer that `configure_optimizers` returns.
 
 Clipping, accumulation, checkpoints and resuming are Lightning's own. Fabric needs no adapter. Explained in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of Lightning's trainer that exclude offloading, and whether `training_step` calls the module of the blocks.
 
 Every error names both sides and gives advice. Explained in docs/trainers.md.

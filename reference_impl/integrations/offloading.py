@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`Offloading`: the offloads of a trainer. Its adapter calls it when the model is final and when training ends.
 
 It knows no framework. Explained in docs/trainers.md.

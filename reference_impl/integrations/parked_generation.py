@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`park="generate"`: a trainer's memory leaves the GPU while it generates.
 
 With vLLM on the same GPU (`vllm_mode="colocate"`) all of it leaves around vLLM's own call, behind the weight sync.

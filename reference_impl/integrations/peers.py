@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other offloading or recomputation on the same model: paused if ours can replace it, else refused.
 
 Apart because adapters also use it, to refuse earlier. Explained in docs/trainers.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan that a trainer is given: the options of each mechanism, and the model that it was made for.
 
 Apart because options need none of this. Explained in docs/trainers.md.

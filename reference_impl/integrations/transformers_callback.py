@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The callback by which Transformers' `Trainer` says when its model is final and when other code reads weights.
 
 Explained in docs/trainers.md.

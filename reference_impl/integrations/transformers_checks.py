@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of a Transformers trainer's arguments exclude offloading, and which ones the optimizer takes over.
 
 Every refusal names both sides and gives advice, before training starts. Explained in docs/trainers.md.

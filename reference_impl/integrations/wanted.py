@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The offloads that a user wants in a trainer: a plan, or an option per mechanism; checked before anything is touched.
 
 Explained in docs/trainers.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where bytes are: pinned host memory, device slots, copies in flight, the disk, and the ledger that counts them.
 
 - slab: one large piece of host memory, page-locked once; the slab supply makes it ahead of need.

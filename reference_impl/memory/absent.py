@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classes of tensors that hear of their uses: weights that are away, and weights that nobody has touched.
 
 Computing with a weight whose bytes are not on the device is an error that names the weight. Without this, kernels would

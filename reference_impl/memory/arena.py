@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hands out blocks of pinned slabs, and takes them back while copies still read them.
 
 One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Closing after a failure: every resource is closed, and an exception already raised stays the one that is reported.
 
 A file of its own, because the activation and the weight offloaders, which do not know each other, close alike.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Functions that torch.compile must not trace into."""
 
 from __future__ import annotations

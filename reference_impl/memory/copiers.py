@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies within host memory by several threads; one that somebody waits for comes first.
 
 One core reads and writes host memory at a fraction of the link's rate, so pageable memory needs several to keep up. As

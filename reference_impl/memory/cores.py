@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cores of this rank, and how many of them nobody needs now.
 
 Explained in docs/fitting.md, "Pinned memory".

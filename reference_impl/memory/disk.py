@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The disk tier: its own threads write bytes to a file for which pinned memory has no room.
 
 The file never has a name, so a process that is killed leaves nothing behind. Copies run through pinned staging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accounting of the host tier: how many bytes mechanisms hold on the host, and how many the host still has.
 
 `host_book` counts bytes that arenas hand out (live) and have reserved (pinned slabs), with the peak since

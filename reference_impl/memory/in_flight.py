@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps tensors alive while a copy uses them, and no longer.
 
 A copy stream reads a tensor that the compute stream owns. Dropping the last reference too early would let the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps signals, and the recursion limit, from interrupting changes that must happen as a whole.
 
 Python runs signal handlers between two bytecodes of the main thread, and a handler may raise: Ctrl-C becomes

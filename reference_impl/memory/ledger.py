@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the live bytes of each tier, on CUDA and on the CPU twin.
 
 An accelerator's allocator counts its own bytes, and the ledger only reads the numbers. On the CPU twin both tiers are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may page-lock how much: one book for the process.
 
 Pinned memory is scarcer than host memory where a container, `ulimit -l` or WSL2 limits it. `limit_pinned_memory` sets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rates of copies, host memory, matrix products and a disk on this machine, each the best of a few tries.
 
 Every function returns a rate a second: bytes, or floating point operations. The first try warms up and does not

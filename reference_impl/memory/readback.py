@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few numbers of the device on their way to the host, where any thread may wait for them.
 
 Apart because the clip decision and the comparison of weights, which know nothing of each other, read numbers alike.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How objects show themselves to people: one line at a prompt, a table in a notebook, bytes in GB.
 
 GB are 10^9 bytes, as the memory of cards is sold and as plans state it beside GiB.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slabs: large pieces of host memory, page-locked when copies are to read or write them.
 
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers

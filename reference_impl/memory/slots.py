@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Device buffers of one size that streamed data passes through, one after the other.
 
 Three slots let the H2D copy of the next chunk, the computation on this one and the D2H copy of the last run at the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file without a name that holds extents of bytes.
 
 It is unlinked as soon as it is open, so nothing is left behind however the process ends. Reads and writes go

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between the device and pageable memory, through a ring of pinned buffers.
 
 Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the

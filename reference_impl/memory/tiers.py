@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the bytes of a saved storage are kept: the host tier, behind the interface that the disk tier shares.
 
 A tier takes flat uint8 device tensors and gives them back. It orders its copies by events and never waits on

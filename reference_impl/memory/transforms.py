@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.func's transforms and forward-mode derivatives: whether one runs, and how to work outside of it.
 
 Inside, tensors are wrapped: they have no storage that could move, nothing that is captured may be written in place, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of a weight that is kept on the host and used on the device: its streamer and its optimizer share it.
 
 The streamer copies a block's weights to the device and frees their device memory again. The optimizer updates them

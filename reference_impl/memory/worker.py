@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads that carry out tasks in order; if one dies, every wait for its tasks ends with an error.
 
 A task is queued once a thread is there for it: where `submit` raises, it never runs. The threads are not those of

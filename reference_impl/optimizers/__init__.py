@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers whose state does not have to fit on the GPU.
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md. Two optimizers stand on top,

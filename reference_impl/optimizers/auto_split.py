@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The split of states into resident, streamed and updated on the CPU that takes least time under two budgets.
 
 The resident share costs only device memory, so it is as large as fits. The rest is a search along one line

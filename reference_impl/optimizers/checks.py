@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals of optimizers with state on the host: each says got, expected, and a thing to try."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer with states on the host, and makes readers of its weights wait for them.
 
 A step is prepared, which may raise and changes nothing, and begun; `status` says how far an error has let it come. One

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which formula updates a parameter group: the optimizer's own of elements, or one of whole matrices.
 
 A group says it with `algorithm`, or as Muon's reference implementation spells it with `use_muon`. Explained in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each module's forward waits for the weights that it reads; under FSDP2 its gather does.
 
 A module reads the parameters that it owns itself, and those in its containers, which have no forward of their own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one optimizer with states on the host: all others here are this one, put together of different parts.
 
 It is the face to torch: groups, saving and loading, attaching a model, closing. Its `Engine` takes the steps.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW whose state lives partly on the host, at nearly the speed of the GPU.
 
 `HybridDeviceOptimizer` is a real `torch.optim.Optimizer`. A share of the state (fp32 masters and moments) is kept and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which elements are resident, streamed or updated on the CPU, and the plain data by which shares know a parameter.
 
 Explained in docs/optimizer-offloading.md.

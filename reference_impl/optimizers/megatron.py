@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's constructor over our engine, so that it can stand in for Megatron's own `HybridDeviceOptimizer`.
 
 >>> import megatron.core.optimizer as theirs

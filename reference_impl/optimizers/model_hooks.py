@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that an optimizer has on a model: they leave when the model is copied, and keep nobody alive.
 
 Explained in docs/optimizer-offloading.md.

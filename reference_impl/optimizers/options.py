@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of `HybridDeviceOptimizer` that belong together, as small frozen dataclasses.
 
 Explained in docs/optimizer-offloading.md. This module only holds options; the code that uses one checks it.

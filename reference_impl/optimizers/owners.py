@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which open optimizer trains a parameter: never two, and one may take the place of another that holds no states.
 
 Explained in docs/optimizer-state-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`optimizer.state`: each parameter's state by name, read and written where it lives.
 
 A parameter's state may stand in several buckets and partly on the device. Here it looks like the entries of any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which elements of parameters have their states where.
 
 A `Placement` divides the members of an optimizer between its `Shares`. `SplitPlacement` does so by a split; that of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whoever reads weights that an update still writes: the forward of an attached model, and other threads.
 
 Explained in docs/optimizer-offloading.md.

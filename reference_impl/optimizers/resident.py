@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share of the state that stays on the device, updated by the fused GPU kernel.
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a saved optimizer can be loaded exactly; any other is refused before anything changes.
 
 Explained in docs/optimizer-offloading.md. Every error is a ValueError that names the entry, as `state[3]["exp_avg"]`.

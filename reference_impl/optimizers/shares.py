@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states of an optimizer in three shares, and their updates: resident, streamed and updated on the CPU.
 
 A member says which of its elements belong to which share. This module starts all three shares in a step, lets a

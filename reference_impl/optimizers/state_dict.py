@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and loads states in the layout of `torch.optim.AdamW`, both ways, at any split.
 
 Parameters are known by a key: running numbers in `torch.optim`, names of parameters in distributed checkpoints.

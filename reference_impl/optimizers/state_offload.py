@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizer states that are kept on the host and copied to the GPU for their update.
 
 `OptimizerStateOffloader` wraps `torch.optim.AdamW(fused=True)`, Adam, SGD with momentum or Muon. Between steps moments

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of torch that `OptimizerStateOffloader` can wrap, and how their states are taken over and given back.
 
 Explained in docs/optimizer-state-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decisions of one optimizer step before any update begins.
 
 A step is prepared, then it begins. Preparing allocates and checks all that the step needs; it may fail, and changes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parameters of an optimizer's groups: those that have states, and those that were frozen.
 
 Explained in docs/optimizer-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parking: all training memory leaves the GPU while something else uses it, and comes back the same.
 
 A reinforcement-learning trainer that generates, an evaluation or a weight sync needs the GPU for a while, and the

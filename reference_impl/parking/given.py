@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of `park`, checked before anything is made: models, their optimizers, and more to park.
 
 Explained in docs/parking.md.

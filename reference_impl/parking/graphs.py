@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs that were captured before there was a parking: their outputs show of which weights they are.
 
 A graph knows addresses and tells nobody. But the output of a captured forward lies in the graph's memory pool, as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses uses of parked training before they touch anything.
 
 A parked tensor refuses to be computed with by itself, in Python. The hooks here come first and name the remedy: in

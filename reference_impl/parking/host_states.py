@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States as `state_dict()` has them, read and written where they are: parked ones on the host, where nothing moves.
 
 Explained in docs/parking.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters of our optimizers whose weights are away.
 
 Masters follow a weight that somebody else has written, which they see by its version and its address. A parked weight

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`park`: training memory that can leave the device as a whole, and come back as it was.
 
 After an error, Ctrl-C or a lack of memory either everything is parked or nothing has moved (`transfer`), and `status`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One storage's way to the host and back, under the tensors that lie on it.
 
 The bytes are copied out first. Only then is the storage emptied, and its tensors refuse to be computed with. On the

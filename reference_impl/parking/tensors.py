@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which storages training memory is made of, of which kind they are, and which tensors lie on each.
 
 Modules list their parameters and buffers. Tensors of optimizers and offloaders are found by following references

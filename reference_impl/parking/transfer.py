@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moves storages to the host and back as one transaction, and keeps the host memory for it.
 
 Copies run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views of parked storages that nobody has named: a slice in a user's variable, a snapshot of `state_dict()`.
 
 How many tensors lie on a storage torch counts. Where there are more than training memory has named, the interpreter's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long sequences: modules that mix no positions run on a few of them at a time, attention on a few of its heads.
 
 - position: a token of one sequence; a module is position-wise where a position's output depends on its input alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs around the calls of a model's modules that are divided into parts, from its construction to `close()`.
 
 Tiles and groups of heads attach alike: modules are named by their endings or found in the model's blocks, each has a

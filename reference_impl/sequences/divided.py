@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How attention is divided among groups of heads: found by the operations of a call, and tried before it is relied on.
 
 The linear layers that make queries, keys and values are the last ones before attention's kernel: no other one before it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of a call that is differentiated in parts: summed up, or written where a part's own belong.
 
 Weights of a part are stand-ins for the module's own, so a hook on a weight's gradient hears of it once, when all parts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of attention whose backward takes a group of heads at a time.
 
 Forward is the module's own; kept for backward are its inputs, and the output and logsumexp of attention's kernel.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HeadGroups`: attention's backward takes some of its heads at a time, each with its part of the projections.
 
 Where nobody names attention it is found by its operations: of a block, the outermost modules that run a kernel of

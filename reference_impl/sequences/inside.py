@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether this thread computes a part of a call: a tile, or a group of heads. Calls inside are not divided again.
 
 A module in a tile may join several sequences to more positions than a tile has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
 One position's input is changed: no other position's output may. The halves are then computed apart: their results must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the positions of a call lie in its tensors: how they are cut into tiles, and their results joined.
 
 The first floating-point tensor of two or more dimensions says: three and more begin with (batch, positions), two with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of a module in tiles: forward keeps the module's inputs alone, backward computes each tile again.
 
 Two nodes of autograd's graph make the call. The first saves the inputs before anything is computed: where a layer

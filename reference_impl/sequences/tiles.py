@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
 Where nobody names them they are found by their operations: of a block, the outermost modules that are position-wise and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streamed trained layers and shards: full training of a model larger than the GPU, or than each of several.
 
 This room combines the others: `weights` copies the blocks in, `optimizers` updates them, `activations` keeps tensors

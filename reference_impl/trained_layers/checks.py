@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals that the streamers of this room have in common, before anything is moved.
 
 Explained in docs/larger-than-gpu.md. Apart because both streamers check it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of streamed trained layers: `BlockGradients` leave in backward, `PassedGradients` are used there.
 
 Those of a block leave together, and come back in one chunk with their states. Others stay on the device until backward

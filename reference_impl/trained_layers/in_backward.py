@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer of streamed trained layers that updates in backward: each block while it is still on the device.
 
 Nothing is clipped and nothing is skipped, because both need all gradients. So a gradient never leaves the device:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross entropy over a large vocabulary, a few tokens at a time: logits never exist for a whole batch.
 
 Forward computes the gradients of the hidden states and of the head's weight too, chunk by chunk, while the logits

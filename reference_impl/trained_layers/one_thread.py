@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one thread that runs a model whose shards stream.
 
 FSDP2 keeps gathered parameters on the modules and in one state, so two threads that run one model, or one that saves

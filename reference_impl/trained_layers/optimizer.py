@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer of streamed trained layers: gradients are offloaded in backward, states stream beside the weights.
 
 A gradient is offloaded as soon as it is final, and copied back in one chunk with its states; a block's chunks are

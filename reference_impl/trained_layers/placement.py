@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where weights, states and updates of streamed trained layers and shards are: an `optimizers.placement.Placement`.
 
 Explained in docs/larger-than-gpu.md, "Where states are updated".

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host memory that streamed trained layers need, item by item, checked before anything is moved.
 
 Explained in docs/larger-than-gpu.md, "Bytes".

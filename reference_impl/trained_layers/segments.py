@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block's forward as segments: micro-batches one after the other, each recomputed in backward.
 
 A block's weights are then copied in once for all micro-batches of a batch. Each segment is computed again by itself,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`ShardStreamer`: under FSDP2, shards of weights, gradients and optimizer states on the host.
 
 It takes the place of torch's CPUOffloadPolicy. A gather finds its shards on the device, where they have been copied a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards that are kept on the host and visit the device for FSDP2's gathers, and for their updates.
 
 The shards that one gather reads are a `ShardBlock`: one home on the host, and while they visit one slot of device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which states of streamed trained layers stay on the device, and which parameters the CPU updates.
 
 Apart because the host's room is checked by it before any optimizer is made. Explained in docs/larger-than-gpu.md,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`TrainableLayerStreamer`: full training of a model larger than the GPU.
 
 The weights, gradients and optimizer states of all blocks are kept on the host. A block's weights are prefetched one

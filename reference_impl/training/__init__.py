@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The old name of `reference_impl.verification`, kept for one release.
 
 Documents and examples of release 0.1 imported the small decoder, its adapters and `apply_plan` from here. The old paths

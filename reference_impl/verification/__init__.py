@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Uses the mechanisms together: the probe, the verifiers, `apply_plan`, and the small model that they train.
 
 - mechanism: one way to offload; a row of `verify` is one mechanism on one workload.

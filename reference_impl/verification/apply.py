@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Executes a plan on a PyTorch model: the only place where a plan reaches tensors.
 
 A plan is the JSON document of `schema/plan.schema.json`; its `execute` section names mechanisms and their parameters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to attach a mechanism to the small decoder for one run; each detaches everything afterwards."""
 
 from __future__ import annotations

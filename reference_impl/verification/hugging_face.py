@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model that a Hugging Face `config.json` describes, on `meta`: transformers' own code, no weights, no network.
 
 Apart because it alone knows transformers, which is optional.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which kernels a measured run uses: those that add in a fixed order, so that two runs can be compared bitwise."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Llama-style decoder, the one model that verify, the tests and the benchmarks train, and adapters for it.
 
 It is plain PyTorch without an offload idea in it, so that every mechanism is attached from outside, as users

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixed-precision AdamW with everything on the device: the step that every mechanism is compared with.
 
 It is `torch.optim.AdamW(fused=True)` over fp32 masters and nothing else, so that a comparison does not depend on code

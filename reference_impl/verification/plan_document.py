@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a plan and checks its `execute` section, entry by entry, before anything is touched.
 
 The document is that of `schema/plan.schema.json`. Of its other sections the model's size and, for `fit`, the prediction

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as a run that can be trained and measured: the model that it is for, and the numbers that it predicts.
 
 A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied. On several GPUs each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures this machine in at most 20 seconds, so that plans rest on its own rates.
 
 The document is described by `schema/profile.schema.json`; within one major `schema_version` fields are only added.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A real model in place of the small decoder: the class that a plan was traced from, with random weights of its shape.
 
 Apart because it alone needs transformers, which is optional.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of `verify`: how each mechanism is attached, whether its results are bitwise, and which bytes it frees.
 
 A prediction is a formula over the model alone, independent of the mechanism's report.

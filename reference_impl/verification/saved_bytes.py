@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that autograd saves, so that a prediction does not depend on the engine that it judges.
 
 One forward is run with hooks that record every storage saved for backward, once, and the modules that saved it. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the ranks of a plan have its model: FSDP2's shards of it, or a replica each, as `offload plan` says to launch it.
 
 Explained in docs/distributed.md.

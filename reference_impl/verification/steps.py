@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the steps of several runs for one progress report."""
 
 from __future__ import annotations

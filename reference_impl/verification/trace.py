@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a model's own step on `meta` tensors and reports its memory and work: in seconds, without GPU or weights.
 
 >>> profile = trace(model, {"input_ids": ids, "labels": ids}, lambda model, batch: model(**batch).loss)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows every storage of a step that runs on `meta` tensors: when it is made and freed, and by which operation.
 
 No GPU and no weights are needed: a meta tensor has a size and no memory. The ledger is a `TorchDispatchMode`, as the

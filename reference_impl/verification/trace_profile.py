@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model profile: memory and work of a step of a model at any batch and length, from traces at a few shapes.
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and

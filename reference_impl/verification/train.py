@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains the small decoder for some steps and measures it: losses, parameters, bytes of both tiers, step time.
 
 One seed makes model and data the same for every run, and on CUDA, kernels that add in a fixed order are chosen. So

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Does every mechanism give the results of a run without it, and free the memory that it should?
 
 Trains a small decoder without offload and with each mechanism, from the same weights on the same data, and compares:

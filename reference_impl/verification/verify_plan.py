@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Was the plan right? Trains its model with and without it, and puts measurements beside predictions.
 
 Peaks are judged; step times are shown, since they are predictions for the machine that the plan names. Losses are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches the first steps under a plan: their true peak and time beside the plan's predictions.
 
 It changes nothing. `reference_impl.fit` tries a plan before training and corrects it. Explained in docs/fitting.md.

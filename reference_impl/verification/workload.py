@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workload of measured runs: the small decoder and its data, the same at every call.
 
 `train` trains it, with whatever is attached to the model.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are kept on the host and copied to the device block by block.
 
 - block: one of a model's repeated modules. `FrozenLayerStreamer` streams its frozen storages, `TrainedWeights` all.

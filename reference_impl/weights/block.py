@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One block's weights: their bytes on the host, and a device storage that is filled and freed.
 
 All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks that tell a streamer of a block's forward, backward and rare operations, and their removal.
 
 Module hooks rather than a replaced forward: they run inside checkpointing's recomputation, outside compiled code, and

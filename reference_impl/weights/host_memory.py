@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a block's bytes are on the host: pinned, or in ordinary memory behind a small pinned ring.
 
 Pinned memory is copied to the device directly. Weights beyond a streamer's own limit on it stay where they are, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks whose weights stream: the part that frozen and trained layers have in common.
 
 It puts hooks on the blocks, gathers weights for code that reads or changes them, and restores them at the end.

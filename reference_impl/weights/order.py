@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which block comes next, learnt from the last pass.
 
 A pass is a sequence of visits: a block in forward, in backward, or in a forward without gradients. Training repeats

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of the frozen weights stays on the device, and which part of the rest is pinned.
 
 Resident storages are spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.

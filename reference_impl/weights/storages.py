@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the parts of a model that can stream: its repeated blocks, and the storages that only one block uses.
 
 Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as many

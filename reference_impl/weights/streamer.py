@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`FrozenLayerStreamer`: frozen weights are kept on the host and copied to the device block by block.
 
 For LoRA and other training of a few parameters on a frozen base: a step is bitwise the same in less device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained weights that are copied to the device block by block, and back to the host after an update.
 
 Each parameter of a block has a `Home`, through which its optimizer writes it while the block is on the device. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward or backward at a time uses the blocks that visit: a thread that only reads waits for the one that trains.
 
 A turn is one block's forward, or a whole backward, which goes from block to block and may compute forwards again. Work

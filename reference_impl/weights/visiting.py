@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A block whose bytes visit the device: the weights of a block of layers, or the shards of one gather.
 
 A `window.Window` decides when it comes and goes. An optimizer writes it while it is there, through a `trained.Home`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which blocks are on the device: those in use, and those that are needed next.
 
 Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. This rule alone

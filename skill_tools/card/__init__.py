@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The card: the claims of this project, checked against its evidence and rendered into the documents.
 
 `card.yaml` holds the claims. These modules load it, hold it to its schema and to the rules and keys it names, and

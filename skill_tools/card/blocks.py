@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rendered blocks of a Markdown file: where they stand, and the text that the card gives them.
 
 `<!-- card:NAME -->` to `<!-- /card -->` holds one of the card's tables or recommended settings, `<!-- run: WORDS -->`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders `docs/configuration.md` from `knowledge/keys.yaml`: every key, frameworks side by side.
 
 Keys that switch or tune an offload mechanism come first, in full; the keys that rules and plans merely read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that all names of a Markdown page exist: links, anchors, paths in the repository, commands and their options.
 
 It parses with markdown-it, so that an example inside a fence is not taken for a link. Shell lines are split into

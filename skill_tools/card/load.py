@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads `card.yaml` and holds it to `schema/card.schema.json`.
 
 The card stays plain data: the schema defines its shape, and every other module here may rely on it once

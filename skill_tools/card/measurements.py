@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The card's measured rows: ratios and savings against each row's baseline, and the tables that show them.
 
 The card has times and bytes only, so numbers derived from them cannot disagree with them. Every table states

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that all names of the card exist: rules, keys, claims, measured rows, mechanisms and source files.
 
 A card may name a rule that no longer exists, or repeat a framework's message in other words; no schema finds that.

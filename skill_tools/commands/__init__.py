@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands of `offload`: each parses its arguments, calls one function and renders the result.
 
 Explained in docs/choosing.md. `plan_request` and `releases` hold the options that several commands share.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keep the card, the documents and the knowledge in sync. For contributors, in a checkout.
 
   offload card check     report faults, and change nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find the cause of a failed or slow run in its log: the rule behind it, the lines to change, and a plan.
 
   offload diagnose train.log

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Explain rules: the meaning of each, its reason, wrong and right examples, and the change.
 
 Of a key, under any of its names (`offload_optimizer.device`, `optimizer-offload-fraction`), it says in a few lines

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compare a release of a framework with the records of it. Reads its files, and runs none of them.
 
   offload knowledge diff transformers==5.24.0 transformers-5.24.0-py3-none-any.whl

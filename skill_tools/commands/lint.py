@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
 Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The output of lint: its options, its formats, and where it goes."""
 
 import argparse

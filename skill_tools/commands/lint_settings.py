@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A project's settings of lint: `offload.toml`, or the table `[tool.offload]` of a `pyproject.toml`.
 
 The nearest file above an input counts, and no other; in one folder `offload.toml` comes first. Options of the command

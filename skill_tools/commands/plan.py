@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Choose an offload for a configuration and a GPU: which mode, how much, its cost, and the lines to change.
 
 Reads your own configuration (as `lint` does), a model's Hugging Face config.json, or only a model's name:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common part of `plan` and `diagnose`: the arguments that describe a run, and the plan made from them."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a plan's change into the user's files, or shows it as a diff, as `lint --fix` and `--diff` do.
 
 Apart because only --write and --diff load the editors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measure this machine in at most 20 seconds: copies, memory, launches, updates on CPU and device, disk.
 
   offload probe                       print the rates, and keep a GPU's for `offload plan` on this machine

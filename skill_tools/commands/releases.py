@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the releases on a command line, `--target` and `--versions`, and decides which of all stated ones apply."""
 
 import argparse

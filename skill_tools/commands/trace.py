@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trace the memory of a step of a Hugging Face model: its own code on tensors without memory, no GPU, no weights.
 
   offload trace config.json                     the folder of a model does as well, or a profile of it

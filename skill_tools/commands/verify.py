@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Train a small decoder without offload and with each mechanism, and compare losses, parameters, memory and time.
 
   offload verify                    on the CUDA device if there is one, else on its CPU twin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a training program and say whose the bytes on GPU and host are, live and at its end, against a plan.
 
   offload watch -- python train.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers: YAML, JSON, launch scripts and Python recipes become keys and values, each with its file, line and column.
 
 Its dialect decides which files a framework reads and in which order; docs/design.md follows one value through the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The result of a dialect's reader: one value per key, and the place that gave it.
 
 A `Config` is the user's configuration after composition: several inputs (recipe, files, overrides) merged in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A configuration in the making: readers write values into it in the framework's precedence, the last wins.
 
 It turns spellings into canonical keys, brings values to their types, and keeps overridden values, unknown keys and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A configuration before anything is resolved: values by dotted path, merged as OmegaConf merges them.
 
 The merge knows neither keys nor frameworks: a value takes the place of a section and the other way round, a file wins

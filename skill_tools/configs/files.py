@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds and reads a file that a user names: a real file only, and never more of it than its reader can use.
 
 Reading a device would never end, and a pipe may have no writer. Size limits and encodings are checked here, once, so

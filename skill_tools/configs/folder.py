@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks beyond the file that was named: the configurations below a folder, and the checkout that a script lies in."""
 
 import os

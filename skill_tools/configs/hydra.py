@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Hydra's dotted overrides: `a.b=c`, `+a.b=c`, `++a.b=c`, `~a.b`.
 
 The values are Hydra's: `null`, true and false in any case, numbers, quoted and bare text, lists and dicts. A form that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses JSON into plain values that know their line and column, as Python's `json.loads` reads it.
 
 That is more than the standard has: `NaN`, `Infinity` and half a surrogate pair are values. A text that `json.loads`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key table: which spellings name a key, its type, and its default.
 
 The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them from the compiled index. This module

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Line and column of places in a text, for readers that move on through it.
 
 Apart because the readers of JSON and of TOML, which do not know each other, count alike.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Releases that texts state: a configuration's comments and install lines, and the files beside it that pin packages.
 
 Only an exact release counts, and only of a distribution that the rules know. A comment such as `# since axolotl 0.18`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An input: its text, which is parsed once, and its kind."""
 
 import os

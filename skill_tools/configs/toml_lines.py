@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses TOML into plain values that know their line and column.
 
 The standard `tomllib` reads the values; it keeps no places. `_Places` walks the same text and notes where

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a tree of sections, as in YAML and JSON files, into a draft: one dotted key per value.
 
 A section is a value too where the key table says so (`peft`, `fsdp_config`), so that a rule can ask whether it is

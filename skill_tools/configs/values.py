@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converts a written value to the type of its key, as each framework does.
 
 Most parsers convert text (`"2e-5"`, `"4"`); some frameworks take the values of their loader and convert only dtypes.

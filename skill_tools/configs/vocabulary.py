@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All names that a framework accepts, so that a misspelt key is seen and the right one offered.
 
 Some frameworks drop a key that they do not know without an error, others refuse it. The names come from the file in

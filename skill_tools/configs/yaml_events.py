@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses YAML into the plain values of `yaml_lines`, which know their line and column.
 
 PyYAML's own composer recurses, and its constructors forget where a value stood. This one builds nodes from

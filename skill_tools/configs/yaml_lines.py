@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plain values that know their line and column, as YAML, JSON and TOML give them.
 
 Apart from the parsers because readers of JSON files and scripts work with such values too, and importing PyYAML takes

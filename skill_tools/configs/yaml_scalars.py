@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns the text of a YAML scalar into a plain value, as each framework's own loader would.
 
 Axolotl loads with PyYAML's safe loader (YAML 1.1: `yes` is true, `1e-4` is a string); Megatron Bridge loads with

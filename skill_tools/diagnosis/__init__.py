@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a run's log to the event, the rule behind it, and the next command. Explained in docs/faq.md.
 
 Glossary:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first error of a compiler or linker in a log: later lines, "Error building extension" too, are its aftermath.
 
 Compilers speak the user's language, so an error is known by its place, `file:line:column:`, and by the word behind it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words a change as the run's own framework spells it.
 
 The advice of a message is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml`, which

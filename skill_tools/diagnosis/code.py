@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose code a failure is in, the offload of the configuration there, and an experiment that tells its causes apart.
 
 Apart because an answer that knows no cause still knows this much.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which of all that a log shows is the cause, the rule behind it, and the lines to change.
 
 The exception that ended the run outweighs all before it: the facts about it are the answer. There a rule that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The diagnosis of a failed or slow run's log: the facts about it, its cause, memory, steps, and the next command.
 
 Where the log gives a number that a plan can use (the GPU and its capacity, the bytes that were allocated, the host's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All that a log and its run's configuration show, and the form of an answer."""
 
 from collections.abc import Iterable, Mapping, Sequence

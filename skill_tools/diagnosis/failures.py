@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exceptions of a log by rank, and the one that ended the run.
 
 Each rank, actor or task writes its own traceback, often between the lines of others; the writer's name stands in

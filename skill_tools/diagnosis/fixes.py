@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of libraries that a later release mends, and which of them a failure shows.
 
 Each was read from the commit that mends it: the code that it changes, the functions in a traceback through which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Framework errors in a log that rules know: each rule's `raises` is matched with the text.
 
 Several rules can share one text. Then the rules that the configuration breaks are kept; without one, those of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text of a training log with its line numbers, read from a file or standard input; its size is bounded.
 
 Of a long log three parts are kept: its beginning, the first place in the middle where something failed, and its end.

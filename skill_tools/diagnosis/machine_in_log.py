@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that a log was written on: the GPU's name, and how much memory the host has.
 
 Apart because a plan from a log would otherwise be made for somebody else's machine.

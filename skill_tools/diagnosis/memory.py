@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the numbers in a log about the GPU's memory: out-of-memory messages, and memory reports.
 
 PyTorch writes GiB and MiB (binary); Megatron's report is in MiB although it says MB. Every rank writes its own

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who else takes memory beside the trainer: rollout engines, copies of weights, saves, workers, single processes.
 
 A trainer's prediction counts its own states. Where the host held far more, the rest belongs to the owners listed here,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages of a run that no rule about a configuration quotes: out of memory, hangs, builds, resumes, slow steps.
 
 They are data (`knowledge/messages/*.yaml`), each with where its text comes from: a public thread, or a file of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model's size as a log states it, from which follow the bytes that a CPU optimizer keeps in host memory.
 
 Apart because each framework prints the number of parameters in words of its own, and the number that a rank prints of

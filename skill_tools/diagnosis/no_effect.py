@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signs in a log of an offload that fails its purpose: a line that says so, or figures that stay."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of a run's files whose name speaks of an offload, whatever framework has them, and the kind that it names.
 
 No fact about a framework is needed: `tensorwise_offload_optimizer` and `offload_fraction` under `optimizer:` are about

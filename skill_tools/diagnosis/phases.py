@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where in a run a log ends or a failure stands: at the start, in the first step, at a save, at a resume, or later.
 
 A fault of the configuration has its time too: one that is refused at startup does not stop a run that has trained, and

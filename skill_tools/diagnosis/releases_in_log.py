@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases that a log states: DeepSpeed's first line, Unsloth's banner, `pip freeze`, and reports of environments.
 
 Apart because no configuration is read for it. Only an exact release counts that the log does not contradict: where it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step times in a log, and the patterns in them that offloading is known for.
 
 It reads Megatron's iteration lines and the `s/it` of progress bars. A pattern points to likely causes and proves

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An unknown failure under an offload of the run: its kind, and whose it most likely is.
 
 A kind of failure (two devices, memory that is gone, saved tensors that do not fit) has other causes under each kind of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds a text with holes in a log; the text between its pieces may differ, but has an end.
 
 Apart because rules' texts and messages are found alike. Some eight hundred are looked for, of which a log has few: one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One object a framework: how its files look and compose, how a run is planned, how a change is written.
 
 Nothing outside this folder and the data in `knowledge/` names a framework; other code asks `registry` for the object.

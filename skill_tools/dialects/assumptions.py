@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The assumptions of a plan, which nobody has written: a sentence, and its subject."""
 
 from enum import IntEnum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A dialect: everything that the tools need to know about one framework, as one object.
 
 A subclass overrides methods that differ from the defaults here; it must define `compose`, and for plans `run` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to fit: the proposals of a plan, in each dialect's own settings.
 
 A `Candidate` is a mode for the memory and time model together with the settings that switch it on (and others off) in

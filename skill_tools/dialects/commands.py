@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the command that starts a program of a framework whose options argparse takes.
 
 `NAME.program` is the script or module, without its suffix. Where the programs have --config_file, the TOML that it

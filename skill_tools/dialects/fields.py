@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed reading of a Config: "an integer under any of these names, if anybody set one".
 
 A value that contradicts its name ends in one error line that points at it.

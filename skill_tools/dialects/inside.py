@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds configurations in files of other kinds: the command of a task, the DeepSpeed block of a GPT-NeoX file.
 
 A Kubernetes manifest, a SkyPilot or a dstack task is no training configuration, but the command in it may start one.

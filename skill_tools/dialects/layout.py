@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a training run is spread over GPUs: tensor, pipeline, expert, context and data parallelism.
 
 Turns the sizes a user set into the load of one GPU: its pipeline stages, and the parameters of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The changes of a run beside offloading, for a plan where no offload fits: each change with the settings for it.
 
 A dialect yields the levers that its framework has (`Dialect.levers`), of each kind the smallest first. To see whether

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon's part of a model, its FLOPs and its scratch: the matrices of decoder layers.
 
 AdamW has embedding, head, norms and biases. Explained in docs/optimizer-state-offloading.md, "Matrices".

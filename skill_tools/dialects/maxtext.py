@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MaxText as a dialect: the command of one of its trainers, and YAML on top of its base.yml.
 
 A command's `name=value` lies over the file that it names; every name has to be a field. MaxText trains with JAX.

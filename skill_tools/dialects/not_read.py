@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frameworks whose configurations are known by sight and not read: they are refused by name, with an alternative.
 
 Without this a file of MindSpeed-LLM is Megatron-LM's with thirty misspelt options, one of SimpleTuner is

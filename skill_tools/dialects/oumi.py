@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Oumi as a dialect: the YAML that `oumi train` reads into its dataclasses with OmegaConf.
 
 The sections `fsdp` and `deepspeed` are read whole; of the others only what decides who trains. A switch that turns

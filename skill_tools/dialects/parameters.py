@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts parameters: of one part, of the whole model, and of one GPU of a pipeline stage.
 
 Every count is split by how parallelism divides it: `split` over tensor parallelism, `replicated` on every

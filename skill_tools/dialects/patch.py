@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan's proposal as text: the change that a user makes, and how settings become YAML or exports.
 
 The text is a proposal; nothing is written to the user's files. Its dialect decides how a framework spells and

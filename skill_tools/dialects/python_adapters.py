@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of a Python script to its model that no argument states: adapters, a base in 4 bits, Unsloth's checkpointing.
 
 `get_peft_model`, `add_adapter` and a trainer's `peft_config` add adapters (peft); so does Unsloth's

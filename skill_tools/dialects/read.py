@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one way from files, text and overrides to a `Config`: finds their dialect, which then composes them.
 
 Each dialect names the proof in an input that it is its own. One proof decides; none, or two that exclude each other,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dialects by name. A dialect is loaded when it is asked for; all are only if a script has to be recognised."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROLL as a dialect: the YAML of a pipeline, which Hydra composes and dacite makes dataclasses of.
 
 Each role has a strategy with a free section of settings, of which each strategy reads its own. A name that no class has

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training run as the planner sees it: a shape, a layout, precisions, and how activations are kept.
 
 Each dialect builds it from the user's input, and the planner computes memory and time from it alone. Values that were

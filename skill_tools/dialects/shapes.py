@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shape of a decoder: the dozen numbers from which every count of parameters, bytes and FLOPs follows.
 
 Memory and time are computed from a `ModelShape`; where it came from (a configuration, a config.json, a known

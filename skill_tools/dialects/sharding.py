@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the trainers of Hugging Face's models share a model's weights, gradients and states between GPUs, for a plan.
 
 These trainers spell FSDP and DeepSpeed in several ways; the part of either that a plan needs is here. Sharding is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model whose step was traced: how its bytes and its work grow with the batch (`offload trace` writes it).
 
 A size is `fixed + per_token * tokens + per_token_and_length * tokens * length + per_sequence * sequences`. Explained in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads YAML that a framework turns into dataclasses section by section: a dotted path is a setting.
 
 For dialects whose files have sections and no other form. A name below a section that is read has to be a key or in the

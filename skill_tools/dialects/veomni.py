@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """VeOmni as a dialect: the YAML behind `train.sh tasks/train_….py`, of which the section `train.accelerator` is read.
 
 No class looks at a name that it does not have, nor at the type of a value: both pass without a word.

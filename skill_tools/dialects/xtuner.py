@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XTuner v1 as a dialect: the Python configuration that its trainer loads, of which the one FSDPConfig is read."""
 
 import re

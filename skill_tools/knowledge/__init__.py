@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The facts, as data, and the loader of their compiled form.
 
 People write YAML; the commands load the JSON in `index/`, because parsing the YAML would cost more than the

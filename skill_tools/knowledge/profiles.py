@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folds the model profiles that ship: the parts that a plan reads, in a sixth of the room.
 
 A profile is as `schema/model-profile.schema.json` says. Its blocks are alike, so each size of the spans and of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the shape of a model to bytes, seconds, legal modes and a patch. See docs/choosing.md and docs/design.md.
 
 Glossary: run: the training that the configuration describes: shape, layout, precision, recompute, micro-batches

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line of a plan's two accounts, memory and time, each with its formula."""
 
 from enum import StrEnum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Renders the results of the linter, the planner and the diagnosis, for people and programs; decides nothing.
 
 Glossary:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A baseline: the findings that a project has accepted for now, so that only new ones count.
 
 A finding is known again by its rule, its file and the values that the rule observed, not by its line. Files are named

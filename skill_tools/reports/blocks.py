@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The findings of one lint call for people: a block each, with the source line, the consequence and the change.
 
 Apart because only this form looks at a terminal: it keeps to the terminal's width, and has colours where there is one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents of a checkout: which of them are rendered, with which text, and all problems in them.
 
 `offload card render` writes the rendered ones, `offload card check` compares them. Both first check the data against

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Findings for CI: GitHub workflow commands, SARIF 2.1.0, GitLab's Code Quality and JUnit.
 
 GitHub shows workflow commands on the lines of a pull request. Files below the working folder are named from there,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A diagnosis for people (text, Markdown) and for programs (JSON by `schema/diagnosis.schema.json`)."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The report of one lint call, a line a finding and as JSON; `blocks` renders it for people, `ci_findings` for CI.
 
 The JSON has all that is needed to act in one call, and nothing twice. It is described by

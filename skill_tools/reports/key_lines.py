@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One key in a few lines: its name in each framework, its type, default and releases, and the rules about it."""
 
 from collections.abc import Mapping, Sequence

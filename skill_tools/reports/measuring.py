@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Output of the commands that measure: their progress on stderr, then the results of `probe`, `trace` and `verify`.
 
 Each result is the document that `--format json` prints, of `schema/profile.schema.json`,

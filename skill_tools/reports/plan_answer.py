@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan's answer in ten lines: whether it fits, the changes, their gain and cost, the assumptions.
 
 If nothing fits, the answer says why and gives the three cheapest ways to fit. Everything else is `plans.details`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan for people, as text or as Markdown for an issue: the answer (`plan_answer`), and on demand its details.
 
 Where the model's shape is not known there is no plan; the card's decision table takes its place.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as the JSON document of `schema/plan.schema.json`: recommendation and patch first, then their grounds."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan as a figure: memory by part against the GPU's line, and step time against memory for every combination.
 
 Needs matplotlib (extra `plot`), imported when a figure is drawn. SVG and HTML follow the reader's light or dark

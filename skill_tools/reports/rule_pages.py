@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules as Markdown: a page for each, which `explain` prints too, an index, and the coverage of known constraints.
 
 A rule is described in one way everywhere: what, why (in the framework's own words), wrong, right, versions, fix,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words and JSON for memory snapshots: each owner's bytes on each device, beside a plan, or beside another snapshot."""
 
 from __future__ import annotations

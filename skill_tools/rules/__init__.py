@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine that checks a configuration against the rules in `knowledge/rules/`. Explained in docs/design.md.
 
 - rule: one fact, with the condition under which a configuration breaks it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditions: small expressions over canonical keys, answered with True, False or UNKNOWN.
 
 A condition reads *names* from a scope (any mapping of name to value or `UNKNOWN`, see `values.Scope`); `grammar` says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linter's results: findings, and the rules that could not be decided.
 
 Plain frozen data with no behaviour but its order. `schema/findings.schema.json` describes its JSON form;

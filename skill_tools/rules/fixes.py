@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns a rule's fix into new text for the user's file, or into words where the text cannot be edited.
 
 YAML and JSON files (`yaml_edit`) and launch scripts (`script_edit`) are edited in place; overrides, TOML and Python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language of conditions: from an expression's text to a tree of plain lists, which `conditions` evaluates.
 
 The text is parsed by `ast` and walked through a whitelist; nothing is ever evaluated as Python. Trees are JSON, so

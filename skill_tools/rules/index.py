@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compiles the YAML that people write into the JSON in `index/`, which the commands load, and `examples.json`.
 
 A lint loads keys and rules, a plan models and hardware, a diagnosis messages. Compiling also parses each rule's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Findings about the input itself: keys that the framework does not know, values that a key cannot hold, and
 values that the framework replaces by itself.
 

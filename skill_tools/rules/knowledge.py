@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules as the engine uses them, loaded from the compiled index or from their YAML files.
 
 A rule's facts are described by `schema/rules.schema.json`, which a test holds every file to; nothing is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linter: checks one configuration against the rules. A pure function; nothing is read or written.
 
 A planner asks it for legality, the `lint` command for faults. The command applies suppressions

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds a finding's message from a rule's text and the user's own values.
 
 A message names every key that decided the rule, as the user wrote it, with its value and its line, so that it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations that a condition may use, each defined for every plain value.
 
 They exist because a configuration is user input: `num_layers: twelve` must lead to a finding, never to a traceback.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named predicates for conditions that operators cannot express. Keep them few.
 
 A predicate takes plain values and returns one; it is never called with an unknown value, because the engine answers

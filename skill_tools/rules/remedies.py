@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes of a finding's remedy, and the errors and warnings that this change would lead to.
 
 A remedy is tried on the configuration's settings, and the rules about its keys are evaluated again. The remedies of

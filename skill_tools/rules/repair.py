@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Applies the fixes of a whole configuration, one after another, each only if its finding is gone afterwards.
 
 Every fix is read back and linted before the next, since one fix may open or close another finding. Nothing is

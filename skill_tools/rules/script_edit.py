@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edits one flag in the text of a launch script and leaves every other character alone.
 
 A flag is edited only if it is written as plain words. If it comes from quotes, from a variable's expansion or from

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rules count: chosen and left out by id or by family, for all files or for some.
 
 A selector is a rule's id (`la-pp`), the beginning of ids up to a dash (`la`, `ds-zenflow`), or `ALL`. Where a rule is

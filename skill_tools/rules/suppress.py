@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Suppressions: `# offload: ignore[la-pp, oc-lora] why this is fine here`, on the line of a finding or
 above it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reading of a condition: the value that a key has in one configuration, set or by default.
 
 A `Scope` returns the value of every name in `conditions` and caches it. A value is `UNKNOWN` when nobody set the key

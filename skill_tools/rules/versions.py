@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Releases: the user's, those that a rule requires, and whether the ones satisfy the others.
 
 Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported only when a version is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Edits one key in the text of a YAML or JSON file and leaves every other character alone.
 
 The places come from libyaml's own node marks, so that block and flow style, quotes and comments are kept.

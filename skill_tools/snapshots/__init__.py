@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory snapshots of torch: the file that `torch.cuda.memory._dump_snapshot` writes, and the owners at its peak.
 
 - snapshot: the allocator's blocks at one moment, and the events before it, each with the Python frames it came from.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a pickle that holds plain containers, numbers and text, without the interpreter that executes pickles.
 
 A pickle is a program, whose opcodes may import and call anything. Here is a reader of those that build dicts, lists,

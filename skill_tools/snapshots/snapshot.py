@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The owners of bytes in a memory snapshot of torch: the blocks alive at the peak, or where memory ran out.
 
 The events of a trace are taken back one by one from the blocks that are alive at its end, so that also the blocks that

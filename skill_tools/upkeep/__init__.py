@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares a release of a framework with its record. For contributors; nothing of a release is run.
 
 - release: the Python and YAML files of a wheel, a source archive, a folder, or an installed release (`release_files`)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that a release has and the knowledge, or an earlier release, has not."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the citations of rules and messages again in a release: the file, the symbol in it, and the words.
 
 A citation is `path::Class.method` with a quote. Words are compared without line breaks and without the joints of texts

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the text files of a release: a wheel or other zip, a tar archive, a folder, or an installed distribution.
 
 Nothing is unpacked, imported or executed. Paths are relative to the folder that holds the package, as the evidence of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names and texts of a release: fields and flags with their defaults, messages, log texts and private names.
 
 A field is an annotated name of a class, a dataclass's or pydantic's; `Class.field`. A flag is the text that

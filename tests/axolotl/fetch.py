@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches the schemas of released Axolotl versions, and the two libraries they need, into build/axolotl.
 
     python tests/axolotl/fetch.py 0.18.0 0.19.0

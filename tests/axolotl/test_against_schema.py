@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our verdict against the real schema's, for generated configurations and every release that is there.
 
 Where a rule says that Axolotl raises or warns while it reads a configuration, the released schema is asked the

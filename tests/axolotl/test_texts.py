@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words that a rule quotes stand in the sources of exactly the releases that the rule names."""
 
 import ast

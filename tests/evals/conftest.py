@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scripts of `evals/` stand beside their data, not in a package; tests load them by their paths."""
 
 import importlib.util

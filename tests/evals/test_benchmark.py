@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Laying a task out and writing the page: the files that an agent sees, and means that follow from made-up runs."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The grader: deterministic, fair to wording, strict to facts."""
 
 import json

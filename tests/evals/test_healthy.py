@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Logs of runs that ended well: `diagnose` names no cause in them."""
 
 from pathlib import Path

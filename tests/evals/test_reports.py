@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public reports: their fields, how answers are graded, and that right answers stay right."""
 
 import importlib.util

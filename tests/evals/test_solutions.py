@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The patch, composition and number tasks can be solved: one solution each, graded in full."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evals: enough of them, each gradable, each solvable with the tools and the facts of this repository."""
 
 import contextlib

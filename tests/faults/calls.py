@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One call of the optimizer's, interrupted or failed at any place in it: construction, `load_state_dict`, `close`, ...
 
 The call comes after `BATCHES` batches (construction: before any). A signal, of any number whose handler raises, comes

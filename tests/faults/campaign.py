@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs many cases in child processes, so that one that hangs takes no other with it.
 
     PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 60]

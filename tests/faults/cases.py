@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chooses the case of a seed: the training, the fault and its time, and the program's next action."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fails one kernel, copy, allocation, event, worker task, thread's start or user hook, at its n-th call.
 
 A *seam* is a place at which a call may fail before it has an effect. `SEAMS` names where each is in the package; it is

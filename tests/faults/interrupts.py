@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real signals at a chosen or at a random moment of training.
 
 `Interrupt.comes` sends a signal to this process, SIGINT unless another is chosen, whose handler raises

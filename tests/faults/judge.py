@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with one fault and tells the run's fate.
 
 After the fault the program acts as somebody's loop would (`ACTIONS`), trains on, and at the end all weights,

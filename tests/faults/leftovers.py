@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leftovers of a process beyond a case: memory, threads, hooks on all modules, signal handlers, torch's modes.
 
 `Leftovers.now()` before a case, `more_than` behind it: the objects that a closed optimizer or offloader has left name

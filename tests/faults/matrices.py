@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The matrices of the campaigns: every way to keep an optimizer's states, as data.
 
 `settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `writers_settings` loops

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Construction and `close` of the offloaders of activations, checkpoints and frozen weights, failed at any place.
 
 An interrupted construction leaves the model as it was: the same call works then, and everything is given back.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults under the offloaders of activations, checkpoints and frozen weights.
 
 They hold nothing between steps, so a fault or a signal in forward or backward costs that batch at most: the program

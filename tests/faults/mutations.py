@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mended faults, put back one at a time: the campaign must find each.
 
 A mutation patches the package and never takes that back: it runs in a process of its own, see `campaign`. Each says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of Python itself: no memory for a call, and no stack for one.
 
 `NoMemory` raises MemoryError in place of the n-th call that the package's functions make or are, on the main thread or

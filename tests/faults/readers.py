@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second thread that reads the weights that the first one trains: evaluation, a logger, a saver.
 
 It runs the model without gradients, takes `model.state_dict()` or the optimizer's, as often as it can, with pauses that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainings of the campaign: a small model, and every way to keep its optimizer's states.
 
 A `Setting` is one way; `matrices` lists them. `Trainee` is a model with its optimizer and batches.

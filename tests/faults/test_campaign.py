@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any call may fail, and Ctrl-C come, at any moment: the step then happened, or it did not, or the optimizer says so.
 
 One seed alone: `PYTHONPATH=. python tests/faults/campaign.py optimizers:17 --told`.

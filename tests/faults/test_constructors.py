@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer whose construction, or whose new group, fails leaves nothing: the same call then works."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The campaign notices: each fault that was mended, put back, is found."""
 
 import campaign

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A filled GPU: batches that do not fit are left out, and training equals the run without them, bit for bit."""
 
 import random

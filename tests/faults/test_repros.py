@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults as they were found: each was a short program that trained on with wrong states, or hung."""
 
 import gc

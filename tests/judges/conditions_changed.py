@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The slips of somebody who edits a condition: each small change of its tree, one at a time.
 
 A change drops a term of an `and` or `or`, flips an operator, negates a key, moves a number by one, or drops an

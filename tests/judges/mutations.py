@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a slip in the rules is noticed: rules taken away, and conditions changed, one at a time.
 
     python tests/judges/mutations.py --removed 40 --changed 60 --seed 1

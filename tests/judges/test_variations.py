@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rules say of their recorded variations what is recorded, and slips in them are noticed; `mutations.py` tries more."""
 
 import subprocess

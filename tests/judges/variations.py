@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each rule's verdict one or a few keys away from its own example; recorded, so that a slip in a condition is seen.
 
     python tests/judges/variations.py            compare, list the differences

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations to judge: the offload keys, and every key that their checks read, in any combination.
 
 Keys that a release does not have are left out, except that now and then one offload key is too new, which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks megatron-core releases from PyPI, each into a folder of its own, without installing any of them.
 
     python tests/megatron/fetch.py 0.13.1 0.16.1 newest extras

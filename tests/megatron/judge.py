@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds the rules to megatron-core itself: generated configurations, one release a process, both directions.
 
     python tests/megatron/judge.py --configurations 10000 0.13.1 0.16.1 ../Megatron-LM

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The subjects: two dataclasses of megatron-core, and its command line. Each is drawn, asked and linted its own way.
 
 A subject knows how a configuration is drawn, the question to the release, the linter's input, and which rules

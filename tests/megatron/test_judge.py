@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short sitting of the judge for each unpacked release; `make test-megatron` holds the long one."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds megatron-core's own config objects and answers with their errors; runs in a process of its own.
 
 `judge.py` starts it with one release of megatron-core, and nothing of this project, on its path. It writes one

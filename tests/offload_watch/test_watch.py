@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload watch` beside real programs: whose the bytes are, and that the program notices nothing."""
 
 import json

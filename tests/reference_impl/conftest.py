@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each device in turn, set up so that CUDA's allocator repeats itself byte by byte."""
 
 import importlib

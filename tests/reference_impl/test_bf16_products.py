@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices are right, whoever computes them here: torch or `bf16_products`."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`close()` after one that has failed: all else was closed, the first error was raised, and what is left comes next."""
 
 import pytest

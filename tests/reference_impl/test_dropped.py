@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model and its offloader that are dropped without `close()` leave nothing behind once garbage is collected."""
 
 import gc

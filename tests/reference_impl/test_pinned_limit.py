@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Under a limit on pinned memory every mechanism computes what it computes without one, and pins no more than that."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The old names of `reference_impl.verification` work for one release, and say so."""
 
 import subprocess

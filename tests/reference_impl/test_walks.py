@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The walk of a saved tensor in docs/design.md, measured in a step: the modules whose functions hold its bytes."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to write a weight, beside every class that keeps layers' weights: the losses are those of plain torch.
 
 Autograd's version counter sees some of these ways only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A shell completes commands, options, choices and the names of rules, models and GPUs."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The door itself: what is said before any command is loaded."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from for_each import for_each
 
 from skill_tools.__main__ import COMMANDS

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A command that the tool tells to run next begins as the one that told it."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is written keeps to what the environment says of the reader: colours, width, a page for people."""
 
 import os

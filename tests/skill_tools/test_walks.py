@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The walks of docs/design.md, measured while a command runs: the modules whose functions hold a value on its way."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axolotl configurations for hypothesis: the offload keys, and every key that decides about them.
 
 Each is a plain mapping as Axolotl reads it from YAML. Values are valid or wrong on purpose; keys that only make

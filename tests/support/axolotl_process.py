@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script in a process of its own: one Axolotl release's real configuration schema answers questions.
 
     python axolotl_process.py RELEASE_FOLDER DEPENDENCIES_FOLDER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The released Axolotl schemas that `make test-axolotl` put under build/axolotl, and a way to ask one of them.
 
 A release is asked in a process of its own, because two releases cannot be imported into one and because its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Watches begun steps: whether a thread is inside `step.as_one`, where everything has been allocated before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices on a CPU that has no instructions for them: torch's take up to fifty times those of fp32.
 
 Here they are computed in fp32 and rounded once, as CPUs with such instructions do. Only for speed: what the tests

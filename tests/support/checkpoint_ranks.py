@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: trains under FSDP2 (or alone), and saves or resumes through a distributed checkpoint.
 
     python checkpoint_ranks.py RANK RANKS STORE_FILE FOLDER save|resume

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compact AdamW written down simply: whole parameters at once, in numpy, in fp32 where it says so, else in fp64."""
 
 import numpy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damages configurations and lints them: whatever is in a file, it is read and nothing else, exit code 0, 1 or 2.
 
     python tests/support/damage.py --inputs 20000 [--only deepspeed .py]        (make test-damage does fewer)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damages what `plan`, `diagnose` and `explain` are given: exit code 0, 1 or 2 within 2 s, and it is only read.
 
     python tests/support/damage_answers.py --inputs 17000        (make test-damage: 51,000 in all)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: DDP with our optimizers attached, against DDP with torch's AdamW, to the bit.
 
     python ddp_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...

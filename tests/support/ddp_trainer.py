@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script under torchrun, two ranks: Transformers' Trainer under DDP, plain and with everything offloaded.
 
 Ends with an error where weights, losses, norms or the ranks' splits differ, or gradients leave otherwise than asked.

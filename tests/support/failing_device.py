@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes one chosen call fail, wherever mechanisms meet the device, host memory or the disk.
 
 `FailAt(monkeypatch, seam)` counts the calls of a seam; `at(n, error)` makes the n-th from then on raise.

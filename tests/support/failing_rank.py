@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs under torchrun: FSDP2 or DDP with an attached optimizer, whose last rank fails in its third step.
 
     torchrun --standalone --nproc-per-node 2 failing_rank.py cpu|cuda fsdp2|ddp update|wait|send|interrupt|kill

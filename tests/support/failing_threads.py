@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Raises MemoryError before a chosen bytecode of threads that start meanwhile."""
 
 import dis

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trials of `fit` in which one operation finds no memory."""
 
 from contextlib import contextmanager

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that `fit` plans for, its training, and the bytes that this takes."""
 
 import torch

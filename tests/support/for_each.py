@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A test of every entry of a list of facts: one test, whose message names all entries that fail.
 
 A test apiece would cost more to collect, distribute and report than its assertion.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Starts Python programs in processes forked from one that has imported torch.
 
 To import it takes 4 s of a core. In all else they are like programs that are started from the command line, up to the

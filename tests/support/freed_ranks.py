@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: how many bytes of gradients a backward under FSDP2 leaves on the device.
 
     python freed_ranks.py RANK RANKS STORE_FILE

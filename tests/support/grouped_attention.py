@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small attentions of several kinds that `HeadGroups` divides, and their gradients."""
 
 import torch

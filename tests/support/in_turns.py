@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All combinations of parameters, of which the fast tier runs each `every`-th: each value, and none twice as often."""
 
 from collections.abc import Iterable

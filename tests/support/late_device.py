@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A CPU twin whose copies are made as late as the waits allow, or earlier, at random.
 
 Each copy stream is a queue. What is in it happens when somebody waits for it, directly or through another stream, and

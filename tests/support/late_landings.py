@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker that carries out tasks as late as the waits allow: only once somebody waits for one, or for one behind it.
 
 In the place of the ring's, it leaves pageable memory unwritten for as long as that is allowed, so whoever reads such

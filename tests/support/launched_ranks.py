@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks do in tests of `launch`; spawned processes import it by name."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder whose layers are trained from the host, and the same one that stays on the device."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder as Qwen3's layers are: norms, attention with normed queries and keys, an MLP, each a module."""
 
 import torch

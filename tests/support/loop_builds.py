@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small model of blocks, and the optimizers that loops of other people are given: plain AdamW and each class here."""
 
 import torch

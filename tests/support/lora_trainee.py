@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small decoder in LoRA training, and one step of it as something to compare bit by bit."""
 
 from dataclasses import dataclass

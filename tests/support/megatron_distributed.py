@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script: Megatron's real distributed optimizer trains and resumes over theirs or our hybrid optimizer.
 
     python megatron_distributed.py RELEASE_FOLDER EXTRAS_FOLDER theirs|ours

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron's own `HybridDeviceOptimizer` out of an unpacked release, on CUDA or, with a stand-in for it, without.
 
 Where there is no CUDA, parameters say that they are on it, streams and pinning do nothing, and every line of the

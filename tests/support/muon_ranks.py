@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: FSDP2 with Muon off the device, against `torch.optim.Muon` over whole fp32 masters.
 
     python muon_ranks.py RANK RANKS STORE_FILE cpu|late|cuda CASE ...

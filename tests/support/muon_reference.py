@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What matrices off the device must equal: torch's Muon, and AdamW for the rest, over fp32 masters."""
 
 import copy

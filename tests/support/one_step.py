@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward and backward as something to compare bit by bit."""
 
 from collections.abc import Callable

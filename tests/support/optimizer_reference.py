@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hybrid optimizer must equal: `torch.optim` with fp32 masters, each share on its own device."""
 
 import torch

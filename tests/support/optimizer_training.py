@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Twin models, one trained by an optimizer with state on the host and one by what it must equal."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decoder of `benchmarks/optimizer.py` and the H200 that it was measured on, as the planner sees both."""
 
 from skill_tools.dialects.layout import Layout

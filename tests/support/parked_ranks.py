@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: training that parks under FSDP2 and DDP, against training that never does.
 
 python parked_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is on the device at the peak, tensor by tensor: for the message of a test that finds too much there."""
 
 import weakref

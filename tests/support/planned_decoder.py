@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder that trains under a plan, and one plan of each kind of optimizer."""
 
 import torch

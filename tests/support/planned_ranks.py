@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: a planner's plan for two GPUs on an FSDP2 model, against FSDP2 with torch's AdamW.
 
     python planned_ranks.py RANK RANKS STORE_FILE PLAN_FILE ...

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: what one rank cannot, none does, and all say why.
 
     python poor_rank.py RANK RANKS STORE_FILE

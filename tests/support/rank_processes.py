@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a program once a rank, each in a process of its own, and ends all of them when one has failed."""
 
 import tempfile

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rules with their examples, as their files are now, and what a lint of an example says."""
 
 import yaml

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A net that FSDP2 shards on one rank, and its training by torch."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: FSDP2 with our optimizers attached, against FSDP2 with torch's AdamW, to the bit.
 
     python sharded_ranks.py RANK RANKS STORE_FILE cpu|late|cuda|sleepy CASE ...

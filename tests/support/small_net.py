@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small network with a buffer, and the loss of a step, a function of the step's number alone."""
 
 import torch

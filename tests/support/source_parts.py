@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs single definitions of a source tree, so that a framework's own checks answer without its training stack.
 
 `Sources.take("pkg.module", "function")` or `"Class.method"` executes that definition and, from the same tree, whatever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of stacks whose bits are those of one product after the other, as GPUs make them and CPUs do not quite."""
 
 import torch

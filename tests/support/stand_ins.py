@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports a framework's own modules from a folder, where the libraries that it trains with are not installed.
 
 Every library is stood in for by a mock but those among `real`, so that a check of settings runs as it is and answers

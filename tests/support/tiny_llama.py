@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A random Llama of a few kilobytes, its data, and Transformers' trainer around it; nothing is downloaded."""
 
 from dataclasses import dataclass

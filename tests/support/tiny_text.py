@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer of a few words and the data sets of TRL's trainers; nothing is downloaded."""
 
 from datasets import Dataset

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs as a script, once a rank: FSDP2 with uneven and empty shards, or DDP, over two ranks that see different data.
 
     python two_ranks.py RANK 2 STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|hsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...

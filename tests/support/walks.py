@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds which modules have a value in their hands while something runs."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to write a weight, and training that a written weight is compared in."""
 
 import functools

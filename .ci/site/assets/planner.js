@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // Shows the plans of the chosen model, card and tokens; the address keeps the choice.
 const answer = document.getElementById("plan-answer")
 

@@ -1,3 +1,4 @@
+// SPDX-License-Identifier: Apache-2.0
 // A long table gets a field above it: rows stay that have every word of it in any cell.
 const LONG = 15
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update formulas: each is one module, and owns no state.
 
 Explained in docs/optimizer-offloading.md. Terms:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adam and AdamW."""
 
 from __future__ import annotations

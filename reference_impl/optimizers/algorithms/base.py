@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of an update formula, and helpers that its forms share.
 
 An algorithm of elements says one formula in three forms, all over fp32 (`matrices` has those of whole matrices):

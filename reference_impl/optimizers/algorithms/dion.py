@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dion: one step of a power iteration makes a low-rank part of the momentum orthonormal.
 
 From the published formula (arXiv 2504.05295, algorithm 1, scaled by the root of rows over columns). A rank below the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol of an algorithm that updates whole matrices, and the scratch that its kernels write to.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon: momentum that is made orthogonal, as `torch.optim.Muon` updates matrices.
 
 Bitwise torch's over fp32 parameters on the same device: the same kernels, for one matrix at a time. The fifth-degree

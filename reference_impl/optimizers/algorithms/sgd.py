@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stochastic gradient descent with momentum."""
 
 from __future__ import annotations

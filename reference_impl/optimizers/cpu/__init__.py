@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The share whose state is kept and updated on the CPU.
 
 Explained in docs/optimizer-offloading.md. The path of a gradient: `gradients.mover` (D2H) → `workers` (when) →

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets: which pieces share one, and the host memory that holds their states and their staging buffer.
 
 The staging buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies new weights to the device or to their home, and tells their readers when to go on.
 
 All pieces of a member are copied together, on the H2D stream for weights, so that a parameter is either old or new,

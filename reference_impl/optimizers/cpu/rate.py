@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many parameters a second the CPU share updates on this machine, without any copy.
 
 Runs the hybrid optimizer's own buckets, kernel and threads over bf16 weights with fp32 masters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU share: copies gradients in, updates one bucket at a time in deadline order, copies weights out.
 
 `GradientMover` brings a gradient to its bucket, `DeadlineWorkers` runs the bucket's update in the order in which the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU share's bookkeeping of one step: buckets that are queued, members that are counted and updated.
 
 Explained in docs/optimizer-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Updates a bucket on the CPU, in tasks of many cache-sized blocks.
 
 The update is bound by host DRAM, so each block goes through its three passes while it is in cache: the gradient in

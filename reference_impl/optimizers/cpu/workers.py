@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs jobs on a few threads in the order of their deadlines.
 
 A job is due when the next forward needs its result. Among the jobs whose gradients have arrived, the one with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of a step: where they are until it uses them, their stand-ins, and the decision over all.
 
 - to leave: a gradient goes to the host before `step()`; a stand-in takes its place.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an optimizer hears in backward of gradients that are final.
 
 A gradient is final once autograd has accumulated it, and under DistributedDataParallel once it is reduced. DDP reads it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clip and overflow decision: are the gradients finite, and by how much are they scaled?
 
 Made on the device, over all gradients and before any of them is used, so that the norm is exact. The training thread

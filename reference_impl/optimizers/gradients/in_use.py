@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gradient on its parameter that a begun update still reads: whoever writes it waits for the update first.
 
 `GradientInUse` has the gradient's own memory, so all that reads it finds its values. It takes the gradient's place on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of an optimizer's members: which have been offloaded, and which of them a step uses.
 
 An offloaded gradient has a stand-in on its parameter's `.grad`. A step uses the gradient only if the stand-in is

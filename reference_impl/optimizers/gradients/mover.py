@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies gradients to the host, each as soon as it is final.
 
 The norm is computed, the D2H copy starts behind the work on the current stream, and the gradient's device memory is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients of one optimizer's members, as its step uses them.
 
 `StandingGradients` stay on their parameters, where the update reads them. `LeavingGradients` are on the host by then,

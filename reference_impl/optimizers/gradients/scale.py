@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The scale and the overflow flag that GradScaler hands to an optimizer, for one step.
 
 GradScaler sets both as attributes before `step()` and deletes them after it. An error or a signal keeps it from that,

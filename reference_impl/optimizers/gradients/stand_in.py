@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stand-in on `param.grad` for an offloaded gradient: its shape, dtype and device, no values.
 
 Code between backward and `step()` does two things with gradients: it takes their norm and scales them

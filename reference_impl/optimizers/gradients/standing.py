@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that stay on their parameters: the update reads them there.
 
 Explained in docs/optimizer-state-offloading.md.

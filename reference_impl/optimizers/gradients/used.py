@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gradients that a step uses, as far as they stand on parameters: so that no step uses them again, or others.
 
 Explained in docs/optimizer-offloading.md, "When something fails".

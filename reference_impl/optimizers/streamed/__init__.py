@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streamed share: optimizer states that are kept on the host and copied to the GPU for their update.
 
 Explained in docs/optimizer-state-offloading.md. The modules, from the bottom up: `chunks` (geometry), `packing` (states

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which matrices of one shape are transformed in one call, for the bits that one call each would give.
 
 A library may choose another kernel for the product of several matrices than for one of them. So each batch is tried

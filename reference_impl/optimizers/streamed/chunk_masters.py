@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters in chunks take over weights that somebody else has written, whether anything counts that or not.
 
 Of whole masters alone: the upper half of a hi/lo master is the weight itself. Masters that stay on the device are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks: the states of a few pieces side by side in one flat tensor, and how parameters are cut into them.
 
 A chunk belongs to one parameter group, so that one fused kernel call updates it. Its fields lie one after the other

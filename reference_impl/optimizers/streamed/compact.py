@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compact format: moments in 8 bits by blocks of 64, and masters as the bf16 weight and 8 or 16 of its low bits.
 
 A block is `BLOCK` elements that share one scale for each moment, in bf16 and rounded up, so that no code is too large.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update of compact states on a GPU: one Triton kernel a piece, which makes the bytes of `compact` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. Products and sums are not fused, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much device memory extra slots may take during backward: a part of the memory that it has freed.
 
 Apart because it counts backward passes, and the share that asks it does not. Explained in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs and unpacks hi/lo masters on a GPU: a Triton kernel for each, which makes the bits of `packing` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. The host launches one in a tenth of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update of bf16 moments by one kernel for several pieces of a chunk.
 
 The host takes 0.2 to 0.5 ms to launch a compiled kernel, and a chunk has many pieces. Their states lie side by side.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
 The parts before and behind the products run in one kernel each where `matrix_parts` has found that they may. Of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The parts of a formula of matrices before and behind the whole matrix: by operators, or by one kernel each.
 
 Operators take gradients and masters in fp32, and read and write each of them in every launch. A kernel takes them as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The steps before and behind Muon's products as one Triton kernel each, where operators take six launches each.
 
 `before` scales the gradient, updates the mean and rounds the direction; `after` unpacks a hi/lo master, lets it decay,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States in fewer bits: the lower halves of masters beside bf16 weights, and moments in bf16 with their update.
 
 Everything is integer arithmetic on the bits of floats, so one source gives the same bits eagerly and compiled.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks pass through the GPU: copied in, updated by a kernel, copied out, all three at once.
 
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk

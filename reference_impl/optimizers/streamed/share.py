@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The streamed share: the elements of an optimizer's members whose states are on the host between steps.
 
 It puts chunks, storage and the pipeline together as one share of an optimizer, beside others that update other

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads and writes the states of single members, always in fp32, for whoever saves, loads or shows them.
 
 Explained in docs/optimizer-state-offloading.md.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients, numbers and decision of one step of streamed states.
 
 Explained in docs/optimizer-state-offloading.md, "What happens in a step".

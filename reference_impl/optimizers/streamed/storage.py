@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where states are between steps: chunks in pinned host memory, reserved at once, or on the device.
 
 `StateFormat` says which states a chunk has and in which dtypes, and `StateStorage` makes the chunks. Whoever saves,

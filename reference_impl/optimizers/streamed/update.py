@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The update of one chunk on the device: which kernels run, on which views, with which numbers.
 
 Where all states are fp32 while they are updated, torch's own fused kernel runs, between kernels that unpack hi/lo

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes to weights by others than the optimizer, which neither autograd's counter nor an address shows.
 
 - sum of a weight: 64 bits for each block of it, taken once it has been published and again before its next update.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds weights of which somebody holds another tensor: he reads it behind `step()`, and nothing makes him wait.
 
 A parameter waits for its new weight (`awaited`). A tensor taken from it before (`p.data`, a view, a `state_dict()` that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A parameter whose new weight is on its way: whoever reads or writes it waits first, whatever way he goes.
 
 Behind an attached `step()` the model's forward waits for each weight. Others read weights too, or write them: an

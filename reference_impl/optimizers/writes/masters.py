@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masters on the device take over weights that somebody else has written, whether anything counts that or not.
 
 Between steps a weight is its master rounded. Where it is not, others have written it: the master becomes the weight,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lets masters on a GPU take over weights that others have written: one Triton kernel for many weights, or for one.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. It makes the values of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes to weights by others than the optimizer, and how masters follow: a load of a module, or any write.
 
 Around a load of a module there are hooks, and in front of it one on each module that holds others, so that a load that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of weights: they show a write that neither autograd's counter nor an address does.
 
 Fused kernels, `.data` and a tensor's storage write past the counter. Where a master is in other memory than its weight,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds up weights on a GPU: one Triton kernel for all of them, one program a block.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. The sums differ from the twin's, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the command lines that a Python file passes on: to a process, to an argument parser, in `sys.argv`.
 
 Apart because a file that passes on none is not followed at all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the objects of given classes that a Python file makes, with their arguments: `TrainingArguments(lr=2e-5)`.
 
 The file is followed as `statements` follows a recipe: constants, functions and dataclasses of the same file are known;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows the statements of a Python recipe, and the functions of the same file that it calls.
 
 Nothing is imported or run. A branch that cannot be decided is followed with doubt: a value that it assigns becomes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parses Python text into its tree, and names its parts; nothing is imported, compiled or run."""
 
 import ast

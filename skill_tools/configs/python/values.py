@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The value of an expression in a Python recipe, as far as its text tells.
 
 Configuration objects are `Section`s: their fields are kept with every value they were given and its place. What

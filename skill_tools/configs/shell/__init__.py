@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads launch scripts without running them; `launch` is the entry, the rest is loaded when there is a script.
 
 Explained in docs/design.md (decision 8).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A command as a shell would run it: its words after expansion, and the environment that it gets.
 
 The shell reader makes commands, the readers of command lines take them apart; they share these two types.

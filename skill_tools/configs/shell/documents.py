@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the files that a script writes by here-documents, `cat > ds.json <<EOF`, and reads them without running it.
 
 Each is a source with as many empty lines before it as the script has, so that a place in it is one in the script.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the training command in a launch script: its arguments, and the environment that it gets.
 
 It is the only entry to the shell reader, which is loaded only when there is a script or a command line to read.

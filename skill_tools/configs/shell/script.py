@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Follows a shell script statically: which commands it would run, with which words and which environment.
 
 Nothing is executed: variables, arrays and defaults are expanded by `variables`, and conditions on known values are

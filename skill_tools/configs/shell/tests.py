@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides `[ ... ]` and `[[ ... ]]` where all words are known; answers None where they are not."""
 
 from collections.abc import Callable, Mapping, Sequence

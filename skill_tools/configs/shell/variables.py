@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Variables and arrays of a script, and the expansion of words with them.
 
 A value is a list of fields, a field a list of pieces; each piece keeps the place where its text stands in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits a shell script into words and operators, each word made of parts that know their place.
 
 Quoting, escapes, line continuations, comments, expansions and here-documents are told apart here and nowhere else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that do not fit: a name or an argument that the called code does not have, or does not expect there.
 
 Code that offloads wraps and replaces other libraries' functions, so that a release of either, or a script of the user,

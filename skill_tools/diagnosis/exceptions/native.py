@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a process aborted outside of Python: its last words, and the stack that its fault handler printed.
 
 An abort (SIGABRT, SIGSEGV) has no exception and no words. A library that ends its process by one prints its reason on

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exception in its own words: a library refuses a combination.
 
 No fact about a framework is needed: a refusal names the argument that it does not take, and its place in the run.

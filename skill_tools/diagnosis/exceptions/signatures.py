@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls whose arguments or results are not those of the called function: who was written for another release of whom.
 
 Code that offloads calls private functions of other libraries, whose arguments change from release to release. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an offload keeps the tensors of a failure, and the failure's code that goes past that.
 
 Glossary:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's work when a failure stopped it, and the tensors of its code: read from the frames, innermost first.
 
 A moment is finer than a phase of a run: each step has forwards, a backward and a step, and beside a rollout engine a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares a failure with where the run's offloads keep their tensors: which tensor is not where the code expects it.
 
 A failure says the fault of a tensor's place: that it lies on another device, has no elements, is in memory that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Anomalies in the numbers of a run that nothing stopped: values that are none, a loss that leaps, no gradient.
 
 An anomaly is an observation and its place. It is strong where a healthy run does not show it; one that a healthy run

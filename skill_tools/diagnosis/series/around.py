@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GPU memory that a log prints before and after an offload: whether it went down, and stays so in each cycle.
 
 An offload that does nothing fails nowhere. Its trainer prints figures around it, from which three things are read: that

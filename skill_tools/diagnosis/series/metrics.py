@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metrics that a log prints, each as a series of values: losses, norms of gradients, rewards, and how far
 policies are apart.
 

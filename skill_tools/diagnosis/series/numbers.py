@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which known faults of an offload give the numbers that a log shows, and the experiments that tell them apart.
 
 A fault counts where the run shows its conditions: the offload, words of its configuration, script or log, and releases

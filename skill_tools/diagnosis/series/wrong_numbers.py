@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The finding or the fault behind wrong numbers of a run in which nothing failed."""
 
 from collections.abc import Sequence

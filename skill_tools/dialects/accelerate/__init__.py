@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate: its configuration file, and the options of `accelerate launch` on top of it.
 
 - section: the settings of the file and of the launcher's options; its keys are canonical under `accelerate.` wherever

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of Accelerate's file: FSDP's checkpointing and parameter offload, or DeepSpeed's devices.
 
 The decisions of a named DeepSpeed file stay as they are, and so does the script's treatment of activations.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composes Accelerate's own configuration: files, a script that launches with one, options above them.
 
 Apart because a lint that only asks for evidence loads no reader.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate's input of DeepSpeed: the file that it names, or a JSON made of a few fields; both as `deepspeed.*` keys.
 
 Fields of the command line and the environment count where the file says "auto", and nowhere else in it.

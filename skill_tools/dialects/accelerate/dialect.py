@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate as a dialect: its configuration file, alone or named by `accelerate launch`."""
 
 import re

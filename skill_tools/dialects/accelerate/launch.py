@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads `accelerate launch --config_file X --use_fsdp .. script.py ..`: the file, then the options above it.
 
 Words after the script are not the launcher's; they are returned for the dialect that knows the script.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The changes of a script under Accelerate beside offloading: batch and sequence are its own, the GPUs the file's.
 
 Apart because only a plan that does not fit loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that makes `Accelerator(fsdp_plugin=..)` as the configuration that its plugins are.
 
 A plugin's field is kept under the key of the file's field that the launcher would hand to it. A field that a plugin

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a configuration of Accelerate: the decisions of its file, plus stated assumptions.
 
 The file shards and offloads; sequence, batch and adapters are the script's, so they are given by

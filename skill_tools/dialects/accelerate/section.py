@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes Accelerate's input into the draft of whoever trains under it: file, launcher options, environment.
 
 The launcher takes options over the file, and fields that neither sets from the environment that it inherits. It writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads AReaL's YAML with Hydra's overrides, as OmegaConf merges both into the dataclasses.
 
 Hydra composes the file itself, so an override without a plus changes only fields that stand in the file;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AReaL as a dialect: the YAML behind --config, and the command with its overrides."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axolotl: its YAML, the DeepSpeed files that it names, and its command line.
 
 - preset: a DeepSpeed JSON that Axolotl ships; its content is a known fact (`keys.yaml`, `deepspeed`)

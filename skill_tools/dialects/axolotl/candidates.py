@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of Axolotl: checkpointing, its activation offloaders, layer offloading and FSDP parameter offload."""
 
 from collections.abc import Iterator

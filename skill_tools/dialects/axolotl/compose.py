@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Axolotl's YAML, the DeepSpeed JSON that it names, and the options of its command line.
 
 The DeepSpeed section is read as `deepspeed.*` keys whether it stands in the YAML or in a file

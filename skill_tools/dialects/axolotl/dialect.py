@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axolotl as a dialect: one YAML with everything in it, a DeepSpeed file that it may name, options on top."""
 
 import re

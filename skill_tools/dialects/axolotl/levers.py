@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The levers of Axolotl beside offloading: its batch, its kernels, its optimizers, quantized adapters, ZeRO-3's shards.
 
 Apart because only a plan that does not fit loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How Axolotl reads the options of its command line, on top of a file.
 
 `axolotl train` parses them with click: dashes only, `--x/--no-x` for a bool, one value for anything else, and words

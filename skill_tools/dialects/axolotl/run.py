@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from an Axolotl configuration: full fine-tuning, LoRA or QLoRA, sharded or not.
 
 Axolotl trains Hugging Face models eagerly. Hugging Face's decisions that the YAML does not state (dtypes of states,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of a model `unfrozen_parameters` leaves to be trained.
 
 Its entries are regular expressions that have to match the beginning of a parameter's name in the Hugging Face model; a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers of image and video models that keep a part of the frozen or trained blocks on the host.
 
 - block swap: blocks of a transformer stay on the host and are brought for their forward and backward

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ai-toolkit as a dialect: a job whose process trains, in YAML or JSON; its first process is read."""
 
 from collections.abc import Mapping, Sequence

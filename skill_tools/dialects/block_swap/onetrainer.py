@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OneTrainer as a dialect: the JSON that its window saves and scripts/train.py trains.
 
 Each part of a model (transformer, text encoders) says for itself which share of it leaves the GPU. The checks ask about

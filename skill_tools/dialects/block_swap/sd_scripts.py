@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """sd-scripts as a dialect: the command of one of its training programs, and the TOML of its --config_file."""
 
 import re

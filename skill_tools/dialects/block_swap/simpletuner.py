@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SimpleTuner as a dialect: the config.json that `simpletuner train` reads.
 
 Each name of the file becomes an option of its parser (`mapping_to_cli_args`), so a value that argparse refuses ends the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed: its JSON, alone or as the section of another framework's configuration.
 
 - section: a DeepSpeed configuration inside another, inline or as a file that is named there; its keys are canonical

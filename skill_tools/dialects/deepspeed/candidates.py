@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tensors that a DeepSpeed section may keep on the CPU at its stage, for every trainer whose plan reads one.
 
 Apart because a plan of a run without DeepSpeed needs none of it. A file that is not here stays as it is.

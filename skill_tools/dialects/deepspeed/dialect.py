@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed as a dialect: one JSON, read with comments and trailing commas as DeepSpeed itself reads it.
 
 A script that gives `deepspeed.initialize` a dict holds such a JSON too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mode of a DeepSpeed section, as a plan sees it: stage, sharded tensors, tensors that leave the GPU.
 
 For every dialect that embeds one; nothing here reads another section. A run with `auto` in these fields is the one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the configuration that a Python script gives `deepspeed.initialize`: a dict that stands there, or a path.
 
 `config` counts, and `config_params`, its older name, where `config` is None. A configuration that the script reads or

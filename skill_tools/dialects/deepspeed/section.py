@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes a DeepSpeed configuration, inline or from a named file, into the draft of the dialect that embeds it.
 
 A file of its own keeps its own spelling (`zero_optimization.stage`), an inline mapping the one of the file around it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP1 as a dialect: a Python script that wraps its model in FullyShardedDataParallel with CPUOffload."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that wraps its model in FSDP1: its offloads, how often the loop steps, its clipping.
 
 Facts: torch/distributed/fsdp/fully_sharded_data_parallel.py, _init_utils.py and _runtime_utils.py of torch 2.13.

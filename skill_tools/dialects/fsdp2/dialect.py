@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 as a dialect: a Python script that calls `fully_shard` with CPUOffloadPolicy."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that shards by FSDP2: its policy, the backends of its process group, clipping, and threads.
 
 Several models may be sharded in one script, each with a policy of its own; the policy counts where every one of them

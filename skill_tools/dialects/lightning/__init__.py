@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: Python scripts that give a Trainer, or Fabric, a strategy that shards or offloads.
 
 - python_script: the strategy and its arguments; DeepSpeed's arguments become the JSON that the strategy makes

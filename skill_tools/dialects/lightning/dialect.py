@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning as a dialect: a Python script that makes a Trainer or Fabric with a strategy."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that makes `Trainer(strategy=..)` or `Fabric(strategy=..)` of Lightning.
 
 DeepSpeedStrategy makes DeepSpeed's JSON of its arguments, or takes a file or dict in place of all of them; both are

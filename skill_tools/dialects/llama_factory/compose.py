@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads LLaMA-Factory's YAML, the words of its command line, and the DeepSpeed file that the result names.
 
 Facts from `llamafactory/hparams/parser.py::read_args` and `llamafactory/launcher.py`: after a YAML, `key=value` wins

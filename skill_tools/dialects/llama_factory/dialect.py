@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLaMA-Factory as a dialect: a YAML of flat arguments, `llamafactory-cli train`, and a DeepSpeed file."""
 
 from collections.abc import Iterator, Mapping, Sequence

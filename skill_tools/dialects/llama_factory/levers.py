@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The levers of LLaMA-Factory beside offloading: its batch, Liger's kernels, 8-bit states, QLoRA, ZeRO-3's shards.
 
 Apart because only a plan that does not fit loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a LLaMA-Factory configuration, and lists the changes of a plan in it.
 
 It trains Hugging Face models: in fp32 with autocast unless `pure_bf16` or ZeRO says otherwise, adapters in fp32 on a

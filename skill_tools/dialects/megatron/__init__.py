@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM and Megatron Bridge: two dialects that train with Megatron Core.
 
 They share run, layout and candidates; `core` is their common part, `bridge` and `lm` are the two objects.

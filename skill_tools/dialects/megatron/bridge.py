@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Bridge as a dialect: recipes, YAML overrides, saved runs, dotted overrides, launch programs."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composes Megatron Bridge's inputs in its own order: recipe, file, dotted overrides, environment.
 
 The order is the framework's, whatever the order on the command line: a Python recipe first, then YAML files and

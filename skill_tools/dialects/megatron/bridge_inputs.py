@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Megatron Bridge's files and overrides into a draft.
 
 An override file holds a part of a ConfigContainer and the recipe fills the rest; a saved `run_config.yaml` (with

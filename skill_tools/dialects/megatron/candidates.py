@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of Megatron Bridge and Megatron-LM: optimizer and activation offload, recompute, and products."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common part of Megatron Bridge and Megatron-LM as dialects, because both train with Megatron Core.
 
 It stands alone so that neither dialect's module loads the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Core inside another framework: its keys keep their canonical names, so that its own rules read them.
 
 A framework that builds Megatron's configuration classes itself passes some of its keys on to them. Its reader says

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a run: how many GPUs, how the framework's own sizes divide them, and whether the model divides too.
 
 A model that does not divide is refused, as Megatron would refuse it after the nodes have started.

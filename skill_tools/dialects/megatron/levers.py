@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The levers of Megatron beside offloading: its batch, a fused loss, small states, its sequence, and more GPUs.
 
 Apart because only a plan that does not fit loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM as a dialect: launch scripts, argument strings, test and recipe YAML, `--yaml-cfg` files."""
 
 import re

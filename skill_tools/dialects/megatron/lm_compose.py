@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads Megatron-LM's inputs: launch scripts and argument strings, test and recipe YAML, `--yaml-cfg` files.
 
 All of them come down to flags with values. The effect of `arguments.py` on the flags, as far as rules see it, is

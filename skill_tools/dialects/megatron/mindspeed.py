@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MindSpeed-LLM as a dialect: the command of its Megatron trainers, with MindSpeed's options beside Megatron-LM's.
 
 MindSpeed puts its own code into Megatron-LM for NPUs; its checks run around Megatron's.

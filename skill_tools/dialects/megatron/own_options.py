@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the command of a program that has Megatron-LM's flags beside options of its own.
 
 Megatron-LM's flags get Megatron's canonical names, so that its rules and plans are about them. Values that the program

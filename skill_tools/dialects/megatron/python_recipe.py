@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python recipe statically: its assignments to the configuration, without importing or running it.
 
 One recipe is the function that returns the configuration, or the script itself where no function does. A file with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a Megatron Bridge or Megatron-LM configuration.
 
 Both frameworks train with Megatron Core, so they share one reading; they differ in defaults and in how much

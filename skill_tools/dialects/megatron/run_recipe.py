@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the arguments of Megatron Bridge's launch programs: dotted overrides, and options that stand for them.
 
 The options are those of `scripts/training/run_recipe.py` and of the performance scripts (`-ol` for offloaded

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ms-swift: arguments of `swift` and `megatron` in scripts, YAML or JSON, and the files that they name.
 
 - program: `swift` (transformers' Trainer, DeepSpeed, FSDP) or `megatron` (Megatron Core), each with its own arguments

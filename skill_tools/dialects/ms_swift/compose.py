@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the arguments of `swift` and `megatron`: a script's command, YAML or JSON of the same names, FSDP files.
 
 An argument is a key under its flag; those of `megatron` stand behind that word, because the two programs do not take

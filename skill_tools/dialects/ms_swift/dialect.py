@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ms-swift as a dialect: arguments of its two programs, the files that they name, FSDP files of its own form."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo AutoModel: a YAML recipe whose classes are named by `_target_`, over FSDP2, Megatron-FSDP or DDP.
 
 - recipe: the class that trains; each of them reads the `distributed` section alike, but those of diffusion, which have

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a recipe of NeMo AutoModel: the sections of the strategy, and the switches that move other tensors.
 
 Source: `nemo_automodel/recipes/_dist_utils.py::parse_distributed_section` and

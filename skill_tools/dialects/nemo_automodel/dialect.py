@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo AutoModel as a dialect: the YAML that `automodel` runs, of which the section of the strategy is read."""
 
 from collections.abc import Mapping, Sequence

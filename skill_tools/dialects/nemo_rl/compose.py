@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads NeMo-RL's YAML over its parents, then overrides, and passes on the policy's settings of Megatron.
 
 A parent is looked for beside the file that names it. If it is not there, every key that is not set is unknown. Which

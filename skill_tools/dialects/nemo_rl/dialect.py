@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo-RL as a dialect: a YAML file over its parents, a command line on top."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF as a dialect: the command of one of its programs, whose options argparse takes."""
 
 import re

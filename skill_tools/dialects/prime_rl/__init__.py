@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """prime-rl: TOML of an RL run (orchestrator, inference, trainer), of an SFT run, or of a trainer alone.
 
 - kind of run: RL, SFT or a trainer alone; it decides where the trainer's keys stand in the TOML

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads prime-rl's TOML: the trainer's model and optimizer, wherever the kind of run has them.
 
 In an RL run, which has [trainer] or [orchestrator], they are below [trainer], and [model] at the top is the model that

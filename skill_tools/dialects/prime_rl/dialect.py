@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """prime-rl as a dialect: one TOML file, whose trainer is below [trainer] or at the top."""
 
 from collections.abc import Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain PyTorch loop, planned with the mechanisms of `reference_impl`. It has settings to plan with, and no files.
 
 - setting: a plain name that `--overrides` takes: `seq_length`, `lora_rank`, or a size of the model

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of a plain PyTorch loop: mechanisms of `reference_impl`, and the plan's section that it executes."""
 
 from collections.abc import Iterator

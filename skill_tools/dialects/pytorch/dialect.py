@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plain PyTorch loop as a dialect: settings on the command line, a model by name or by sizes, no files, no rules."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The changes of a plain loop beside offloading: all of it by hand, each with the override that plans it.
 
 Apart because only a plan that does not fit loads it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run for a plain PyTorch loop: bf16 weights, fp32 masters and AdamW states.
 
 This is the setting of `reference_impl`: the model of a Hugging Face config.json, a known name or six

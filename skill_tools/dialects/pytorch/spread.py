@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a plain PyTorch loop on several GPUs has its model: sharded by FSDP2, or whole on each if that is asked for."""
 
 from enum import StrEnum

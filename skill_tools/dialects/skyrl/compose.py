@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the command of one of SkyRL's programs, and writes the input of Megatron's engine to Megatron's keys.
 
 The words `a.b=c` are OmegaConf's and the dataclasses are closed: a name that no class has ends the run, and so does a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SkyRL as a dialect: the command of one of its programs, with words `a.b=c` over its dataclasses."""
 
 import re

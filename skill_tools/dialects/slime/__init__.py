@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime and miles, which began as its fork: RL on Megatron-LM beside SGLang, with Megatron-LM's flags and their own.
 
 - colocated: trainer and engines share the GPUs, and each leaves them while the other works

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime as a dialect: the command of its train.py, with the scripts that it sources."""
 
 import re

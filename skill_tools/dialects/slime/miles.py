@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """miles as a dialect: the command of its train.py, with the options of slime and Megatron-LM beside its own."""
 
 from collections.abc import Mapping

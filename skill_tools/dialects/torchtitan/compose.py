@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads torchtitan's TOML and the options of its command line, which win over it.
 
 Facts from `torchtitan/config/manager.py::ConfigManager`: an option is `--section.field value`, a switch is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan as a dialect: the TOML of 0.1 to 0.2.2, and scripts that start it."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The levers of torchtitan beside offloading: its batch, its sequence, and more GPUs to share the model with.
 
 Apart because only a plan that does not fit loads it.

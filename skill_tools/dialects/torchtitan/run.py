@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a torchtitan configuration, and lists the changes of a plan in it.
 
 torchtitan trains its own decoders from scratch under FSDP2: weights, gradients and AdamW states in `training.dtype`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtune: one YAML a run, overrides on the command line, and a recipe that reads both.
 
 - recipe: the program that `tune run` starts; it alone decides which keys are read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of torchtune: checkpointing and its offload, FSDP's CPU offload, torchao's CPU optimizer."""
 
 from collections.abc import Iterator

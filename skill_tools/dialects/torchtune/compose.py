@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads torchtune's YAML and the `key=value` words of `tune run`, which win over it.
 
 Facts from `torchtune/config/_utils.py::_merge_yaml_and_cli_args` and `torchtune/_cli/run.py`: an override of a

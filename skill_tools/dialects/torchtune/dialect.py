@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtune as a dialect: a YAML of components and switches, which a recipe reads with `cfg.get(name, default)`."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The levers of torchtune beside offloading: its batch, its linear cross entropy, bitsandbytes' 8-bit states, shards.
 
 Apart because only a plan that does not fit loads it.

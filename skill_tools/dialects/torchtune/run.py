@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a torchtune configuration: full, LoRA or QLoRA, on one device or sharded with FSDP2.
 
 torchtune trains its own eager decoders in the dtype of the configuration: a bf16 run has bf16 weights, gradients and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers: the arguments of its Trainer and of TRL's, as recipes, command lines and Python scripts give them.
 
 - arguments: the fields of `TrainingArguments`, of its subclasses (`SFTConfig`) and of the dataclasses parsed with them

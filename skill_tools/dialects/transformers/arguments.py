@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes one argument into the draft, whatever form it came in: a key of a recipe, an option, a keyword.
 
 Sections may be mappings, JSON in a text, or paths of JSON files. Facts:

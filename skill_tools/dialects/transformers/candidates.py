@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The candidates of a Trainer: checkpointing, the offload of its saved tensors, FSDP's parameter offload.
 
 Under DeepSpeed, the offloads of its JSON (`deepspeed.candidates`). Apart because only a plan needs it.

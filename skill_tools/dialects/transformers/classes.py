@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names that each argument class accepts, from `knowledge/vocabulary/transformers_classes.txt`.
 
 Apart because only Python scripts name a class, and a lint of a recipe does not pay for the list.

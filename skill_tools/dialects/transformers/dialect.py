@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformers as a dialect: the arguments of its Trainer, in a recipe, on a command line or in a Python script."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the commands of a launch script that start a training, and takes their options apart.
 
 The launcher's own options stand before the script: `torchrun --nproc_per_node 8 train.py --bf16 True`. TRL's command

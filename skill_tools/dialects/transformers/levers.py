@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Trainer's levers beside offloading: its batch, Liger's kernels, 8-bit optimizers, a quantized base of adapters.
 
 Apart because only a plan that does not fit loads it.

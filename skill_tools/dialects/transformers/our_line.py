@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the line of a Python script that has this project offload: `offload(trainer, ...)`, or `offload_callback(...)`.
 
 Its words are kept under `offload_call`, a name that no argument of a Trainer has.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The value that each parser makes of an argument, and the argument that an option is short for.
 
 An option goes through argparse (`HfArgumentParser`), which knows any start of a name that fits one name alone, and

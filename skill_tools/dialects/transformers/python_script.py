@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that makes arguments: `SFTConfig(output_dir=.., gradient_checkpointing=True)`.
 
 One recipe is one object of an argument class, or a trainer without arguments, which makes them itself. A script with

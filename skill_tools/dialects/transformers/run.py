@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the planner's run from a Trainer's arguments: full fine-tuning or adapters, under FSDP, DeepSpeed or neither.
 
 A decision of the model's own configuration or of the script, absent from the arguments, is a stated assumption.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsloth: LoRA in a Python script; its two calls say which tensors wait on the host, a Trainer's arguments the rest.
 
 - load: `FastLanguageModel.from_pretrained` and those of its like; peft: `get_peft_model` of the same classes

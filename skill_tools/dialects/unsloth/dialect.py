@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsloth as a dialect: a Python script that loads by one of its classes, and the same calls beside a Trainer's."""
 
 import re

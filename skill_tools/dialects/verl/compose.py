@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads verl's command lines and YAML, and writes values that verl passes on to Megatron to Megatron's keys.
 
 verl's own configuration files are the base: a key that no override sets has their value, unless the run names another

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl as a dialect: Hydra overrides on a command line, over the configurations that it ships."""
 
 import re

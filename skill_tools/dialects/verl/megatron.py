@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings that verl passes on to Megatron Core, for the actor or the SFT trainer if its strategy is `megatron`.
 
 The engine builds Megatron's model from Bridge's provider and sets every key of `override_transformer_config` on it;

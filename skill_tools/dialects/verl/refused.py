@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The overrides of a command that Hydra refuses over verl's own configuration.
 
 Facts: hydra/_internal/config_loader_impl.py, `ConfigLoaderImpl._apply_overrides_to_config`, of 1.3.2, and the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of a mode, in seconds: compute, recompute, copies and the update, at one machine's rates.
 
 See docs/choosing.md.

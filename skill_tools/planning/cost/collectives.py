@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Traffic between data-parallel ranks: gathers and reductions of shards, or the all-reduce of replicas.
 
 A collective over R ranks moves (R - 1) / R of its bytes to each rank, inside a node over NVLink or over the PCIe link

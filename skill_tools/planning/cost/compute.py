@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a run computes without offload or recompute: its FLOPs, and seconds of a micro-batch's passes on one GPU.
 
 Matrix products of linears count 2 FLOPs a weight and token, causal attention `2 S` a query element (half the

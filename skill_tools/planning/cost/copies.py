@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of copying activations and weights in a micro-batch, by engine: seconds of work, and seconds not hidden.
 
 Copies hide behind the compute that runs beside them: D2H behind forward, H2D behind backward. Engines that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The profile of this machine that `offload probe` saved where `offload plan` finds it.
 
 One file a host in the user's cache folder, because a home may be shared; OFFLOAD_CACHE names another folder. It holds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine that a plan is made for: rates of GPU, link and host, and where each came from.
 
 Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unknown one, or a profile that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of updating offloaded parameters, by engine: seconds of work, and seconds that compute does not hide.
 
 Rates that were measured for an engine win over rates that follow from the machine's own. The latter are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes in pageable host memory because they may not be pinned: the offloaders of `reference_impl` alone do that.
 
 Their copies of it pass through a small pinned ring (`reference_impl.limit_pinned_memory`), at the pace of host memory.

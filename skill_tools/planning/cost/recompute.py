@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of computing activations again: a framework's recompute, the share that a budget chooses, and its hooks.
 
 `reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Step time of one run under one mode: compute, recomputation, copies, and the optimizer.
 
 Each `Cost` says how long the work takes, how much of it lengthens the step, and by which formula. `calibrated` is

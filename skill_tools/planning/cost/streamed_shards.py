@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of shards that live on the host in a step, by `reference_impl.ShardStreamer`'s timeline.
 
 Forward brings each shard with its gradient and states, updates it and sends weight and states home. Backward brings

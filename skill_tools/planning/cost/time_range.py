@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The range of a step's time: the same prediction for the slowest and the fastest machine that may be meant.
 
 Where nobody has named the GPU, it is over all cards that may be meant.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cost of trained layers that stream in a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
 
 A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: backward hides the weights that come in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The cards that may be meant where nobody names the GPU: those of a memory size, or, without one, an assumed one.
 
 Cards are sold by a label (24 GB), of which torch reports the memory that ECC and the driver leave (22.0 to 23.7 GiB). A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of a run, in bytes: parameters, states and activations, on the GPU and the host. See docs/choosing.md.
 
 Glossary:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that autograd keeps for backward: per token of one decoder layer, and of a pipeline stage under a mode.
 
 A layer is a list of parts: inputs of norms and linears, q, k, v, the attention output, and the tensors of the MLP or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes that FSDP2 needs beside a rank's shards while it trains a plain loop's model, block by block.
 
 Backward holds two gathered blocks, the one that runs and the next one, which is gathered meanwhile. It holds the

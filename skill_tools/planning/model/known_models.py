@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks a model up by name in `knowledge/models.yaml`: for `--model`, a base model or a recipe.
 
 Names are compared word by word (`Qwen/Qwen3-30B-A3B` and `qwen3_30b_a3b_pretrain_config` both name `qwen3-30b-a3b`). A

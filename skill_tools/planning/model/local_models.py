@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the config.json of a model that is on this machine: in a folder, or in Hugging Face's cache, by its hub id.
 
 Nothing is downloaded. The cache is where huggingface_hub keeps it: `HF_HUB_CACHE`, `HF_HOME/hub`, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
 The peak is at one of six moments of a step: the end of forward, the start of backward (all activations and the loss),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peers' host bytes for each offloaded parameter, and the bytes that the rounding of their pinned blocks adds.
 
 torch's host allocator makes pinned blocks of a power of two of bytes. Peers pin tensor by tensor, or in few flat

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the shape of the model to plan for: the configuration's own fields, a config.json, or a known name.
 
 Own fields win where a configuration has all of them; a name fills the rest, and fields set beside a name

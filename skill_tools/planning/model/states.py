@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of weights, gradients and optimizer state, on the GPU and on the host, by the engine that keeps them.
 
 Optimizer engines differ in the states that stay on the GPU. Megatron's HybridDeviceOptimizer moves the moments alone

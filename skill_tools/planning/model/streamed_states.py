@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of states that stream through the GPU in chunks, by their form: of an element, of a ring of slots, of scratch.
 
 An fp32 weight is its own master, so that only its moments stream. Forms are those of `reference_impl`'s `Streaming`,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The memory of one layer's backward where MLP, experts and norms take a tile of the sequence at a time.
 
 Of all positions there are then the inputs and outputs of these modules, and the tensors that attention has saved. The

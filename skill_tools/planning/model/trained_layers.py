@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bytes of a model whose trained layers stream: on the GPU, and on the host item by item.
 
 `reference_impl.TrainableLayerStreamer` keeps weights, gradients and states of all blocks on the host. The GPU has a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Searches for the best plan: candidates that are legal, ranked under budgets. See docs/choosing.md.
 
 - candidate: one way to run, in the dialect's own settings (`dialects.candidates`)

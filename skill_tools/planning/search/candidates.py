@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The search: every legal combination of a dialect's mechanisms, each with the least offload that fits a budget.
 
 A combination that offloads the optimizer has one free number, the fraction. Less is always faster and needs less host

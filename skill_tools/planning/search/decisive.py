@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one assumption that changes a plan's answer most (`About`), with the command that would replace it by a fact.
 
 Apart because the reports of plans and of diagnoses both print it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks the linter's rules whether a candidate is legal: the same facts that judge a configuration judge a plan.
 
 The candidate's settings are laid over the user's configuration and the result is linted. An error that

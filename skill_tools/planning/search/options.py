@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An evaluated candidate, the budgets that it must keep, the order of preference, and a way to fit by other means."""
 
 from typing import NamedTuple

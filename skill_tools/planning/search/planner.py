@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner: from a run, a machine and budgets to a ranked answer.
 
 It takes the fastest legal combination that fits, the best of each other kind, those that rules forbid, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a plan keeps attention, runs in tiles or in groups of heads: the same plan without, in memory and time.
 
 Apart because `sensitivity` changes the run, and this the plan. All are for long sequences, where none is better in

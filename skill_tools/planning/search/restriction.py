@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which mechanisms a search may use: those that `--only` names, none of those that `--without` names.
 
 A restriction of offload leaves recomputation as the run has it, unless a mechanism that is asked for brings its own.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes that change the answer: another budget, a longer sequence, a larger micro-batch, another loss, a slower link.
 
 Another budget is searched again. For a longer sequence and a larger micro-batch the recommended mode is

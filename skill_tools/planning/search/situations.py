@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The answer when no shape is known: the card's decision table, compared with the configuration.
 
 It computes nothing. Each row of `card.yaml`'s decisions is kept with its situation. If its condition can be read from

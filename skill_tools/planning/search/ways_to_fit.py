@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ways to fit where no offload alone does: the framework's levers, each searched again, and the three cheapest of them.
 
 A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches to judge: a configuration file, a DeepSpeed file beside it, options of the launcher, an environment.
 
 A seed stands for one launch. Most values are good, and most files are sparse, as people write them. Every launch says

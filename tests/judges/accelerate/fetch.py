@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks releases of Accelerate from PyPI, each into a folder of its own, beside their imports except torch.
 
 python tests/judges/accelerate/fetch.py 1.13.0 1.15.0

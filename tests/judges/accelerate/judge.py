@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds the rules and the reader to Accelerate itself: generated launches, one release a process, both directions.
 
     python tests/judges/accelerate/judge.py --configurations 5000 build/accelerate/1.15.0

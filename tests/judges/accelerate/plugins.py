@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds the rules about scripts to Accelerate's own plugin: generated `FullyShardedDataParallelPlugin(...)`, both ways.
 
     python tests/judges/accelerate/plugins.py --plugins 1000 build/accelerate/1.15.0

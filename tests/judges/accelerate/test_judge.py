@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short sitting of the judge for the newest unpacked release; `make test-accelerate` holds the long one."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One release of Accelerate, asked over a pipe: how does `accelerate launch` read a configuration?
 
 It runs in a process of its own with the release on its path. A question holds files, the command line of the launcher

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generated DeepSpeed configurations: sparse ones as people write them, and dense ones, most values good and some not.
 
 The fields are those of the configuration classes of any release, so that a field which another release lacks is asked

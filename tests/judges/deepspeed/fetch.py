@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks DeepSpeed releases from PyPI, each into a folder of its own, without installing any of them.
 
     python tests/judges/deepspeed/fetch.py 0.17.0 0.19.8

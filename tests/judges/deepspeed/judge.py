@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds the rules to DeepSpeed itself: generated configurations, one release a process, both directions.
 
     python tests/judges/deepspeed/judge.py --configurations 5000 [--without RULE ..] [0.17.0 0.19.8 ..]

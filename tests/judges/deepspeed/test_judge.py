@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A short sitting of the judge with the newest unpacked release; `make test-deepspeed` holds the long one."""
 
 import subprocess

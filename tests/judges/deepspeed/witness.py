@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks one DeepSpeed release: reads a configuration a line from standard input, writes the error a line, or nothing.
 
     python witness.py TREE EXTRAS < configurations > errors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the newest published release of each framework with its record, and prints one table.
 
     python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ...]        (make knowledge)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches released LLaMA-Factory versions, and releases of Transformers below them, into build/judges/llama_factory.
 
     python tests/judges/llama_factory/fetch.py 0.9.0 0.9.3 0.9.5

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our verdict against LLaMA-Factory's own parser, for generated configurations and every release that is there.
 
     python tests/judges/llama_factory/llama_factory_judge.py --configurations 5000

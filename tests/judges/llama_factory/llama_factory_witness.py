@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks LLaMA-Factory's own parser: a process that answers one question a line.
 
     python llama_factory_witness.py build/judges/llama_factory/0.9.5 build/judges/llama_factory/transformers-5.5.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpacks releases of packages from PyPI, each into a folder of its own, without installing any of them.
 
     python tests/judges/messages/fetch.py deepspeed==0.18.3 accelerate==1.12.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists every text that offload can end a run with, in the sources that are here, and which of them nobody knows.
 
     python tests/judges/messages/inventory.py         # texts that no message, no rule and no review knows

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds the messages that quote a package's source to that source, in every release that is here.
 
     python tests/judges/messages/messages_judge.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The judge of quoted messages tells texts of the installed source from others."""
 
 import copy

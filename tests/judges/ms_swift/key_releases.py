@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes which arguments of ms-swift came and went between releases.
 
     python tests/judges/ms_swift/key_releases.py build/ms_swift > skill_tools/knowledge/vocabulary/ms_swift_releases.txt

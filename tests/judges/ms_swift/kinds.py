@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the kinds that argparse gives the arguments of `swift sft`: a number, a truth, several words.
 
     for each in build/ms_swift/4.*; do PYTHONPATH=$each python tests/judges/ms_swift/kinds.py >> all; done

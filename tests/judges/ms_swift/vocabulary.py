@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes ms-swift's vocabulary: every argument of `swift` and, behind that word, of `megatron`.
 
     python tests/judges/ms_swift/vocabulary.py build/ms_swift > skill_tools/knowledge/vocabulary/ms_swift.txt

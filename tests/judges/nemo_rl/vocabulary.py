@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes NeMo-RL's vocabulary: the fields of its policy, and the keys of its example configurations.
 
     python tests/judges/nemo_rl/vocabulary.py build/nemo_rl > skill_tools/knowledge/vocabulary/nemo_rl.txt

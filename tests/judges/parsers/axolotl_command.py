@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`axolotl train FILE OPTIONS` of one release, from its own code, up to the validation of the configuration.
 
 Packages that the release imports and does not need for this (torch, transformers, telemetry) are stood in for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Bridge's own merge of a recipe, a file and overrides, in the sections that core defines."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our readers' values of a configuration that a framework composes, and how to compare it with the real one."""
 
 from collections.abc import Sequence

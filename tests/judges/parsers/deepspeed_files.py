@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSpeed files, and our reader's values of them: odd values, keys twice, and keys that a release lacks."""
 
 import json

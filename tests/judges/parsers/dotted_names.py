@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads values by dotted names from the configuration that a framework has composed."""
 
 from collections.abc import Iterable

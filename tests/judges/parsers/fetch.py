@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches the parsers that frameworks read configurations with, release by release, into build/parsers.
 
     python tests/judges/parsers/fetch.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and command lines of the programs that parse with `HfArgumentParser`, and how answers about them compare.
 
 The parser itself (a recipe as the only argument, or options), LLaMA-Factory and ms-swift hand their values to it in

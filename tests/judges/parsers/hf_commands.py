@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes and options of a script with `HfArgumentParser` alone, and our reader's values of them."""
 
 import shlex

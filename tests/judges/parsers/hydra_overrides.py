@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hydra's overrides, and our reader's values of them."""
 
 from random import Random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs one script of the campaign with the real Lightning, and returns its strategy's class and fields."""
 
 import logging

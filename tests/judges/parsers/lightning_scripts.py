@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that give Lightning's Trainer or Fabric a strategy, and our reader's values of them.
 
 A script is the only form that is read: the file and the command line of a LightningCLI are not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks the argument parser of a release of ms-swift, whose folder is on the path; imported by the witness.
 
 The release's own function makes a command line of a file, and Transformers' `HfArgumentParser` parses it into the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The form in which a parser and a reader of ours answer, so that the two can be compared: plain JSON.
 
 An answer is `{"value": ..}` or `{"raised": text}`. A float is `{"float": repr}`, a mapping

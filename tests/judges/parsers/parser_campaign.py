@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Holds our readers to the frameworks' own parsers, on generated inputs, release by release.
 
     python tests/judges/parsers/parser_campaign.py [--inputs 5000] [--seed 1] [--record] [PARSER ..]

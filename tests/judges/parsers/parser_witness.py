@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks a framework's own parser: a process that answers one question in JSON a line with one answer (`parser_answers`).
 
     python parser_witness.py PARSER FOLDER..

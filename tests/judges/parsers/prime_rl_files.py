@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TOML files of prime-rl's trainer, and our reader's values of them."""
 
 from random import Random

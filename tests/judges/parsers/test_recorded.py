@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our readers answer as the frameworks' own parsers did: the table of first cases and a seed of each campaign.
 
 `recorded.json` holds the real answers; `parser_campaign.py --record` writes them. The campaigns need the releases, so

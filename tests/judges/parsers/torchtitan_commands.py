@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TOML and options of torchtitan, and our reader's values of them."""
 
 import shlex

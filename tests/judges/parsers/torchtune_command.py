@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks a release of torchtune how `tune run` reads a file and overrides; imported by the witness.
 
 Its parser and merge run as they are; the packages around them, which import torch, are empty.

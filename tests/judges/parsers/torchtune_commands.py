@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and overrides of `tune run`, and our reader's values of them."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks the release of verl on the path for the configuration of its PPO trainer; imported by the witness.
 
 Hydra composes the release's files, its own code applies the overrides, and the release's classes check each engine's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands of verl's PPO trainer, and our reader's values of them."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts in YAML and JSON, most of them valid, and our reader's values of them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes prime-rl's vocabulary: the fields of its trainer's model and optimizer.
 
     python tests/judges/prime_rl/vocabulary.py build/prime_rl > skill_tools/knowledge/vocabulary/prime_rl.txt

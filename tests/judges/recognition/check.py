@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lints the files of public repositories that hold no configuration of ours: none may be taken for one.
 
     python tests/judges/recognition/check.py            (make test-recognition)

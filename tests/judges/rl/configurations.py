@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generates configurations of the four RL frameworks: a question for the witness, and the text that lint reads.
 
 Most are sparse, as people write them: a few keys around one mechanism, the rest left to its default.

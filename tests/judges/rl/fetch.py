@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches the packages that the judges of the RL frameworks ask, into build/: sources of releases, and a few libraries.
 
     python tests/judges/rl/fetch.py

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the rules with the own answers of verl, NeMo-RL, ms-swift and prime-rl, in both directions.
 
     python tests/judges/rl/judge.py --configurations 5000

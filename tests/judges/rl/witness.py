@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks one release of an RL framework: questions as JSON lines, answered with the errors and warnings that it gives.
 
     python tests/judges/rl/witness.py NAME FOLDER < questions > answers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks AReaL: `parse_cli_args` and `to_structured_cfg` on Hydra and OmegaConf, then the RL trainer's `_validate_cfg`.
 
 The lines of `PPOTrainer.__init__` that lead to that check run as they stand there, and no others of it.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks ai-toolkit: its configuration classes and `validate_configs`, as a process that trains calls them.
 
 A save that merges an adapter is asked too, and for each model family whether its loader hands layers to the memory

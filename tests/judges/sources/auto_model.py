@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks NeMo AutoModel: its loader for each text, and `parse_distributed_section` of the release."""
 
 import random

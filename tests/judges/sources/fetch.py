@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches the tags and wheels of trainers that the judge asks, into build/NAME/RELEASE.
 
     python tests/judges/sources/fetch.py [NAME ...]

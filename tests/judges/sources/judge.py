@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares the rules of trainers with their releases' own answers, in both directions.
 
     python tests/judges/sources/judge.py --configurations 5000 [NAME ...]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks MaxText: the lookup of names in `pyconfig` and the models of pydantic, and post-training's `validate_config`."""
 
 import importlib

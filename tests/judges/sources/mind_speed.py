@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks MindSpeed-LLM: Megatron's own parser with the options of all features, then every check of every feature.
 
 Megatron's own checks, which run between theirs, have a judge of their own.

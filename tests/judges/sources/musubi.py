@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks musubi-tuner: the parser of a program, its own checks, and the assertion of its model's block swap.
 
 The code of the release runs, taken out of its modules: `setup_parser_common` and the program's parser, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks OneTrainer: how it loads a file, and the checks of its loader, its optimizer and its trainer.
 
 The code of the commit runs: `TrainConfig.from_dict` with its migrations, `create_data_loader`,

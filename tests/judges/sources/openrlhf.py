@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks OpenRLHF: the parser and checks of a program's main block, then the checks of `train` before it loads a model.
 
 The code of the release runs: the block below `__name__`, and of `train_ppo_ray` the function `train` up to its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks Oumi: `TrainingConfig` on OmegaConf, whose classes check themselves as they are made."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks miles: its own options on a bare parser, `set_default_megatron_args`, then `miles_validate_args`.
 
 Megatron's options that the checks read stand on the parser beside miles's, with Megatron's defaults.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks ROLL: dacite's `from_dict` with the class of a pipeline, whose checks run as they are.
 
 Hydra, which only merges the file with those that it names, is not asked.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks sd-scripts: the parser of a program, its own checks, its optimizer's, and the assertion of its model's swap.
 
 The code of the release runs, taken out of its modules: `setup_parser`, `train` up to its first random number or

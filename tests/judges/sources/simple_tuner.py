@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks SimpleTuner: how it reads a config.json, its parser with that parser's checks, then `safety_check`.
 
 The code of the release runs: `mapping_to_cli_args`, `parse_cmdline_args`, `safety_check` and the check of the

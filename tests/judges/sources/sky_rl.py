@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks SkyRL: `SkyRLTrainConfig.from_cli_overrides` with `validate_cfg`, and `SFTConfig` with `validate_sft_cfg`.
 
 Both are SkyRL's own, on OmegaConf's own parser; torch, Ray and vLLM are stood in for.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks slime: its own options on a bare parser, and `slime_validate_args`, whose log is an answer too.
 
 Megatron's options that the checks read stand on the parser beside slime's; those of other checks have slime's defaults.

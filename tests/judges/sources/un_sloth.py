@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks Unsloth: the checks of its two calls, in their order, and the one of the trainer, each as it stands there.
 
 A load by FastLanguageModel is FastLlamaModel's, or FastBaseModel's where it trains the whole model or in 8 bits. Of

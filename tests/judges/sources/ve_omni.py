@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks VeOmni: `_instantiate_recursive` of its parser, which makes the classes of a YAML; their checks run."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the names that trainers accept, from their own parsers or fields, for knowledge/vocabulary/.
 
     python tests/judges/sources/vocabulary.py NAME    one of the modules beside it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks XTuner: its FSDPConfig, whose model checks itself as it is made. The Python file around it is not run."""
 
 import importlib

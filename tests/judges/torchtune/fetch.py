@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches the recipes of released torchtune versions, and OmegaConf, into build/judges/torchtune.
 
     python tests/judges/torchtune/fetch.py 0.4.0 0.5.0 0.6.1 0.7.0=https://github.com/pytorch/torchtune

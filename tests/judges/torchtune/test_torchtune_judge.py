@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small sample of the configurations that `make test-torchtune` judges at length."""
 
 import sys

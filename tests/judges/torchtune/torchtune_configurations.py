@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations to judge: each recipe with its required keys, and the switches that its checks are about.
 
 A seed stands for one configuration. Many are sparse: a key that a recipe asks with a default is often left out.

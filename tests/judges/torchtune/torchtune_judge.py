@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our verdict against torchtune's own recipes, for generated configurations and every release that is there.
 
     python tests/judges/torchtune/torchtune_judge.py --configurations 5000

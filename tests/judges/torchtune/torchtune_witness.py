@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs torchtune's own recipes up to their first step, without torch: a process that answers one question a line.
 
     python torchtune_witness.py build/judges/torchtune/0.6.1 build/judges/torchtune/dependencies

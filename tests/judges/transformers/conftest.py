@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The depth of `make test-transformers`; an ordinary test run asks each release a hundred times."""
 
 from hypothesis import settings

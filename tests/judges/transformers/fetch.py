@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetches releases of transformers, TRL and Accelerate, and the libraries they need, into build/transformers.
 
     python tests/judges/transformers/fetch.py 5.8.0 5.23.0

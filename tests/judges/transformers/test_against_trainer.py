@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Our verdict against the real classes', for generated arguments and every release that is there.
 
 Where a rule says that the arguments or the Trainer raise or warn before training, the release is asked the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations of a Trainer as people write them, mostly few keys, with the slips that the rules are about."""
 
 from typing import Any

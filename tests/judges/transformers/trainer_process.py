@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Asks one release of transformers, and TRL beside it, its answer to arguments; a process of its own, on a CPU.
 
     python trainer_process.py build/transformers/5.23.0 build/transformers/dependencies-5 build/transformers/beside

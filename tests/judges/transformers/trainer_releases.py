@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases of transformers that `make test-transformers` put under build/transformers, and a way to ask one.
 
 A release is asked in a process of its own, because two releases cannot be imported into one.

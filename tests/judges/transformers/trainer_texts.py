@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What releases of transformers raise where no rule could quote the text, and whether a text is a rule's."""
 
 import re

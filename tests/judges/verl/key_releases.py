@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes which keys of verl's configurations came and went between releases.
 
     python tests/judges/verl/key_releases.py build/verl > skill_tools/knowledge/vocabulary/verl_releases.txt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes which keys have a value in verl's own configuration of PPO, so that Hydra refuses a plus before them.
 
     python tests/judges/verl/values.py build/verl > skill_tools/knowledge/vocabulary/verl_values.txt

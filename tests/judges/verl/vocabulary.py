@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes verl's vocabulary: every key of the configurations that its releases compose with Hydra.
 
     python tests/judges/verl/vocabulary.py build/verl > skill_tools/knowledge/vocabulary/verl.txt

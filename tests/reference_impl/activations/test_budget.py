@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The planner: arithmetic on profiles."""
 
 import dataclasses

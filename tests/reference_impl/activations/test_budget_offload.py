@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The budget on a model: profile, plan, carry out."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which step is profiled, and what is done about a step that does not keep its word."""
 
 import torch

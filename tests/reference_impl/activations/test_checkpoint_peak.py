@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The peak of a step with `CheckpointOffloader` while every copy is late, against blocking copies of the same inputs.
 
 The host runs ahead of a GPU, so its allocator counts whatever a copy may still be reading. Here no copy is made before

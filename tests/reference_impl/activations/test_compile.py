@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Around compiled blocks the engine moves what the compiled code saves."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A constructor that Ctrl-C ends leaves the model as it was, and no memory, file or thread."""
 
 import gc

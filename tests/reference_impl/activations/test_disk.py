@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations that go on to disk when pinned memory is full."""
 
 import errno

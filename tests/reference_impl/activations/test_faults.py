@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever fails inside forward or backward, the next step has the same bits and nothing stays taken."""
 
 import gc

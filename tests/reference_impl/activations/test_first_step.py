@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The first step is no measure of the others where an optimizer makes its states in it."""
 
 import pytest

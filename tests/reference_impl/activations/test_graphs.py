@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs that are not one forward and one backward: each token answers for itself."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step needs is its peak less what lay there by the engine's choice while the peak was reached."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C inside torch's own context managers: nothing of an offloader's stays on the stacks of the thread."""
 
 import itertools

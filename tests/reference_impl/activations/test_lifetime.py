@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory comes back by itself: without backward, after errors, without the garbage collector."""
 
 import gc

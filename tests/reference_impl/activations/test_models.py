@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of models: the step is bitwise the same with and without offload."""
 
 import pytest

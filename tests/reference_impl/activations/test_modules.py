@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Module-level offload: the inputs of named modules."""
 
 import pytest

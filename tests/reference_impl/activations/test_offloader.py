@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In the first forward host memory is made ready ahead of the blocks that need it."""
 
 import pytest

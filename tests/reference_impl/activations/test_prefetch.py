@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What comes back early: in the order that backward has shown, and never above the step's own peak."""
 
 import pytest

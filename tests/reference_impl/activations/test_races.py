@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies against computation on CUDA, with the windows for races widened by sleeps."""
 
 import random

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`recomputed` against the same function without it: the same bits, and nothing kept but inputs."""
 
 import gc

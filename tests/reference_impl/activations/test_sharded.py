@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fully sharded models: their weights get new storages in every forward, and still never cross."""
 
 import pytest

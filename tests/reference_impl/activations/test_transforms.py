@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.func and forward-mode derivatives through offloaded models: as without offload, or refused by name.
 
 Guards are asked before a module runs. Forward-mode derivatives of layers whose saved tensors move have ended the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every geometry a saved tensor can have comes back with the same values, strides and alignment."""
 
 import pytest

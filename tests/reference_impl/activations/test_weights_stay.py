@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights never cross to the host: not they, not their views, not what autocast makes of them."""
 
 import pytest

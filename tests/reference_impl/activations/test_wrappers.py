@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an offloader puts on a model shows nowhere else: not in its signature, its copies, nor after it is closed."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers attached to DistributedDataParallel: gradients leave once they are reduced, and all ranks stay alike."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank that fails ends the others at once, and its error is what is said: over gloo, and on two GPUs over NCCL."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers attached to FSDP2: gathers wait for their own shards, on every torch that is served."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients of FSDP2's shards that leave in backward count as torch's do: clipped, scaled, dropped, left out."""
 
 from contextlib import contextmanager

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as processes of this one: their results come back, and one that fails ends the others."""
 
 import threading

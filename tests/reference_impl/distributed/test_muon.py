@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon off the device under FSDP2: shards of matrices that their owners have whole for a while, over gloo."""
 
 import muon_ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two GPUs or four, and NCCL: what the CPU twin shows by order alone, with streams that can run ahead of each other.
 
 On the CPU's share the bits are those of the CPU's kernel, and weights are compared within its rounding; all else is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the ranks of a host share."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that cannot be traced is planned by the formula, where that describes it, and is refused elsewhere."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` settles on a plan that holds, and leaves nothing of how it came there."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` where an allocator keeps the budget: no step after it runs out of memory, and nothing of a trial is left."""
 
 from dataclasses import replace

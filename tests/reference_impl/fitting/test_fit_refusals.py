@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` says in a sentence why it refuses, and changes nothing."""
 
 import pytest

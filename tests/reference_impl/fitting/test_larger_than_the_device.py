@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` of a model on the host whose weights have no room on the device: its layers stream."""
 
 from dataclasses import replace

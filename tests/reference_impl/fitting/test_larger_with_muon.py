@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` and `apply_plan` of layers that stream with Muon: bytes as planned, and the bits of states on the device."""
 
 import json

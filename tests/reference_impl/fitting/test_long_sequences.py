@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` of a sequence that is long beside the device: tiles and kept attention, which it finds and says."""
 
 import json

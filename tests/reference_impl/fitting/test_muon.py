@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`fit` and `apply_plan` with Muon: bitwise torch's Muon and AdamW over fp32 masters, within the budget."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is asked next, by what a trial has shown: on a GPU too, whose trials are played here."""
 
 from types import SimpleNamespace

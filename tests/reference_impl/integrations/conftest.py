@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test of a trainer needs: no network, and one thread."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes an environment with a release of Axolotl that trains on a CPU, in build/axolotl-train/VERSION.
 
     python tests/reference_impl/integrations/fetch_axolotl.py 0.20.0 0.21.0

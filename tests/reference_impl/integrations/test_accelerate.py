@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop of Accelerate with our optimizers and offloaders, bitwise beside torch's AdamW."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`axolotl train` itself, on a CPU, with our plugin: each run against the same configuration without it."""
 
 import json

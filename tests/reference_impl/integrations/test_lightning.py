@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's own Trainer and Fabric with the callback and our optimizers, bitwise beside torch's AdamW."""
 
 import copy

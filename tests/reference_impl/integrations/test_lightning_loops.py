@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops of Lightning's Trainer: to the bit those with AdamW, or refused by name.
 
 Each row of the table of Lightning in docs/pytorch-loop.md, "Loops", is a case here.

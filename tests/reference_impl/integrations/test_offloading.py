@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The handle that every adapter stands on, on the small decoder; no trainer is needed."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers that need no adapter: their own place for a callback or an optimizer, bitwise beside a run without it."""
 
 import importlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that other trainers run, parked between its batches: bitwise as if it had never been away."""
 
 from __future__ import annotations

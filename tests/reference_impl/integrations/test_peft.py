@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's adapters on a base whose layers stream: LoRA, DoRA, and QLoRA where bitsandbytes is installed."""
 
 import pytest

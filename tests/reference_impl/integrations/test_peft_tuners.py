@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every tuner of PEFT, many of which keep what they train in a `ParameterDict`: the numbers are those of AdamW."""
 
 import pytest

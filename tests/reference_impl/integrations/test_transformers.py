@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload(trainer)` in Transformers' own `Trainer`: each run against the same one with `AdamW(fused=True)`."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon in Transformers' own `Trainer`, which has no name for it: `offload` gives it the matrices, AdamW the rest."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does not go together in a trainer is said before training starts, and nothing is changed."""
 
 import types

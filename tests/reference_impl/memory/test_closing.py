@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import pytest
 
 from reference_impl.memory.closing import close_behind, undo_all

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies within host memory: values, their order, that they run side by side, and what becomes of them in a fault."""
 
 import ctypes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever the disk or its threads do, the caller hears of it, and staging memory and extents come back."""
 
 import errno

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host has left counts what only waits for the garbage collector."""
 
 import gc

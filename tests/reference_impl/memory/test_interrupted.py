@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An interrupt before any bytecode leaves locks, blocks and threads usable, for other threads too."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A region runs to its end whatever signals arrive, and their handlers run then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers of the device come to the host, and the block that they come to goes back, whatever fails."""
 
 import weakref

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One piece of host memory: present before it is used, and made so that nothing else has to wait for it."""
 
 import mmap

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slabs that are made in the background."""
 
 import threading

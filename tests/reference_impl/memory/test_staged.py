@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ring of pinned buffers between pageable memory and the device."""
 
 import pytest

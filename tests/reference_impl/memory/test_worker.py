@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a worker was given runs once, in turn, or never; and whoever waits for it hears of it."""
 
 from __future__ import annotations

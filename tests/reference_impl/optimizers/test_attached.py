@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An attached optimizer between steps: who waits for weights, what a death leaves, and how it ends."""
 
 import copy

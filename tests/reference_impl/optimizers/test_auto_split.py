@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The split that `auto` chooses: from a profile of this machine or a short probe, within the budgets."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused, by name, before anything is built."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether a step happens, and by how much its gradients are scaled."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A compiled model beside an attached optimizer: as many graphs a step as without it, and the same bits."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A document that cannot be loaded exactly is refused by name, and nothing has changed; any other is loaded exactly."""
 
 import copy

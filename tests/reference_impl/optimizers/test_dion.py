@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Another formula of matrices behind the same seam: Dion, against its published formula in double precision."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups of one rank and two: sharded parameters, other people's hooks, and distributed checkpoints."""
 
 import copy

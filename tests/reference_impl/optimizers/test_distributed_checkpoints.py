@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's distributed checkpoints: into and out of both optimizers and plain AdamW, over one process and two."""
 
 import copy

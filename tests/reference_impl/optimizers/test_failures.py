@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step that fails: it happened or it did not, and the optimizer says which."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other people's code treats both optimizers as any `torch.optim.Optimizer`: trainers, checkpoints, copies."""
 
 import copy

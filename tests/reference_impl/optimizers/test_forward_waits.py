@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose forward waits for a weight: its owner's, or the one that reads it where the owner has none."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gradient after an attached step of `OptimizerStateOffloader`: it is read as ever, and written behind its update."""
 
 import copy

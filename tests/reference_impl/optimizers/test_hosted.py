@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward waits: every reader of a weight waits until it is new, and nothing is kept alive."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C at any bytecode: gradient mode comes back, no turn stays taken, and another `close()` goes on."""
 
 import gc

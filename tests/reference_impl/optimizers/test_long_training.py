@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two hundred steps with half of the states on the CPU, whose kernel rounds differently than the GPU's."""
 
 import copy

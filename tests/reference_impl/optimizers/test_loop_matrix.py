@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops as people write them for `torch.optim.AdamW`, each with each optimizer here: the same weights, bit by bit.
 
 Every loop is also stopped after each of its steps and resumed in new objects from what it saved there.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops of tutorials and papers: to the bit those with AdamW, with each optimizer here.
 
 Each row of the table in docs/pytorch-loop.md, "Loops", is a loop here or in test_loops_of_papers.py.

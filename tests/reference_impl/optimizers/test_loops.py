@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What training loops do beside a step a batch: accumulate, clip by hand, stop and resume, choose a fraction."""
 
 import copy

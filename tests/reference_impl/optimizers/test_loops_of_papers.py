@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops that write weights, states or gradients themselves: to the bit those with AdamW, or refused by name.
 
 The rows of the table in docs/pytorch-loop.md, "Loops", that test_loop_table.py has not.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loops that go on behind an error of the user's own, or beside another thread: to the bit those with AdamW."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon for matrices and AdamW for the rest, in one optimizer: bitwise torch's over fp32 masters."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of matrices that Muon cannot update are refused by name, before anything changes."""
 
 import copy

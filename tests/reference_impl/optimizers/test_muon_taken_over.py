@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch's Muon and the optimizer beside it as one with states off the device: taken over, given back, or refused."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options in groups: what the old keywords do, how many parameters there are, and what is imported for them."""
 
 import inspect

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`optimizer.state`: read and written where states live."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters of every kind, and what happens to them between steps."""
 
 import copy

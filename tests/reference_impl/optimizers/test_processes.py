@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Threads and processes: settings of the caller, forks, dying workers, and the end of the program."""
 
 import gc

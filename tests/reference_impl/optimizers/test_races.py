@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sleeps on every stream, at every seam: results must stay those of a run that waits everywhere.
 
 Layers of very low arithmetic intensity leave the copies no time to hide, and the run that is compared with is made

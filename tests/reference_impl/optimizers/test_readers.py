@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who reads weights, when, and whether they are finished by then."""
 
 import copy

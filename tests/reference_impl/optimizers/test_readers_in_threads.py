@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread that only reads changes nothing: a begun step is carried out by one thread, and the others wait for it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the hybrid optimizer cannot serve is named, before anything is built."""
 
 import pytest

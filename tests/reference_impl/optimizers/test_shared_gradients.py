@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gradients that torch has given one memory: where they leave, each counts once, whatever is added or scaled."""
 
 import itertools

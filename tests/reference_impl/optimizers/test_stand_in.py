@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands on `param.grad` for a gradient that has left, in loops of other people."""
 
 import contextlib

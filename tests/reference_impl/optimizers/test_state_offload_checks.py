@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the state offloader cannot wrap or do is named, before anything is taken."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compact states in the optimizers: the bytes of the simple way, however they are cut, moved, saved and split."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slots beyond three take memory that backward frees, and are freed before the next forward's peak."""
 
 import gc

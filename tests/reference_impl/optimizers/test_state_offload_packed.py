@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Half masters are exact, bf16 moments are not; both must leave everything else as it is."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`status` tells the truth, and what the page says to do for it neither uses gradients twice nor loses a step."""
 
 import functools

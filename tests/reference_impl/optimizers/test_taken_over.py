@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer that was given to another one: its groups are shared, and it refuses what needs its states."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code of users around a step that torch lets through, and torch's own functions that do the same."""
 
 import copy

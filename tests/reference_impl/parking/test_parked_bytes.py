@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What parking takes of host and device: nothing is copied twice, taken twice or waited for in vain."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be while training is parked is an error in front of the crash that it would be, and costs nothing."""
 
 import copy

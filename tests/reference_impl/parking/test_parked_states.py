@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is parked is read and written on the host as it would be on the device, to the bit."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers' habits all at once, parked in their middle: autocast, scaled gradients, ties, recomputation."""
 
 import pytest

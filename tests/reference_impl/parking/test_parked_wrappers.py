@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that wrap others, as DTensors, nested tensors and quantized states do: a kernel meets their parts alone."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training that parks between its calls is training that never parked, to the bit, and its device memory is free."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever fails while training parks or comes back, it is all parked or all present, and goes on to the bit."""
 
 import itertools

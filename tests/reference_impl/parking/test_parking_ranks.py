@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks park together, and none alone."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiles beside every mechanism that moves what a layer needs: to the bit what tiles alone give."""
 
 import pytest

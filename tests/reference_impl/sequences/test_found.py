@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that nobody names: found by what they do, each at its first call for training."""
 
 from itertools import pairwise

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention that cannot be computed in groups of heads is refused by name, before anything is computed."""
 
 import pytest

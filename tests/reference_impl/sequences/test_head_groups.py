@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HeadGroups` against the same attention of all heads at once: values, what is computed, and what lives."""
 
 from functools import partial

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`HeadGroups` beside offloaded activations, layers that stream and slices of the batch."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot run in tiles is found by its name before anything is computed."""
 
 import re

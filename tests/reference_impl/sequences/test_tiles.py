@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`SequenceTiles` against the same modules without tiles: values, what is saved, what lives, random numbers, hooks."""
 
 import copy

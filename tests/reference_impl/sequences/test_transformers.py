@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers of Transformers in tiles: dense ones and mixtures of experts, whose routers route each tile."""
 
 import pytest

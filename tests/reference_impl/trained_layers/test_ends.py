@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The embedding and the head stream as blocks do, where `layers` names them."""
 
 import gc

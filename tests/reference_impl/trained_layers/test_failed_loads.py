@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that a load or `gathered()` has brought stream again, however it ends; closed inside, they stay."""
 
 import gc

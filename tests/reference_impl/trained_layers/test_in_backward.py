@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Without clipping a block may be updated while it is on the device in backward: the same bits, earlier."""
 
 import copy

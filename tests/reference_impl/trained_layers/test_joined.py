@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that visit side by side are updated by one kernel and copied home at once, with the bits of one at a time."""
 
 import pytest

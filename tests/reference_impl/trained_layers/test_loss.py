@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunked loss is torch's, its gradients too, and no logits exist for all tokens at once."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the bytes are: on the device a window, a ring and what stands outside the blocks, however many blocks."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Muon for the matrices of layers that stream, AdamW for the rest: bitwise torch's over fp32 masters."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What cannot be served is refused by name, with what to try, before anything is moved."""
 
 import io

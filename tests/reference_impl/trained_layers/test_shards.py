@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Everything off under FSDP2: what one rank can show. Several ranks train in `distributed/test_fsdp2.py`."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States stay on the device, stream, or are updated on the CPU: the bits are the same, and the bytes are where said."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the CPU updates parameters of streamed layers: what fails, and what a loop does between backward and step()."""
 
 import signal

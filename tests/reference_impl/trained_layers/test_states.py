@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saving, loading, resuming and changing weights while they live on the host."""
 
 import copy

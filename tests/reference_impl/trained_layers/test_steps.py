@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training from the host changes no bit: losses, weights, masters and moments are those of the model on the device."""
 
 import math

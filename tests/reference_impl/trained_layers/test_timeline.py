@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When everything happens, on a device that counts time, and whether anybody is ever too early.
 
 Each stream has a clock, a copy takes as long as its bytes do at the link's rate, and each byte range remembers when it

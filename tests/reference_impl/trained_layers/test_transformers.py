@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face's own model code: trained whole, evaluated, generating, saved."""
 
 import pytest

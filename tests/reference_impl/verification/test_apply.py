@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`apply_plan` carries out each part of a plan, to the bits of a training without it."""
 
 import json

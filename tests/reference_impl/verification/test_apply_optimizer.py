@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`apply_plan` takes over the optimizer that it is given: its states, groups, defaults, schedulers and clipping."""
 
 import warnings

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for several GPUs, carried out on a model that FSDP2 has sharded over two processes."""
 
 import json

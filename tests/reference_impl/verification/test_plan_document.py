@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan is refused before anything is touched, by the entry that is wrong."""
 
 import copy

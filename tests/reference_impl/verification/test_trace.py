@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trace says what a step takes: the ledger of the CPU twin, which runs the step, counts the same bytes."""
 
 import collections

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What CUDA's kernels of attention and dropout keep, which stand for the CPU's in a trace."""
 
 import torch

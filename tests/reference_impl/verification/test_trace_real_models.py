@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real models of transformers, traced in Python and by `offload trace`."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a forward asks of values: one truth value is assumed, and anything else stops the trace."""
 
 import pytest

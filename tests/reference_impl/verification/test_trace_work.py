@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The work that a trace counts: floating-point operations of attention and of experts, as their kernels do them."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`verify --plan` of plans for several GPUs: each rank a process, a CPU twin of its GPU."""
 
 import json

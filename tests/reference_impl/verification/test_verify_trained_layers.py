@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans that stream trained layers predict what a run of them takes."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading a weight that is not there is an error that names it, never a crash and never wrong values."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refusals: each names the value, what was expected and what to try, and leaves the model alone."""
 
 import pytest

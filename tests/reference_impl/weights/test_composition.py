@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Streamed weights beside offloaded activations: the same bits, each told apart."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of a streamed model are plain and have weights of their own."""
 
 import copy

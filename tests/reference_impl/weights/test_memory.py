@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the bytes are: really freed, never copied back, fetched no more often than needed."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What else is done to a model while its weights stream: saved, loaded, moved, merged, changed, closed."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from itertools import chain
 
 from hypothesis import given

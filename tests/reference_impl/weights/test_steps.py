@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with streamed weights gives the same bits, whatever the order of visits."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies and kernels in each other's way: late copies, late kernels, other streams. The bits stay the same."""
 
 import pytest

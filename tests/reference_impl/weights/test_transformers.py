@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face decoders built from their configuration, with peft adapters."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A second thread that runs the model through streamed layers waits for its turn, and finds what is there."""
 
 from __future__ import annotations

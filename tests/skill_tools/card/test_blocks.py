@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rendered blocks: only what stands between the markers changes."""
 
 import pytest

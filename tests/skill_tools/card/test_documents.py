@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A page may only name what exists."""
 
 from pathlib import Path

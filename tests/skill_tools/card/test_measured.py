@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ratios and savings follow from the rows; a row that lacks a number has none."""
 
 from typing import Any

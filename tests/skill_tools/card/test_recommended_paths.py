@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the card recommends and what `examples/` shows as good has no fault; what it shows as broken has."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the card names must exist, and what it repeats must agree with its source."""
 
 import copy

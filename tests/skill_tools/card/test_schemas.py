@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two card schemas: ours passes the strict one, published cards pass the base where they deserve it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The card's tables: valid Markdown, every fact in its cell, settings in the framework's own spelling."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`offload card`: check finds what differs and changes nothing, render mends it."""
 
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine's profile that `offload probe` keeps and `offload plan` finds."""
 
 import json

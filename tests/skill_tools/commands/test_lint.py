@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The lint command from argument list to exit code and text."""
 
 import io

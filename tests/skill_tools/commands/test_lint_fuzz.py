@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Damaged input of every form ends with exit code 0, 1 or 2 and never with a traceback."""
 
 import damage_answers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one lint loads: a module that it does not need costs each lint of each user a millisecond or more."""
 
 import subprocess

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each file is parsed once in a call, however many configurations are composed from it. Real readers, counted."""
 
 from collections import Counter

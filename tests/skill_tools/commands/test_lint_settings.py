@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of a project, options and baselines: what they change, which wins, and what a damaged one says."""
 
 import json

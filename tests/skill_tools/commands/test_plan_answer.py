@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The answer of `plan`: ten lines where something fits, and three ways that do where nothing does."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every real configuration of the corpus goes through `plan`: an answer, or one clear line."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One configuration of each dialect, from the file to the patch."""
 
 import json

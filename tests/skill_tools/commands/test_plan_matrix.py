@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every framework's plan searches every mechanism that the framework has, and counts what its ranks send each other."""
 
 import json

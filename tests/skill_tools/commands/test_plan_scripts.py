@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan for a script has the form of that script: options for a command, keywords for Python."""
 
 import ast

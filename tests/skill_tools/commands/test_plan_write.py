@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan is written as lint's fixes are, with comments kept, and says which releases it would fail with."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases that a command line states, the same for every command that takes them."""
 
 import re

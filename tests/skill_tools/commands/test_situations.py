@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """People with a run that does not fit or died: the log or the configuration, one command, and lines that mend it."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dotted overrides: everything that Hydra's grammar allows comes back as the value it stands for."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key table: complete for what the rules need, spelled as the frameworks spell it, without contradictions."""
 
 import re

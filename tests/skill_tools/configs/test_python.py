@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python is read, never run: what a file gives the objects that it makes is known as far as its own text tells."""
 
 import pytest

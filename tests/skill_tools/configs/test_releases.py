@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which releases a text states: exact ones, of known distributions, and nothing that only compares."""
 
 from pathlib import Path

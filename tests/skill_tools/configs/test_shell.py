@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A launch script is followed as a shell would, as far as its own text tells."""
 
 import shlex

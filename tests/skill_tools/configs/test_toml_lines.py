@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TOML: tomllib's values, each at the line and column of its key or element."""
 
 import random

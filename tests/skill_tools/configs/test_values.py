@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value is brought to its key's type the way its framework does it."""
 
 import pytest

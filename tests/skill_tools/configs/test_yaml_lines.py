@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The composer agrees with PyYAML on values and places, and refuses what would not end."""
 
 from collections.abc import Iterator

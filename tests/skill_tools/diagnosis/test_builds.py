@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A build that failed is told by its first error, in whatever language the compiler speaks."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a message advises is in the settings of the run's own framework, and its own lint accepts them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose code a failure is in, and what would decide where nothing else is known of it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What in a log is evidence: not an exception that was caught, not memory where none ran out, and a loss that leaps."""
 
 from collections.abc import Callable

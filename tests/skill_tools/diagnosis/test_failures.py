@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Of all exceptions in a log, the one that ended the run: by rank, in order, through every launcher's prefixes."""
 
 import pytest

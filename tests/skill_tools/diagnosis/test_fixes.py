@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A library's fault that a later release mends is told where all that it asks for is there, and to older releases."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A log of any size and form is read in bounded memory, with the lines of the file."""
 
 import io

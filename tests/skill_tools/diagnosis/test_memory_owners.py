@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Host memory that others than the trainer hold is not laid to the trainer."""
 
 from pathlib import Path

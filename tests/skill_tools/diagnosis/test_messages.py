@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The known messages: data with a source each, and each found in the line that somebody posted."""
 
 import json

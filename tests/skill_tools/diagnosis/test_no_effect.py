@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An offload without effect is seen by a line that says so, or by figures that stay where they were."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options whose names speak of an offload show one where no framework of theirs is known."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who else holds the GPU where memory ran out, by the name that the log gives to that process."""
 
 from skill_tools.diagnosis.diagnosis import diagnose

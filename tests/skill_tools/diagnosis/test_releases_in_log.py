@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases that a log states are those of the run."""
 
 import pytest

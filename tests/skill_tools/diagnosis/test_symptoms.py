@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A failure that nothing else knows is told by its kind and by the offload that the run shows to have."""
 
 import json

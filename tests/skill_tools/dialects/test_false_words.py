@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an input leaves to be filled in, hands to another program or keeps for itself is no fault of it."""
 
 import pytest

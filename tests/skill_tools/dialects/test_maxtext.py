@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MaxText's commands and files: whose one is, which program refuses an offload, and which policy asks for tensors."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration that a script's command names counts, or the answer names it."""
 
 from pathlib import Path

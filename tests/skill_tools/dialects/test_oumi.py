@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Oumi's files: whose one is, which stage an offload needs, and what nothing turns on."""
 
 import pytest

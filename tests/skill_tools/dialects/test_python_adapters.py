@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that a Python script adds: planned as adapters, or both ways where nobody can see whether it does."""
 
 import json

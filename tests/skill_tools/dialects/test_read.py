@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From any input to one configuration: detection, composition, bad input, and the files of real projects."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whose a file is, is proven by what only that framework has; what looks alike is refused."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The definition of a dialect, held to itself: a framework in one file beside its data, and every command knows it."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XTuner's Python configuration: whose one is, and what its FSDPConfig refuses."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a framework's own checks refuse is reported, on its line and with a way out that is clean."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Bridge's own theoretical memory report, weights and optimizer state in MiB of the most loaded GPU.
 
 The numbers are those that `compute_weight_and_optimizer_memory` of `theoretical_memory_utils.py` gives for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans for several GPUs of a plain loop: FSDP2's bytes and seconds, against measured runs and against arithmetic."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention kept and tiles of the sequence, as a plan: bytes and seconds as measured, and when they are chosen."""
 
 import json

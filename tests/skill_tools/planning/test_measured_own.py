@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of card.yaml that this project measured for its own mechanisms, on one H200 with 16 cores and PCIe 5.
 
 Rates are those of that machine: the link as `benchmarks/optimizer.py` printed it in that run, CPU updates as

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rows of reference/figures.json: peers measured side by side on one H200, by the peers' own formulas.
 
 Peak memory within 7 percent, step time within 15 percent. The machine is the one that was measured, as a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The published Qwen3-30B-A3B rows: 16 H100, TP 2, PP 2, EP 4, allocated memory in decimal GB.
 
 The reading that fits all five: allocated memory between steps, expert tensor parallel 1, fp32 main gradients,

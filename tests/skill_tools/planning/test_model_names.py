@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model is who it is: published names, of which each means its own shape or none."""
 
 import json

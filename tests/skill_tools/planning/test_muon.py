@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans of Muon: bytes as `reference_impl` takes them, FLOPs as torch counts them, and what was measured."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans by profiles of models of which a part is trained: adapters, tables, layers; and what got no gradient."""
 
 import json

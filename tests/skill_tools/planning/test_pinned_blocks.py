@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What peers keep on the host, and the empty part of their pinned blocks, by arithmetic."""
 
 import pytest

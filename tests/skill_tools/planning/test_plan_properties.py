@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold for any run: budgets are respected, more budget is never slower, units never mix."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP runs whose GPU memory their authors have published, each within 15 %, and what a plan makes of such settings."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Published slow-downs of Megatron's HybridDeviceOptimizer over the run without offload, within 15 percent."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Peaks of real models, measured on one NVIDIA H100 (GiB) and one H200 (GB) with torch 2.11 and transformers 5.17.
 
 The memory model has the models' shipped traces and nothing fitted to these rows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`plan --only` and `--without`: what is searched, what is left out, and what the answer says where nothing fits."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model profiles: those that ship, and a user's own."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained layers that stream, as a plan: bytes, seconds, when they win, and when they are none."""
 
 import json

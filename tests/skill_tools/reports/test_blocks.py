@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocks of a terminal: what they show, how wide they are, and that nothing of an input reaches it raw."""
 
 import os

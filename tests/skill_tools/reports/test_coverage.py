@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every known constraint is a rule or has a reason why it is not, and never both."""
 
 from shipped import RULES

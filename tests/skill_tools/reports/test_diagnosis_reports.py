@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a diagnosis says to do next, beside a plan and without one."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan of a trainer's run names the line by which this project's offloaders do it there."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan says to people, where words could promise another run than the numbers."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The words of answers, line by line; each number is `#`, so that a better estimate changes nothing here."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Configurations and rules made by hand, so that the engine is tested without any reader and any real rule."""
 
 from collections.abc import Callable, Mapping

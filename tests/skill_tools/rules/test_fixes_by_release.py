@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """No way out of a rule leads into another fault, in any release that the rule is about.
 
 A way out is a fix, an option that is one release (`deepspeed>=0.19`) or an option that is one setting (`"stage": 2`).

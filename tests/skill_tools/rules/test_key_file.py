@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key files keep their schema, and no spelling means two keys."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a remedy leads to is said with it, so that one round is enough."""
 
 from skill_tools.dialects.read import read

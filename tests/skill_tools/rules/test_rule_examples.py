@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rule finds its own bad example and leaves its good one alone; a fix makes its finding vanish.
 
 Each test goes through all examples and names those that fail. Rules are read from the YAML files, so that an edit

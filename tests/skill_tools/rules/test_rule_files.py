@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every rule file keeps the schema, speaks the language of conditions and reads known keys."""
 
 import json

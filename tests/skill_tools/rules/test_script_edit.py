@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One flag of a launch script is edited where it stands plainly, and nothing else."""
 
 from pathlib import Path

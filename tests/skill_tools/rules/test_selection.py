@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 from types import MappingProxyType
 
 import pytest

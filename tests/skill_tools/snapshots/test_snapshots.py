@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots that torch 2.11 wrote on a GPU, and pickles that want to be executed or are damaged.
 
 The three are of one program, a small GPT in bf16 under AdamW, which also printed what the allocator had counted:

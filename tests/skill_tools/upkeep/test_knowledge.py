@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a release changed is found: against two recorded releases, and against what the knowledge holds of one."""
 
 import io

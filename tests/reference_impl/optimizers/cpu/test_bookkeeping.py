@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that runs out in the bookkeeping of an update thread, at any bytecode: the step is exact, or lost by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Denormal numbers: the CPU share makes of them what the training thread makes of them at each step."""
 
 import copy

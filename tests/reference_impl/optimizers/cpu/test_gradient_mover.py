@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many gradients may be on their way before compute waits for one of them."""
 
 import pytest

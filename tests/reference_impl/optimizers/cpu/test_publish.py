@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """New weights on their way to the device, and flags that say when readers may go on."""
 
 import threading

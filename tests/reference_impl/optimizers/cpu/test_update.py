@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The CPU update alone: every element once, and every bit that of `torch.optim`."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices of one shape in one call: only where a trial says that the bits are those of one call each."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How parameters are cut into chunks."""
 
 from itertools import pairwise

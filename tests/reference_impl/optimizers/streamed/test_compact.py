@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The compact format: bounds of its errors, what it must never do, and the same bytes as written down simply."""
 
 import numpy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step fails at each of its operations in turn: it was made, it was not, or the optimizer says that it is lost.
 
 Every operator of torch, every copy and every event of one step raises once, before it has an effect. It may lose the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One kernel for all pieces of a chunk changes the bits that a kernel of each piece would."""
 
 import weakref

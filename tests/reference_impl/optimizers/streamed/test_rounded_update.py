@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Moments in bf16: the formula is torch's up to rounding, half masters lose nothing, a skipped step changes nothing."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When everything happens, on a device that counts time instead of spending it.
 
 Each stream has a clock; a copy takes as long as its bytes do at the link's rate, and an event is the time at which its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that were taken from a parameter before a step show its new weight behind it, and nobody else waits."""
 
 import pytest

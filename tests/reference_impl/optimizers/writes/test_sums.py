@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums of weights: what changes them, on the twin and as the kernels that Triton interprets make them."""
 
 import pytest

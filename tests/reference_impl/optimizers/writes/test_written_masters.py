@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every way to write a weight, beside every place of its master: the master follows, counted or not."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An abort outside of Python has the reason that its process wrote before it, and its fault handler's stack."""
 
 from skill_tools.diagnosis.diagnosis import diagnose

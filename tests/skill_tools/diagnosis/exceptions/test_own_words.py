@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An exception that says what it refuses, or which release lacks a name, needs no fact to be told."""
 
 import pytest

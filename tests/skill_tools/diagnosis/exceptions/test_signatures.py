@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call whose arguments or results do not fit is told with who called whom, and for which release it was written."""
 
 import pytest

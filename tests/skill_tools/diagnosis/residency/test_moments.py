@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rule about clipping is no answer where the run failed elsewhere with the same words."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a run's offloads keep their tensors says what a failure that nothing else knows is about."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Numbers that are wrong while nothing fails: how they are read, what is odd about them, and what is behind it."""
 
 import json

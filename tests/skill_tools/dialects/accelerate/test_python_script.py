@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accelerate in a Python script: what its plugins say, and under which keys."""
 
 import pytest

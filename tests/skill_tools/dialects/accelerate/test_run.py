@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A plan reads Accelerate's file as it reads Axolotl's: the same run has the same memory, in the file's own keys."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Accelerate's file, the launcher's options and the environment make of a run, in the launcher's own order."""
 
 import json

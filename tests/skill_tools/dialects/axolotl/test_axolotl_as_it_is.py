@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan says of an Axolotl file that has nothing to change: the numbers of the file as it runs."""
 
 import json

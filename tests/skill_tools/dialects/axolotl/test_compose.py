@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axolotl: YAML, the DeepSpeed JSON that it names, and the options of its command line."""
 
 from pathlib import Path

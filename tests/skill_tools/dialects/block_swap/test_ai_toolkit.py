@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of ai-toolkit: whose they are, and what family a model is of."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands and TOML of musubi-tuner and sd-scripts: whose they are, and which of two values counts."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of OneTrainer: which part of the model a setting is about, and what a file of an older version means."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SimpleTuner's config.json: whose it is, and what its names become as options."""
 
 import json

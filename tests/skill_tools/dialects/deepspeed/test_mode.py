@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan learns of a DeepSpeed section: its stage, what it offloads, and how much a ratio is worth."""
 
 import json

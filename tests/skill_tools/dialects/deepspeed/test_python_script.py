@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dict that a script gives `deepspeed.initialize`: judged as the JSON is."""
 
 import json

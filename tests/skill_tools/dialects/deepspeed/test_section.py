@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed section is the same wherever it stands: the same keys, findings and words, in its own file's spelling."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that wrap their model in FSDP1 with CPUOffload, and torch's own limits of it."""
 
 import pytest

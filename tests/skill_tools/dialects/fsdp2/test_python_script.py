@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FSDP2 in a plain script: the policy, the backend, and what is beside it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning's Trainer and Fabric in a Python script: which strategy, and DeepSpeed's JSON that it makes."""
 
 import json

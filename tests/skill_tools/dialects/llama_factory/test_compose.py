@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LLaMA-Factory's YAML, `llamafactory-cli train` with what follows it, and the DeepSpeed file that it names."""
 
 from pathlib import Path

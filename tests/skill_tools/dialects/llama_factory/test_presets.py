@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DeepSpeed presets of LLaMA-Factory that offload: planned by their names, and offered where nothing fits."""
 
 from collections.abc import Callable

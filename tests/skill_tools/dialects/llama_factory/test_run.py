@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a LLaMA-Factory configuration trains, as a plan sees it."""
 
 from skill_tools.dialects.read import read_text

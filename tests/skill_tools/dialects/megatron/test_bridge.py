@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron Bridge: override files, saved runs, dotted overrides, launch options, and Bridge's own precedence."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM: arguments, scripts and YAML forms mean what `arguments.py` makes of them."""
 
 import string

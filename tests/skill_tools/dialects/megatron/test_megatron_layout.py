@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 import pytest
 
 from skill_tools.configs.config import Config, Place, Setting

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MindSpeed-LLM's commands: Megatron-LM's flags beside MindSpeed's own, on which Megatron's rules stay."""
 
 import pytest

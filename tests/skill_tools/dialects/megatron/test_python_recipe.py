@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes are read, never run: what a recipe's text tells is known, what other modules compute is left open."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What Bridge replaces by itself is told from what a later input overrides."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan makes of a launch script with flags that end the run: never a proposal, always in the patch."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes of NeMo AutoModel: whose a file is, what an offload policy becomes, and which names a strategy refuses."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AReaL's YAML: closed and typed dataclasses, Hydra's overrides over the file alone, and who leaves the GPU."""
 
 from pathlib import Path

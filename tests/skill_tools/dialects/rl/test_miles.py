@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """miles's commands: slime's options with miles's answers, and what goes to disk."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ms-swift's arguments: two programs, presets, files and JSON that they name."""
 
 from pathlib import Path

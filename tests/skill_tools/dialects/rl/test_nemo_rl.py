@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's YAML over its parents, overrides on top, and what the policy hands on to Megatron."""
 
 from pathlib import Path

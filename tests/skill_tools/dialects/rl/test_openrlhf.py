@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's commands: which program runs, what DeepSpeed is pinned to, and which offloads do nothing."""
 
 import pytest

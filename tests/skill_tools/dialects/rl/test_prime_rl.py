@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """prime-rl's TOML: where each kind of run has its trainer."""
 
 import pytest

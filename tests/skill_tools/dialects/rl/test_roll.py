@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ROLL's files: whose one is, which strategy reads an offload, and which pipeline asks for one."""
 
 import pytest

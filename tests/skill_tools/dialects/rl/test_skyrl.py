@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SkyRL's commands: words over closed dataclasses, the SFT trainer's own names, and what Megatron gets."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """slime's commands: Megatron-LM's flags under its canonical names, its own options, and what it decides by itself."""
 
 from pathlib import Path

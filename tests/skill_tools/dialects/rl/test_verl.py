@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """verl's command lines: Hydra's overrides over its own configurations, and what goes on to Megatron."""
 
 from pathlib import Path

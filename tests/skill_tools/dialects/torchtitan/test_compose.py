@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's TOML with its lines, the options of a launch script on top, and the plan as TOML."""
 
 from pathlib import Path

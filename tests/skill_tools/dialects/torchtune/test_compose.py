@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtune's YAML with its interpolations, the words of `tune run` on top, and the recipe that both are for."""
 
 from pathlib import Path

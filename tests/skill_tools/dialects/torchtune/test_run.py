@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a torchtune configuration trains, as a plan sees it, and what a plan may change in it."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keywords of checkpointing, which nobody converts on their way to torch."""
 
 from skill_tools.dialects.read import read_text

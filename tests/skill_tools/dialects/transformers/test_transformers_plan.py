@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a plan takes from a Trainer's arguments: who shares the weights, what waits on the host, what is recomputed."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unsloth's two calls, alone in a script and beside a Trainer's arguments."""
 
 from skill_tools.configs.config import Config

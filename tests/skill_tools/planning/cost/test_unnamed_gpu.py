@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where nobody names the GPU, a plan is over the cards that may be meant, and says so before anything else."""
 
 import json
