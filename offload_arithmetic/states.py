@@ -112,14 +112,11 @@ def streamed_muon_bytes(weight_bytes: float, streams_as: Form, share: float) -> 
     return share * of_muon + (1 - share) * of_adam
 
 
-def scratch_bytes(
-    weight_bytes: float, *, has_half_masters: bool, is_rounded: bool, is_compact: bool, is_joined: bool
-) -> float:
+def scratch_bytes(*, has_half_masters: bool, is_rounded: bool) -> int:
     """Return the bytes on the device that the update of one element of a chunk needs beside the chunk's slot.
 
-    That is an fp32 gradient, and for half masters an fp32 master and a bf16 weight. For rounded moments it is the
-    gradient and a weight where one kernel updates all pieces of a chunk (`is_joined`), else nothing.
+    That is an fp32 gradient, and for half masters an fp32 master and a bf16 weight; for rounded moments nothing.
     """
     if is_rounded:
-        return FP32_BYTES + weight_bytes if is_joined and not is_compact else 0
+        return 0
     return 2 * FP32_BYTES + BF16_BYTES if has_half_masters else FP32_BYTES

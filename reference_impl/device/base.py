@@ -171,7 +171,7 @@ class Device(ABC):
 
     # Whether the device works on its own, beside the host, and has memory of its own. The CPU twin does not.
     is_accelerator: ClassVar[bool]
-    # Whether `torch.compile` builds the fused kernels of packed states (with triton) or they run eagerly, in blocks.
+    # Whether kernels of its own (with triton) update packed states, or the source of these runs eagerly, in blocks.
     compiles: ClassVar[bool]
     # Whether host memory has to be pinned for copies, see `pin`.
     pins_host_memory: ClassVar[bool]

@@ -38,10 +38,8 @@ Noted = dict[Member, tuple[weakref.ref[torch.Tensor], int]]
 
 def noted_of(standing: Mapping[Member, torch.Tensor]) -> Noted:
     """Return the notes that `UsedGradients` keeps of gradients that are `standing`."""
-    return {
-        member: (weakref.ref(itself(gradient)), _writes_of(itself(gradient)))
-        for member, gradient in standing.items()
-    }
+    plain = {member: itself(gradient) for member, gradient in standing.items()}
+    return {member: (weakref.ref(gradient), _writes_of(gradient)) for member, gradient in plain.items()}
 
 
 def written_while_read(gradient: torch.Tensor) -> RuntimeError:

@@ -18,7 +18,6 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from offload_arithmetic.division import aligned
 from offload_arithmetic.states import ALIGNMENT_ELEMENTS, COMPACT_BLOCK_ELEMENTS
@@ -88,7 +87,7 @@ def alignment_of(fields: tuple[Field, ...]) -> int:
 
 
 class PieceSpan(NamedTuple):
-    """Pieces whose weights lie side by side as they do in the chunk, so that one copy or one kernel can serve them all.
+    """Pieces whose weights lie side by side as they do in the chunk, so that one copy can serve them all.
 
     `span` has the elements of all, numbered from the first piece's parameter on.
     """
@@ -112,8 +111,7 @@ class Chunk:
     updates pieces as whole matrices; None where that of elements does. The update of one that `exchanges` is a
     collective: ranks share its matrices. Moments are `compact`, in 8 bits with scales, or one kernel updates elements
     whose moments are `rounded` to fewer bits than fp32. `runs` are the pieces again, those that lie side by side
-    together, and `joint_runs` those of which one compiled kernel each updates all pieces: none where a kernel takes a
-    piece only.
+    together.
     """
 
     pieces: tuple[Piece, ...]
@@ -133,7 +131,6 @@ class Chunk:
     compact: bool = dataclasses.field(init=False)
     rounded: bool = dataclasses.field(init=False)
     runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
-    joint_runs: tuple[PieceSpan, ...] = dataclasses.field(init=False)
     _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,7 +144,6 @@ class Chunk:
         self.compact = is_compact(self.fields)
         self.rounded = is_rounded(self.fields) and self.matrices is None
         self.runs = runs_of(self.pieces)
-        self.joint_runs = self._joint_runs()
 
     @property
     def comes_in(self) -> bool:
@@ -184,32 +180,12 @@ class Chunk:
     def launch_cost(self) -> int:
         """How long the host takes to launch its update, where one fused kernel of torch's is 1.
 
-        bf16 moments take a compiled kernel a piece, or a run of `joint_runs`, of 0.2 to 0.5 ms, compact states one that
-        no guards of the compiler precede. Long storage comes in in many parts.
+        Moments of fewer bits take a kernel a piece. Long storage comes in in many parts.
         """
         if self.matrices is not None:
             return _COST_OF_MATRIX * sum(-(-piece.numel // piece.member.unit) for piece in self.pieces)
-        kernels = len(self.joint_runs or self.pieces) if self.rounded else 0
-        return max((1 if self.compact else 4) * kernels, self.storage.nbytes // _COST_1_BYTES, 1)
-
-    def _joint_runs(self) -> tuple[PieceSpan, ...]:
-        # Compact states have a kernel of their own, once a piece.
-        if not self.rounded or self.compact:
-            return ()
-        if self.joins_in_scratch:
-            return (PieceSpan(Piece(self.pieces[0].member, 0, self.numel, 0), self.pieces),)
-        # Where both come in they lie as the states do.
-        return self.runs if self.home is not None and self.gradients is not None else ()
-
-    @property
-    def joins_in_scratch(self) -> bool:
-        """Whether weights and gradients are copied to lie side by side: those of shards that stay, for bf16 moments.
-
-        Longer pieces are not worth it: scratch costs the GPU's memory 14 bytes of traffic an element.
-        """
-        is_sharded = isinstance(self.pieces[0].member.param, DTensor)
-        visits = self.home is not None or self.gradients is not None
-        return self.rounded and not self.compact and is_sharded and not visits
+        kernels = len(self.pieces) if self.rounded else 0
+        return max(kernels, self.storage.nbytes // _COST_1_BYTES, 1)
 
     @property
     def flagged(self) -> str | None:

@@ -23,7 +23,7 @@ Explained in docs/optimizer-state-offloading.md, "Compact states".
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -279,7 +279,7 @@ class CompactOperands(NamedTuple):
         codes, scales = [rows(one) for one in self.codes], [one.view(-1, 1) for one in self.scales]
         return CompactOperands(weight, low, master, rows(self.gradient), codes, scales)
 
-    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
+    def launch(self, formula: Formula, scalars: Scalars) -> None:
         """Run the GPU's kernel, which has Adam's formula in it."""
         from reference_impl.optimizers.streamed import compact_kernel
 

@@ -16,6 +16,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from reference_impl.optimizers.streamed.formula_kernels import adam
+
 # Blocks that one program updates with its warps: eight elements a thread, which are one load of a bf16 gradient.
 _ROWS, _WARPS = 16, 4
 
@@ -84,7 +86,7 @@ def _kernel(
     gradient = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32)
     gradient = gradient * tl.div_rn(1.0, tl.load(grad_scale_ptr))
 
-    master, average, square, root = _adam(master, gradient, average, square, numbers_ptr)
+    master, average, square, root = adam(master, gradient, average, square, numbers_ptr)
 
     step = tl.load(step_ptr).to(tl.int32) + 1
     number = place + tl.load(first_ptr).to(tl.int32)
@@ -98,21 +100,6 @@ def _kernel(
     tl.store(square_codes_ptr + place, codes.to(tl.uint8), mask=in_block)
     tl.store(square_scales_ptr + row, scales.to(tl.int16), mask=has_row)
     _write(weight_ptr, low_ptr, master_ptr, place, inside, in_block, master, (random & 0xFF).to(tl.int32))
-
-
-@triton.jit
-def _adam(master, gradient, average, square, numbers_ptr):
-    """`adam_formula`, and the root that it takes: the code of `square` is made of it too."""
-    sign, l2, kept = tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2)
-    beta1, rest1 = tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
-    beta2, rest2 = tl.load(numbers_ptr + 5), tl.load(numbers_ptr + 6)
-    eps, step_size, scale = tl.load(numbers_ptr + 7), tl.load(numbers_ptr + 8), tl.load(numbers_ptr + 9)
-    gradient = sign * gradient + l2 * master
-    average = beta1 * average + rest1 * gradient
-    square = beta2 * square + rest2 * gradient * gradient
-    root = tl.sqrt_rn(square)
-    master = kept * master - tl.div_rn(step_size * average, scale * root + eps)
-    return master, average, square, root
 
 
 # The next four as in `compact`.

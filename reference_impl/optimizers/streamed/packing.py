@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States in fewer bits: the lower halves of masters beside bf16 weights, and moments in bf16 with their update.
 
-Everything is integer arithmetic on the bits of floats, so one source gives the same bits eagerly and compiled.
+Everything but the formulas is integer arithmetic on the bits of floats.
 
 A bf16 weight is the upper half of its fp32 master, rounded to nearest even. So the master is the weight and the
 master's lower 16 bits, where the weight tells whether rounding went up, except at a tie: 0x3F7F8000 and 0x3F808000
@@ -16,19 +16,18 @@ a generator's state. Such moments are not torch's to the bit anyway, so their up
 (`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
 GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
 
-On CUDA `torch.compile` builds the kernels of bf16 moments, and `halves_kernel` has those that pack and unpack beside
-fp32 ones; the CPU twin runs the source here block by block. There each operator may fail by itself, so all new values
-of a block are computed before the first is written.
+On CUDA `rounded_kernel` has the kernel of bf16 moments, and `halves_kernel` those that pack and unpack beside fp32
+ones, which make the same bits; the CPU twin runs the source here block by block. There each operator may fail by
+itself, so all new values of a block are computed before the first is written.
 Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import groupby
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -261,40 +260,10 @@ def _on_gpu() -> ModuleType:
     return halves_kernel
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a storage of its own.
-
-    The compiler takes several states in one buffer for aliases of each other, and would copy them.
-    """
-    return torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
-
-
 def aligned_rows(table: torch.Tensor) -> Tensors:
-    """Return the rows of `table` (2-dim), each at a multiple of 16 bytes. A compiled function copies others first."""
+    """Return the rows of `table` (2-dim), each at a multiple of 16 bytes: for others Triton builds another kernel."""
     width = table.shape[1]
     return pad(table, (0, -width % (16 // table.element_size())))[:, :width].unbind()
-
-
-@cache
-def compiled(function: Callable[..., None], *kind: object) -> Callable[..., None]:
-    """Return `function` as one kernel for all sizes, built at its first call.
-
-    The kernel is specialised on `kind` beside sizes: on the formula and dtypes. The compiler allows 8 kernels a
-    code object, and raises at the ninth, so each kind is a code object of its own. It is built here, not by a pool:
-    up to 32 processes of every rank would import torch while the first steps run.
-    """
-    own = FunctionType(function.__code__.replace(), function.__globals__)
-    options: dict[str, Any] = {"guard_filter_fn": _of_tensors, "compile_threads": 1}
-    return torch.compile(own, dynamic=True, fullgraph=True, options=options)
-
-
-def _of_tensors(guards: Sequence[Any]) -> list[bool]:
-    """Say which of the compiler's guards are checked at each call.
-
-    Those of tensors and sizes; all else that a kernel is specialised on is in its `kind`. To check it too would take a
-    third of the host's time for a call, which the forward waits for.
-    """
-    return [guard.guard_type in ("TENSOR_MATCH", "SHAPE_ENV", "GRAD_MODE") for guard in guards]
 
 
 def blocks(numel: int) -> list[slice]:
@@ -312,8 +281,8 @@ class PieceOperands(Protocol):
     def part(self, elements: slice) -> PieceOperands:
         """Return the operands of some elements, which begin at a multiple of `ALIGNMENT`."""
 
-    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
-        """Run the GPU's kernel; `own` gives a number a storage of its own."""
+    def launch(self, formula: Formula, scalars: Scalars) -> None:
+        """Run the GPU's kernel."""
 
     def writes(self, formula: Formula, scalars: Scalars) -> Writes:
         """Return the values that the update would write."""
@@ -347,20 +316,18 @@ class Operands(NamedTuple):
         function = _updated_whole if self.low is None else _updated_halved
         return function(formula, self, scalars)
 
-    def launch(self, formula: Formula, scalars: Scalars, own: Callable[[Any], Any]) -> None:
-        """Run the GPU's kernel; `own` gives a number a storage of its own."""
-        function = update_whole if self.low is None else update_halved
-        tensors = (*self[:4], *self.moments)
-        kind = (formula, *(None if each is None else each.dtype for each in tensors))
-        compiled(function, *kind)(formula, self.each(apart), Scalars(*map(own, scalars)))
+    def launch(self, formula: Formula, scalars: Scalars) -> None:
+        """Run the GPU's kernel."""
+        from reference_impl.optimizers.streamed import rounded_kernel
+
+        rounded_kernel.update(formula, self, scalars)
 
 
 class Scalars(NamedTuple):
     """The numbers that all elements of a piece share, on the device.
 
     `first` (0-dim int64) numbers the first element and `step` (0-dim) the step, for the noise. `numbers` is the row of
-    the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0. Where elements of
-    several pieces are updated at once (`joined`), all but `grad_scale` have a value for each element.
+    the formula. Gradients are divided by `grad_scale`, and nothing changes if `found_inf` is not 0.
     """
 
     first: torch.Tensor
@@ -368,16 +335,6 @@ class Scalars(NamedTuple):
     numbers: Numbers
     grad_scale: torch.Tensor
     found_inf: torch.Tensor
-
-
-def update_halved(formula: Formula, operands: Operands, scalars: Scalars) -> None:
-    """Update hi/lo masters; the flag in the sign of the last moment tells ties apart."""
-    write(_updated_halved(formula, operands, scalars))
-
-
-def update_whole(formula: Formula, operands: Operands, scalars: Scalars) -> None:
-    """Update fp32 masters, and round them to weights unless the weight is its own master."""
-    write(_updated_whole(formula, operands, scalars))
 
 
 def _updated_halved(formula: Formula, operands: Operands, scalars: Scalars) -> Writes:
@@ -428,9 +385,6 @@ class RoundedUpdate:
     def __init__(self, device: Device, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
         self._device = device
-        # Of this step, each number as a storage of its own. The compiler would build a kernel for every place that a
-        # number has in a table.
-        self._apart: dict[torch.Tensor, torch.Tensor] = {}
         # The scale and the overflow flag of steps that have none.
         self._one = torch.ones((), device=device.torch_device)
         self._zero = torch.zeros((), device=device.torch_device)
@@ -442,7 +396,6 @@ class RoundedUpdate:
 
     def numbers(self, members: Sequence[Member], step: StreamedStep) -> dict[Member, torch.Tensor]:
         """Return each member's row of numbers for the formula: its group's hyper-parameters at its step."""
-        self._apart.clear()
         found: dict[Member, torch.Tensor] = {}
         for group, alike in groupby(sorted(members, key=_group), key=_group):
             listed = list(alike)
@@ -470,18 +423,12 @@ class RoundedUpdate:
         )
         formula = self._algorithm.formula
         if self._device.compiles:
-            self._device.launch(operands.launch, formula, scalars, self._own)
+            self._device.launch(operands.launch, formula, scalars)
             return
         block_by_block(
             operands.gradient.numel(),
             lambda part: operands.part(part).writes(formula, scalars._replace(first=first + part.start)),
         )
-
-    def _own(self, number: torch.Tensor) -> torch.Tensor:
-        own = self._apart.get(number)
-        if own is None:
-            own = self._apart[number] = apart(number)
-        return own
 
 
 def _group(member: Member) -> int:

@@ -42,7 +42,7 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.step import as_one
 from reference_impl.optimizers.streamed.chunks import Chunk
 from reference_impl.optimizers.streamed.step import StreamedStep
-from reference_impl.optimizers.streamed.update import NO_NUMBERS, ChunkUpdate, StepNumbers
+from reference_impl.optimizers.streamed.update import ChunkUpdate, StepNumbers
 
 # Chunks of `launch_cost` 1, which take up to ten launches; a stream holds about a thousand before the host has to wait.
 _QUEUED_AHEAD = 64
@@ -63,7 +63,7 @@ class ChunkQueue:
     chunks_until: Mapping[Member, int]
     step: StreamedStep | None
     at_once: int
-    numbers: StepNumbers = NO_NUMBERS
+    numbers: StepNumbers = field(default_factory=dict)
     exchanges: Sequence[int] = ()
     due: Mapping[Member, int] = field(default_factory=dict)
 

@@ -16,7 +16,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from offload_arithmetic.division import aligned
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
@@ -177,7 +176,6 @@ class Kind(NamedTuple):
     """
 
     dtype: torch.dtype
-    is_sharded: bool = False
     matrices: MatrixAlgorithm | None = None
     unit: int = 1
     whole: int = 0
@@ -186,7 +184,7 @@ class Kind(NamedTuple):
     def of(cls, member: Member) -> Kind:
         """Return that of a member."""
         whole = 0 if member.cut is None else prod(member.cut.shape)
-        return cls(member.dtype, isinstance(member.param, DTensor), member.matrices, member.unit, whole)
+        return cls(member.dtype, member.matrices, member.unit, whole)
 
 
 class StateStorage:
@@ -238,10 +236,7 @@ class StateStorage:
 
         Of shared matrices a rank sends as many elements as it has of a chunk, and as many, or a matrix, that it owns.
         """
-        is_joined = kind.is_sharded and self._device.compiles and not self._host_gradients
-        each_bytes = scratch_bytes_an_element(
-            self._fields(kind), kind.dtype, is_joined=is_joined, in_matrices=kind.matrices is not None
-        )
+        each_bytes = scratch_bytes_an_element(self._fields(kind), in_matrices=kind.matrices is not None)
         elements = self.chunk_elements(kind)
         crossing = elements + max(elements, kind.whole) if kind.whole else 0
         return elements * each_bytes + crossing * BF16_BYTES

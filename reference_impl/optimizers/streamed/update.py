@@ -5,8 +5,7 @@ Where all states are fp32 while they are updated, torch's own fused kernel runs,
 masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and
 `compact`. Updates run one after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
-The operands of kernels beside the chunks (`StepNumbers`) are made before the step begins: from then on nothing
-is allocated.
+The numbers of kernels that do everything are made before the step begins: from then on nothing is allocated.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -34,25 +32,16 @@ from reference_impl.optimizers.streamed.chunks import (
     StreamedWeights,
     alignment_of,
     bytes_of,
-    is_compact,
     is_rounded,
     scale_of,
 )
 from reference_impl.optimizers.streamed.compact import CompactOperands
-from reference_impl.optimizers.streamed.joined import JoinedUpdate, OfMembers
 from reference_impl.optimizers.streamed.matrices import MatrixStates, MatrixUpdate
 from reference_impl.optimizers.streamed.matrix_parts import PackedMaster
 from reference_impl.optimizers.streamed.step import StreamedStep
 
-
-class StepNumbers(NamedTuple):
-    """The numbers of one step for kernels that do everything: a row for each member, and those of joined updates."""
-
-    rows: Mapping[Member, torch.Tensor]
-    joined: OfMembers | None
-
-
-NO_NUMBERS = StepNumbers({}, None)
+# The numbers of one step for kernels that do everything: a row for each member.
+StepNumbers = Mapping[Member, torch.Tensor]
 
 
 class ChunkUpdate:
@@ -64,7 +53,6 @@ class ChunkUpdate:
         self._masters = ChunkMasters(device, follows_writes=follows_writes)
         self._scratch = Scratch(device)
         self._rounded = packing.RoundedUpdate(device, algorithm)
-        self._joined = JoinedUpdate(device, algorithm)
         self._matrices = MatrixUpdate(device)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
@@ -76,41 +64,31 @@ class ChunkUpdate:
         self._masters.expect(chunks)
         self._matrices.allocate(chunks)
         if self._device.compiles:
-            self._joined.allocate(chunks)
-            kinds = {
-                (chunk.pieces[0].member.param.dtype, chunk.fields, self._joins(chunk)): chunk
-                for chunk in chunks
-            }
+            kinds = {(chunk.pieces[0].member.param.dtype, chunk.fields): chunk for chunk in chunks}
             for chunk in kinds.values():
                 self._build(chunk)
 
     @as_steps_run
     def _build(self, chunk: Chunk) -> None:
-        """Update a few elements like those of `chunk`, so that its kernels are there.
-
-        In the mode in which they will run: the compiler builds another one for each.
-        """
+        """Update a few elements like those of `chunk`, so that its kernels are there."""
         member, numel = chunk.pieces[0].member, alignment_of(chunk.fields)
-        piece = Piece(member, 0, numel, 0)
         weight = torch.zeros(numel, dtype=member.param.dtype, device=self._device.torch_device)
         buffer = torch.zeros(
             bytes_of(chunk.fields, numel), dtype=torch.uint8, device=self._device.torch_device
         )
         few = replace(
             chunk,
-            pieces=(piece,),
+            pieces=(Piece(member, 0, numel, 0),),
             numel=numel,
             masters=None if chunk.masters is None else weight.float(),
         )
         if chunk.has(LOW) and not chunk.rounded:
             self._scratch.build(few, buffer)
-        if self._joins(chunk):
-            # Of the dtype that they will have: in scratch it is fp32.
-            gradient = weight.float() if chunk.joins_in_scratch else torch.zeros_like(weight)
-            self._joined.build(few, self._operands(few, buffer, piece, gradient, weight))
-        elif chunk.rounded:
+        # Triton makes another kernel for lengths that are no multiples of 16.
+        for length in (numel, numel - 1) if chunk.rounded else ():
+            piece, part = Piece(member, 0, length, 0), weight[:length]
             self._rounded.update(
-                self._operands(few, buffer, piece, torch.zeros_like(weight), weight),
+                self._operands(few, buffer, piece, torch.zeros_like(part), part),
                 first=next(iter(chunk.noise_offsets.values())),
                 step=torch.zeros((), device=self._device.torch_device),
                 numbers=self._rounded.any_numbers(),
@@ -125,14 +103,9 @@ class ChunkUpdate:
         the device take over weights that others have written.
         """
         self._masters.before_step(chunks, step.gradients, step.weights)
-        one_by_one = (chunk for chunk in chunks if chunk.rounded and not self._joins(chunk))
-        rounded = (piece.member for chunk in one_by_one for piece in chunk.pieces)
+        rounded = (piece.member for chunk in chunks if chunk.rounded for piece in chunk.pieces)
         members = [member for member in dict.fromkeys(rounded) if member in step.gradients]
-        joined = self._joined.numbers(step) if self._device.compiles else None
-        return StepNumbers(self._rounded.numbers(members, step), joined)
-
-    def _joins(self, chunk: Chunk) -> bool:
-        return self._device.compiles and bool(chunk.joint_runs)
+        return self._rounded.numbers(members, step)
 
     def run(
         self,
@@ -156,12 +129,8 @@ class ChunkUpdate:
             for piece, gradient in gradients.items():
                 for factor in step.factors.get(piece.member, ()):
                     self._device.launch(gradient.mul_, factor)
-        if self._joins(chunk) and chunk.joins_in_scratch:
-            self._run_in_scratch(chunk, buffer, gradients, step, numbers.joined)
-        elif self._joins(chunk):
-            self._run_joined(chunk, buffer, came_in, step, numbers.joined)
-        elif chunk.rounded:
-            self._run_rounded(chunk, buffer, gradients, step, numbers.rows)
+        if chunk.rounded:
+            self._run_rounded(chunk, buffer, gradients, step, numbers)
         elif self._matrices.takes_packed(chunk):
             self._run_packed(chunk, buffer, gradients, step)
         else:
@@ -171,7 +140,6 @@ class ChunkUpdate:
         """Drop the scratch and the tables. No update may be running."""
         self._scratch.close()
         self._matrices.close()
-        self._joined.close()
 
     def _run_exact(
         self, chunk: Chunk, buffer: torch.Tensor, gradients: Mapping[Piece, torch.Tensor], step: StreamedStep
@@ -225,52 +193,13 @@ class ChunkUpdate:
         moments = [_cut(chunk.field(name, buffer), pieces) for name in chunk.matrices.moments]
         self._matrices.run(chunk, MatrixStates(pieces, masters, list(gradients.values()), moments), step)
 
-    def _run_joined(
-        self,
-        chunk: Chunk,
-        buffer: torch.Tensor,
-        came_in: torch.Tensor | None,
-        step: StreamedStep,
-        numbers: OfMembers | None,
-    ) -> None:
-        """Run the one kernel that does everything, once for all pieces that lie side by side."""
-        for place, (span, pieces) in enumerate(chunk.joint_runs):
-            if any(piece.member in step.gradients for piece in pieces):
-                gradient = step.gradient(span) if came_in is None else _part(came_in, span)
-                operands = self._operands(chunk, buffer, span, gradient, step.weights.of(span))
-                self._joined.update(chunk, place, operands, numbers)
-
-    def _run_in_scratch(
-        self,
-        chunk: Chunk,
-        buffer: torch.Tensor,
-        gradients: Mapping[Piece, torch.Tensor],
-        step: StreamedStep,
-        numbers: OfMembers | None,
-    ) -> None:
-        """Copy gradients and weights into scratch, run the one kernel that does everything, copy new weights out."""
-        ((whole, _),) = chunk.joint_runs
-        # Of pieces that have no gradient too: a lower half belongs to its weight.
-        weights = {piece: step.weights.of(piece) for piece in chunk.pieces}
-        scratch = {piece: self._scratch.weight(piece) for piece in chunk.pieces}
-        widened = [self._scratch.gradient(piece) for piece in gradients]
-        self._device.launch(torch._foreach_copy_, widened, list(gradients.values()))
-        self._device.launch(torch._foreach_copy_, list(scratch.values()), list(weights.values()))
-        gradient, weight = self._scratch.gradient(whole), self._scratch.weight(whole)
-        self._joined.update(chunk, 0, self._operands(chunk, buffer, whole, gradient, weight), numbers)
-        self._device.launch(
-            torch._foreach_copy_,
-            [weights[piece] for piece in gradients],
-            [scratch[piece] for piece in gradients],
-        )
-
     def _run_rounded(
         self,
         chunk: Chunk,
         buffer: torch.Tensor,
         gradients: Mapping[Piece, torch.Tensor],
         step: StreamedStep,
-        numbers: Mapping[Member, torch.Tensor],
+        numbers: StepNumbers,
     ) -> None:
         """Run the one kernel that does everything, once a piece."""
         for piece, gradient in gradients.items():
@@ -315,18 +244,10 @@ class ChunkUpdate:
         )
 
 
-def scratch_bytes_an_element(
-    fields: tuple[Field, ...], dtype: torch.dtype, *, is_joined: bool, in_matrices: bool = False
-) -> int:
-    """Return the scratch that the update of `fields` of parameters of `dtype` needs (`scratch_bytes`)."""
-    return round(
-        scratch_bytes(
-            dtype.itemsize,
-            has_half_masters=fields[0].name == LOW,
-            is_rounded=is_rounded(fields) and not in_matrices,
-            is_compact=is_compact(fields),
-            is_joined=is_joined,
-        )
+def scratch_bytes_an_element(fields: tuple[Field, ...], *, in_matrices: bool = False) -> int:
+    """Return the scratch that the update of `fields` needs (`scratch_bytes`)."""
+    return scratch_bytes(
+        has_half_masters=fields[0].name == LOW, is_rounded=is_rounded(fields) and not in_matrices
     )
 
 
@@ -338,26 +259,20 @@ class Scratch:
         self._packer = packing.Packer(device)
         self._gradients = torch.empty(0)
         self._masters = torch.empty(0)
-        # By their dtype.
-        self._weights: dict[torch.dtype, torch.Tensor] = {}
+        self._weights = torch.empty(0, dtype=torch.bfloat16)
 
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of the longest of `chunks`. No update may be running."""
         exact = [chunk for chunk in chunks if not chunk.rounded]
-        joint = [chunk for chunk in chunks if self._device.compiles and chunk.joins_in_scratch]
         halved = [chunk for chunk in exact if chunk.has(LOW)]
-        self._gradients = self._grown(self._gradients, [*exact, *joint])
+        self._gradients = self._grown(self._gradients, exact)
         self._masters = self._grown(self._masters, halved)
-        for dtype in {chunk.pieces[0].member.dtype for chunk in (*halved, *joint)}:
-            of_dtype = [chunk for chunk in (*halved, *joint) if chunk.pieces[0].member.dtype == dtype]
-            self._weights[dtype] = self._grown(
-                self._weights.get(dtype, torch.empty(0, dtype=dtype)), of_dtype
-            )
+        self._weights = self._grown(self._weights, halved)
 
     def close(self) -> None:
         """Drop the buffers. No update may be running."""
         self._gradients = self._masters = torch.empty(0)
-        self._weights.clear()
+        self._weights = torch.empty(0, dtype=torch.bfloat16)
 
     def gradient(self, piece: Piece) -> torch.Tensor:
         """Return the fp32 buffer for the gradient of `piece`."""
@@ -365,7 +280,7 @@ class Scratch:
 
     def weight(self, piece: Piece) -> torch.Tensor:
         """Return the buffer for the weight of `piece`: the new one, after `pack` of a chunk with hi/lo masters."""
-        return _part(self._weights[piece.member.dtype], piece)
+        return _part(self._weights, piece)
 
     def unpack(self, chunk: Chunk, buffer: torch.Tensor, weights: StreamedWeights) -> None:
         """Make `states` of `chunk`, which `buffer` holds, valid."""
@@ -404,7 +319,7 @@ class Scratch:
     def _halves(self, chunk: Chunk, buffer: torch.Tensor) -> packing.Halves:
         assert chunk.flagged is not None
         return packing.Halves(
-            high=self._weights[torch.bfloat16][: chunk.numel].view(torch.int16),
+            high=self._weights[: chunk.numel].view(torch.int16),
             low=chunk.field(LOW, buffer),
             masters=self._masters[: chunk.numel].view(torch.int32),
             flagged=_flag_holder(chunk.field(chunk.flagged, buffer)),

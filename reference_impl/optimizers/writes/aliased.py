@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from reference_impl.memory.absent import storage_of
+from reference_impl.memory.absent import storage_of, unanswered
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.writes.awaited import AwaitedParameter
 
@@ -69,4 +69,10 @@ def _memory(member: Member) -> int:
 
 def _uses(members: Iterable[Member]) -> dict[Member, int]:
     """Return how many tensors use the memory of each of `members`; whoever asks uses it, too."""
-    return {each: torch._C._storage_Use_Count(_memory(each)) - 1 for each in _countable(members)}
+    # Asked once for all of them: each step asks of every weight.
+    return unanswered(_count_uses, members)
+
+
+def _count_uses(members: Iterable[Member]) -> dict[Member, int]:
+    count = torch._C._storage_Use_Count
+    return {each: count(each.param.untyped_storage()._cdata) - 1 for each in _countable(members)}

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from reference_impl.memory.absent import is_absent
+from reference_impl.memory.absent import is_absent, unanswered
 from reference_impl.memory.closing import register_first, register_undoably
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.model_hooks import ModelHook
@@ -121,6 +121,11 @@ class ModuleLoad:
 
 def written(members: Iterable[Member]) -> list[Member]:
     """Return those of `members` whose weights somebody else has written since their masters were the same."""
+    # One that is on its way would be asked whether it has arrived: each forward asks of every weight.
+    return unanswered(_written, members)
+
+
+def _written(members: Iterable[Member]) -> list[Member]:
     return [
         member
         for member in members

@@ -72,11 +72,7 @@ def scratch_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedSt
     # Momentum is widened for the update, one matrix at a time, so that a chunk's scratch is that of fp32.
     widened = FP32_BYTES * matrices.largest if form.moment_bytes < FP32_BYTES else 0
     each_bytes = scratch_bytes(
-        run.precision.weight_bytes,
-        has_half_masters=form.master_bytes < FP32_BYTES and not has_own_masters(run),
-        is_rounded=False,
-        is_compact=False,
-        is_joined=False,
+        has_half_masters=form.master_bytes < FP32_BYTES and not has_own_masters(run), is_rounded=False
     )
     return round(each_bytes * chunk) + matrices.work_bytes + widened + _crossing_bytes(run, matrices, chunk)
 
@@ -89,18 +85,12 @@ def _crossing_bytes(run: TrainingRun, matrices: Matrices, chunk: int) -> int:
     return BF16_BYTES * (chunk + owned)
 
 
-def scratch_of(run: TrainingRun, states: StreamedStates) -> float:
-    """Return the GPU bytes of an element of one chunk that its update needs beside the slot.
-
-    Packed states of shards have gradients and weights there, so that one kernel updates all short pieces of a chunk.
-    """
+def scratch_of(run: TrainingRun, states: StreamedStates) -> int:
+    """Return the GPU bytes of an element of one chunk that its update needs beside the slot."""
     form = FORMS[states]
     return scratch_bytes(
-        run.precision.weight_bytes,
         has_half_masters=form.master_bytes < FP32_BYTES and not has_own_masters(run),
         is_rounded=form.moment_bytes < FP32_BYTES,
-        is_compact=form.is_compact,
-        is_joined=run.is_fully_sharded,
     )
 
 

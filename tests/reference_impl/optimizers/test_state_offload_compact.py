@@ -10,12 +10,12 @@ from compact_reference import CompactAdamW
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, assert_same_weights, fresh, hybrid, train, twins
 from optimizer_training import streaming as build
+from torch.utils._pytree import tree_leaves
 
 from reference_impl import CpuUpdate, OptimizerStateOffloader, Streaming
 from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed import packing, storage
 
 COMPACT = Streaming(chunk_bytes=6000, states="compact-8")
 
@@ -254,59 +254,22 @@ def test_bad_options_are_named(device, options, words):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.bfloat16, {"states": "bf16-moments"}),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                (torch.bfloat16, {"states": "bf16-moments"}),
-                (torch.float32, {"states": "bf16-moments"}),
-            ]
-        ),
-    ],
-    ids=str,
+    ("module", "states"), [("compact_kernel", "compact-8"), ("rounded_kernel", "bf16-moments")]
 )
-def test_one_kernel_is_built_for_all_cuts(monkeypatch, dtype, options):
-    """A kernel takes seconds to build, and the compiler raises where a code object has more than eight."""
-    built = []
-
-    def counting(graph, inputs, *, options):
-        built.append(graph)
-        return graph.forward
-
-    compiling = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda *args, **kwargs: compiling(*args, backend=counting, **kwargs)
-    )
-    monkeypatch.setattr(type(Device.of("cpu")), "compiles", True)
-    monkeypatch.setattr(storage, "find_spec", lambda name: name)
-    packing.compiled.cache_clear()
-    device = Device.of("cpu")
-    for fraction, chunk_bytes, max_grad_norm in [(1.0, 6000, None), (0.4, 4000, 0.5), (0.3, 20_000, None)]:
-        model = fresh(device, dtype)
-        cut = {"fraction": fraction, "chunk_bytes": chunk_bytes, "max_grad_norm": max_grad_norm}
-        with build(model, **cut, **options) as optimizer:
-            # Before the first step, with the numbers and offsets of any.
-            assert len(built) == 1
-            train(model, optimizer, batches(device.torch_device, 2))
-    packing.compiled.cache_clear()
-    assert len(built) == 1
-
-
-def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, interpreted):
+def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, interpreted, module, states):
     """Triton loads and stores 16 bytes at once there, and builds another kernel for what lies elsewhere."""
-    kernel = interpreted("compact_kernel")
+    kernel = interpreted(module)
     device, update, offsets = Device.of("cpu"), kernel.update, []
 
-    def watched(operands, scalars, constants):
-        offsets.extend(each.data_ptr() % 16 for each in (*operands.written, operands.gradient, *scalars))
-        update(operands, scalars, constants)
+    def watched(*given):
+        tensors = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
+        offsets.extend(each.data_ptr() % 16 for each in tensors)
+        update(*given)
 
     monkeypatch.setattr(kernel, "update", watched)
     monkeypatch.setattr(type(device), "compiles", True)
     model = fresh(device)
-    with build(model, states="compact-8", fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
+    with build(model, states=states, fraction=0.6, chunk_bytes=6000, max_grad_norm=1.0) as optimizer:
         optimizer.attach(model)
         train(model, optimizer, batches(device.torch_device, 2))
     assert offsets

@@ -11,10 +11,9 @@ from optimizer_training import OPTIONS, assert_same_weights, fresh, train
 from optimizer_training import streaming as build
 
 from reference_impl import OptimizerStateOffloader, Streaming
-from reference_impl.device import Device
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
-from reference_impl.optimizers.streamed import packing, storage
+from reference_impl.optimizers.streamed import storage
 
 SHORT = {"states": "bf16-moments"}
 
@@ -270,28 +269,3 @@ def test_forms_under_their_old_names_warn(device, old, states):
         assert_same_weights(model, other)
     with pytest.raises(TypeError, match="hi_masters: no such option"):
         build(fresh(device), hi_masters=True)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_the_kernel_has_nothing_to_copy_first(monkeypatch, max_grad_norm):
-    """The compiler's code does that, and at every call, for what does not begin at a multiple of 16 bytes."""
-    device = Device.of("cuda")
-    offsets = []
-    compiled = packing.compiled
-
-    def watched(function, *kind):
-        def run(formula, operands, scalars):
-            given = [each for each in (*operands[:4], *operands.moments, *scalars) if each is not None]
-            offsets.extend(each.data_ptr() % 16 for each in given)
-            compiled(function, *kind)(formula, operands, scalars)
-
-        return run
-
-    monkeypatch.setattr(packing, "compiled", watched)
-    model = fresh(device)
-    with build(model, max_grad_norm=max_grad_norm, **SHORT) as optimizer:
-        optimizer.attach(model)
-        train(model, optimizer, batches(device.torch_device, 2))
-    assert offsets
-    assert not any(offsets)

@@ -46,7 +46,8 @@ pytestmark = [
 
 
 def weights(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    """On the CPU: there are those that stream, and on a GPU the model's own again."""
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
 def assert_same(one, other):

@@ -76,14 +76,15 @@ def by_tensor(device, layers):
 def test_the_device_holds_the_same_however_many_layers_there_are(device):
     few, layer_bytes, outside_bytes, report, _ = peaks(device, 4)
     many, *_ = peaks(device, 8)
-    assert many - few <= 8 * notes_bytes(device), f"{by_tensor(device, 4)}\n{by_tensor(device, 8)}"
     # A layer's gradients while they are made; where copies take time, another layer's are on their way to the host.
     gradients = (2 if device.is_accelerator else 1) * (layer_bytes + 9 * BLOCK_BYTES)
     # Three chunks with their gradients, and the update's scratch.
     chunks = 3 * CHUNK_BYTES * 14 // 12 + CHUNK_BYTES * 4 // 12 + 6 * BLOCK_BYTES
     activations = 12 * 8 * 512 * 4
     bound = outside_bytes * 2 + report.weights.window_bytes + gradients + chunks + activations
+    # Of each alone: how many of the gradients on their way have left by the peak is up to the link.
     assert few <= bound + 4 * notes_bytes(device), str(by_tensor(device, 4))
+    assert many <= bound + 8 * notes_bytes(device), str(by_tensor(device, 8))
     assert report.weights.window_bytes <= 3 * (layer_bytes + 9 * 512)
 
 
