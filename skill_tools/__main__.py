@@ -21,7 +21,7 @@ from typing import NoReturn
 if not __package__:  # run as a folder: make the package importable from wherever it lies
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-from skill_tools.started import COMMAND
+from skill_tools.started import COMMAND, as_started
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -49,12 +49,18 @@ class _UsageError(Exception):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Fills each paragraph of a description to the width; one with indented lines, an example, stays as it is."""
+    """Fills each paragraph of a description to the width; one with indented lines, an example, stays as it is.
+
+    Each command in it begins as this process was started.
+    """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
-        parts = (each if "\n " in f"\n{each}" else fill(each, width, indent) for each in text.split("\n\n"))
-        return "\n\n".join(parts)
+        parts = as_started(text).split("\n\n")
+        return "\n\n".join(each if "\n " in f"\n{each}" else fill(each, width, indent) for each in parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return super()._split_lines(as_started(text), width)
 
 
 class _Parser(argparse.ArgumentParser):

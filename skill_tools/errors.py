@@ -5,12 +5,18 @@ Its text is one line that names the value, the expectation and a remedy. Everyth
 command is a fault of ours and ends with exit code 3.
 """
 
+from skill_tools.started import as_started
+
 
 class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault of ours
     """The user's input cannot be used: a missing file, invalid YAML, an unknown framework, a bad unit."""
 
     def __init__(self, problem: str, *, expected: str, attempt: str) -> None:
-        """Keep the three parts apart, so that `--format json` can print them as fields."""
+        """Keep the three parts apart, so that `--format json` can print them as fields.
+
+        Commands in them are told as this process was started: the library, which raises some, says `offload`.
+        """
+        problem, expected, attempt = map(as_started, (problem, expected, attempt))
         super().__init__(printable(f"{problem}; expected {expected}; try {attempt}"))
         self.problem = problem
         self.expected = expected

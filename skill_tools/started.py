@@ -13,6 +13,11 @@ from collections.abc import Sequence
 
 _PLAIN = re.compile(r"[\w@%+=:,./~-]+")
 _PACKAGES = ("skill_tools", "cpu_offloading")
+# Where a command may stand in help or a message: in backticks, at the head of a line, behind "try" or "or".
+_TOLD = (
+    r"(?m)(^ *|`|\btry |\bor )offload "
+    r"(?=(?:card|diagnose|explain|knowledge|lint|plan|probe|trace|verify|watch)\b)"
+)
 
 
 def started_as(program: str, typed: Sequence[str]) -> str:
@@ -28,6 +33,11 @@ def started_as(program: str, typed: Sequence[str]) -> str:
     if name in _PACKAGES:
         return f"{_python(typed)} {_quoted(program)}"
     return "offload"
+
+
+def as_started(text: str) -> str:
+    """Return help or a message that calls the tool `offload`, as an installed one is, for the way it was started."""
+    return text if COMMAND == "offload" else re.sub(_TOLD, lambda found: f"{found[1]}{COMMAND} ", text)
 
 
 def _python(typed: Sequence[str]) -> str:

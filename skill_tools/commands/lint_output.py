@@ -66,7 +66,7 @@ def write(path: str, text: str) -> None:
             expected="a file in a folder that may be written",
             attempt="another path",
         ) from error
-    replace_text(path, text)
+    replace_text(path, text, attempt="another path")
 
 
 def _rendered(report: Report, args: argparse.Namespace) -> str:

@@ -82,9 +82,13 @@ def find_file(path: str, folders: Iterable[Path]) -> Path | None:
     return next((level / path for level in above if (level / path).is_file()), None)
 
 
-def read_text(path: str | Path) -> str:
-    """Return the text of the file at `path`; raises `UnusableInput` when it is missing, too large, or not UTF-8."""
-    expected = "a file: YAML, TOML, shell script, Python recipe or JSON"
+def read_text(
+    path: str | Path, *, expected: str = "a file: YAML, TOML, shell script, Python recipe or JSON"
+) -> str:
+    """Return the text of the file at `path`; raises `UnusableInput` when it is missing, too large, or not UTF-8.
+
+    `expected` names the file that it should be.
+    """
     return decode(read_bytes(path, MAX_BYTES + 1, expected=expected), str(path))
 
 
@@ -115,11 +119,11 @@ def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
     )
 
 
-def replace_text(path: str | Path, text: str) -> None:
+def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which prints the change") -> None:
     """Put `text` in the place of the contents of the file at `path`: all of it or, whatever fails, none.
 
-    The file keeps its mode and owner; through a link, its target is replaced. Raises `UnusableInput` where it
-    cannot be written.
+    The file keeps its mode and owner; through a link, its target is replaced. Raises `UnusableInput`, with the advice
+    `attempt`, where it cannot be written or is no file but a device or a pipe, which would be gone.
     """
     import tempfile
 
@@ -127,6 +131,8 @@ def replace_text(path: str | Path, text: str) -> None:
     temporary = ""
     try:
         before = os.stat(target)
+        if not stat.S_ISREG(before.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
         if before.st_nlink > 1:  # another name would go on holding the old text
             raise OSError(errno.EMLINK, "it has a second name, a hard link")
         if not os.access(target, os.W_OK):
@@ -146,7 +152,7 @@ def replace_text(path: str | Path, text: str) -> None:
         raise UnusableInput(
             f"cannot write {str(path)!r} ({reason}), so it is as it was",
             expected="a file that may be written, in a folder that may be written",
-            attempt="--diff, which prints the change",
+            attempt=attempt,
         ) from error
     finally:
         if temporary:

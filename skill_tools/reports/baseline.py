@@ -49,7 +49,7 @@ def as_baseline(findings: Iterable[Finding], folder: str) -> str:
 def load_baseline(path: str) -> Baseline:
     """Read the baseline at `path`; raises `UnusableInput` for a file that is none."""
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(read_text(path, expected="a file that lint --write-baseline has written"))
         if data["version"] != VERSION:
             raise _damaged(path, f"its version is {data['version']!r}, not {VERSION}")
         accepted: Counter[str] = Counter()

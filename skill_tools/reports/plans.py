@@ -15,7 +15,7 @@ from skill_tools.planning.search.options import Option, over
 from skill_tools.planning.search.planner import Plan, shown
 from skill_tools.planning.search.situations import Situation
 from skill_tools.reports import plan_answer
-from skill_tools.started import COMMAND
+from skill_tools.started import COMMAND, as_started
 from skill_tools.units import gib, seconds
 
 
@@ -67,7 +67,7 @@ def situations_concise(rows: Sequence[Situation]) -> str:
     for row in rows:
         mark = " (applies here)" if row.applies else ""
         rule = f" [{row.rule}]" if row.rule else ""
-        blocks.append(f"  {row.situation}{mark}\n    -> {row.recommend}: {row.why}{rule}")
+        blocks.append(f"  {row.situation}{mark}\n    -> {as_started(row.recommend)}: {row.why}{rule}")
     return "\n".join(blocks)
 
 
@@ -75,7 +75,10 @@ def situations_markdown(rows: Sequence[Situation]) -> str:
     """Return a Markdown table."""
     head = f"{_NO_PLAN}.\n\n| Situation | Do | Why | Rule |\n|---|---|---|---|"
     return "\n".join(
-        [head, *(f"| {row.situation} | {row.recommend} | {row.why} | {row.rule} |" for row in rows)]
+        [
+            head,
+            *(f"| {row.situation} | {as_started(row.recommend)} | {row.why} | {row.rule} |" for row in rows),
+        ]
     )
 
 

@@ -61,6 +61,19 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(
     assert "no space left on device" in err
 
 
+@pytest.mark.parametrize("option", ["--output-file", "--write-baseline"])
+def test_a_device_or_a_pipe_is_not_taken_away(
+    fixable: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file would take the place of /dev/null for every program, where root may do that."""
+    pipe = fixable.with_name("pipe")
+    os.mkfifo(pipe)
+    assert main(["lint", str(fixable), option, str(pipe)]) == 2
+    assert pipe.is_fifo()
+    assert "(it is not a regular file)" in capsys.readouterr().err
+    assert {path.name for path in fixable.parent.iterdir()} == {"run.yaml", "pipe"}
+
+
 def test_a_file_that_may_not_be_written_is_unusable(fixable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files.os, "access", lambda path, mode: False)  # as it is to everybody but root
     assert main(["lint", "--fix", "--unsafe-fixes", str(fixable)]) == 2
