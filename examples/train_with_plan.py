@@ -6,7 +6,8 @@
 
 It needs `cpu_offloading`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
 A plan's amounts fit its model, and `apply_plan` refuses one of another size. This script only shows the mechanisms: it
-takes what is to be done from a plan for any model.
+takes what is to be done from a plan of one GPU for any model, and trains adapters where the plan streams frozen layers.
+Without a GPU plan with `--without activation-budget`: that offload counts a GPU's memory.
 """
 
 import argparse
@@ -16,17 +17,21 @@ from pathlib import Path
 import torch
 
 from cpu_offloading import apply_plan
-from cpu_offloading.tiny import Decoder, DecoderShape
+from cpu_offloading.tiny import Decoder, DecoderShape, add_lora
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("plan", type=Path, help="what `offload plan --framework pytorch --format json` printed")
 plan = {"execute": json.loads(parser.parse_args().plan.read_text())["execute"]}
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-model = Decoder(DecoderShape(layers=32)).to(device)
+model = Decoder(DecoderShape(layers=32))
+if "weights" in plan["execute"]:
+    add_lora(model)
+model.to(device)
+trained = [param for param in model.parameters() if param.requires_grad]
 ids = torch.randint(0, 512, (2, 64), device=device)
 
-with apply_plan(model, torch.optim.AdamW(model.parameters(), lr=1e-3), plan) as applied:
+with apply_plan(model, torch.optim.AdamW(trained, lr=1e-3), plan) as applied:
     for step in range(10):
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
         loss.backward()

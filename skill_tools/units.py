@@ -71,10 +71,14 @@ def _unit_of(amount_bytes: float) -> tuple[int, str]:
 
 
 def both(amount_bytes: float) -> str:
-    """Write bytes in both units that people use, for example `47.2 GiB (50.7 GB)`."""
-    return f"{amount_bytes / GIB:.1f} GiB ({amount_bytes / GB:.1f} GB)"
+    """Write bytes in both units that people use, for example `47.2 GiB (50.7 GB)`, or `3.1 MiB (3.3 MB)`."""
+    unit_bytes, unit = _unit_of(amount_bytes)
+    decimal_bytes, decimal = (GB, "GB") if unit_bytes == GIB else (10**6, "MB")
+    return f"{amount_bytes / unit_bytes:.1f} {unit} ({amount_bytes / decimal_bytes:.1f} {decimal})"
 
 
 def seconds(duration_s: float) -> str:
-    """Write a duration for people: milliseconds below one second."""
+    """Write a duration for people: milliseconds below one second, with two digits below one of them."""
+    if 0 < duration_s < 0.001:
+        return f"{duration_s * 1000:.2g} ms"
     return f"{duration_s * 1000:.0f} ms" if duration_s < 1 else f"{duration_s:.2f} s"

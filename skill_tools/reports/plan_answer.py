@@ -49,9 +49,11 @@ def headline(plan: Plan) -> str:
     run, layout = plan.run, plan.run.layout
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
     spread = ", ".join([f"{name} {size}" for name, size in sizes if size > 1] or _sharing(plan))
-    billions = run.parameters / 1e9
+    parameters = (
+        f"{run.parameters / 1e9:.1f}e9" if run.parameters >= 0.05e9 else f"{run.parameters / 1e6:.1f}e6"
+    )
     return (
-        f"{run.shape.name} ({billions:.1f}e9 parameters) on {gpus(plan)}"
+        f"{run.shape.name} ({parameters} parameters) on {gpus(plan)}"
         f"{f' ({spread})' if spread else ''} of {both(plan.budget.gpu_bytes)}, "
         f"{run.seq_length} tokens x micro-batch {run.micro_batch}"
     )

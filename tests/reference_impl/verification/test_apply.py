@@ -289,10 +289,19 @@ def test_exact_states_have_half_masters_and_whole_ones_without_triton(
     assert all(torch.equal(*each) for each in zip(reference.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget"),
+        ("--model", "llama-3-8b", "--gpu", "rtx3060", "--overrides", "lora_rank=16", "seq_length=2048"),
+    ],
+)
 def test_the_example_trains_under_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget")
     assert main(["plan", *words, "--format", "json"]) == 0
     plan = tmp_path / "plan.json"
     plan.write_text(capsys.readouterr().out, encoding="utf-8")

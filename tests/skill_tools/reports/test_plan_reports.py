@@ -43,6 +43,15 @@ def test_a_loop_that_offloads_is_told_how_to(capsys: pytest.CaptureFixture[str])
     assert "nothing to change" not in out
 
 
+def test_a_tiny_model_has_figures_too(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "num_layers=8 hidden_size=256 ffn_hidden_size=1024 num_attention_heads=4 vocab_size=512"
+    words = ("--framework", "pytorch", "--gpu", "h100", "--tensor-memory", "25MB")
+    assert main(["plan", *words, "--overrides", *sizes.split(), "seq_length=128", "lora_rank=8"]) == 0
+    out = capsys.readouterr().out
+    assert "(6.4e6 parameters) on 1 x h100 of 23.8 MiB (25.0 MB)" in out
+    assert not re.search(r"\b0(\.0)?(e9| ms| GiB)", out)
+
+
 def test_details_say_what_parking_frees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--model", "llama-3-8b", "--gpu", "h200", "--details"])
     whole = capsys.readouterr().out
