@@ -62,8 +62,8 @@ def test_an_unknown_rule_is_answered_with_the_nearest(capsys: pytest.CaptureFixt
         ("optimizer_offload_fraction", 1),
         ("optimizer-offload-fraction", 1),
         ("zero_optimization.offload_optimizer.device", 1),
-        ("offload_optimizer.device", 1),
-        ("pin_memory", 4),
+        ("offload_optimizer.device", 2),
+        ("pin_memory", 6),
     ],
 )
 def test_a_key_is_explained_in_a_few_lines(name: str, keys: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,8 @@ CASES = {
     "our offloaders may fit": Case(
         "plan factory.yaml --gpu l40s",
         [
-            "#. # GPUs + gradient checkpointing: # GiB (# GB) a GPU, about # s a step of # tokens; more hardware",
+            "#. # GPUs + checkpointing with layer inputs offloaded (use_unsloth_gc): # GiB (# GB) a GPU, "
+            "# GiB (# GB) of host memory a node, about # s a step of # tokens; more hardware",
             "rests most on: # GPU (nothing shards it); say --gpus N for yours",
         ],
     ),
