@@ -23,6 +23,10 @@ class UnusableInput(Exception):  # noqa: N818 - it names the input, not a fault 
         self.attempt = attempt
 
 
+class NotPlannedError(UnusableInput):
+    """The input is read, and its framework has no plan: its dialect says why."""
+
+
 class Unrecognised(UnusableInput):
     """The input is no configuration that is known: no proof fits it, or it sets nothing after all.
 

@@ -17,7 +17,7 @@ import os
 import sys
 
 from skill_tools.commands import plan_request, releases
-from skill_tools.errors import UnusableInput, printable, printable_lines
+from skill_tools.errors import NotPlannedError, UnusableInput, printable, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY
@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan_request.add_arguments(parser)
     parser.add_argument(
         "--list-models", action="store_true", help="print the names that --model accepts, and exit"
+    )
+    parser.add_argument(
+        "--activation-memory",
+        metavar="AMOUNT",
+        help="of a LoRA of an image or video model whose blocks swap: what activations take of the GPU",
     )
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
     parser.add_argument(
@@ -72,6 +77,10 @@ def run(args: argparse.Namespace) -> int:
         if not args.inputs:
             raise
         return _by_situation(args, unknown)
+    except NotPlannedError as refused:
+        from skill_tools.commands import plan_blocks
+
+        return plan_blocks.answer(args, refused)
     if args.plot and plan.recommendation is not None:
         from skill_tools.reports import plots
 

@@ -147,6 +147,12 @@ def check(args: argparse.Namespace) -> None:
             )
 
 
+def check_gpus(args: argparse.Namespace) -> None:
+    """Raise `UnusableInput` for a number of GPUs that cannot be."""
+    if args.gpus is not None and not 1 <= args.gpus <= _MOST_GPUS:
+        raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
+
+
 def _is_file(word: str) -> bool:
     """Return whether `word` names a file: --overrides takes every word up to the next option."""
     if "=" in word or word.startswith(("-", "~", "+")):
@@ -219,8 +225,8 @@ class _Asked(NamedTuple):
             gradients_wait=not args.gradients_at_once,
             allows_other_numerics=args.allow_other_numerics,
         )
-        where = _machine(args, built)
-        budget, notes = _budget(args, where)
+        where = machine_of(args, built.layout.ranks_on_node)
+        budget, notes = budget_of(args, where)
         if kept := registry.named(config.framework).kept_by_engines(config):
             left = int(budget.gpu_bytes * (1 - kept))
             notes = (
@@ -335,8 +341,7 @@ def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
 def _run(
     args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape, *, gpus: int | None
 ) -> TrainingRun:
-    if args.gpus is not None and not 1 <= args.gpus <= _MOST_GPUS:
-        raise UnusableInput(f"--gpus {args.gpus}", expected=f"1 to {_MOST_GPUS}", attempt="--gpus 8")
+    check_gpus(args)
     dialect = registry.named(_stated(args, files) or config.framework)
     return dialect.run(config, shape, gpus=gpus)
 
@@ -348,8 +353,8 @@ def _traced(args: argparse.Namespace, built: TrainingRun, *, names_the_model: bo
     return traces.with_what_ships(built)
 
 
-def _machine(args: argparse.Namespace, built: TrainingRun) -> Machine:
-    ranks = built.layout.ranks_on_node
+def machine_of(args: argparse.Namespace, ranks: int) -> Machine:
+    """Return the machine that the arguments name, or the one here; `ranks` of the run are on one node of it."""
     if args.profile:
         return machine.read_profile(args.profile, ranks=ranks)
     if args.gpu not in {None, AUTO}:
@@ -361,7 +366,7 @@ def _machine(args: argparse.Namespace, built: TrainingRun) -> Machine:
     if kept is not None and (capacity is None or _is_card_of(kept, capacity)):
         return kept
     if args.gpu == AUTO:
-        return _present(built)
+        return _present(ranks)
     said = args.gpu_memory or args.tensor_memory
     budget = None if said is None else parse_bytes(said, option="--gpu-memory")
     found = unnamed_gpu.standing_for(
@@ -377,7 +382,7 @@ def _is_card_of(kept: Machine, capacity_bytes: int) -> bool:
     return not kept.gpu_memory_bytes or label_gb(kept.gpu_memory_bytes) == label_gb(capacity_bytes)
 
 
-def _present(built: TrainingRun) -> Machine:
+def _present(ranks: int) -> Machine:
     """Return the known machine with the card that torch finds here, less the memory that other processes hold of it."""
     from skill_tools.commands.verify import chosen_device
     from skill_tools.planning.cost import kept_profile
@@ -392,7 +397,7 @@ def _present(built: TrainingRun) -> Machine:
             expected=f"its profile in {kept_profile.path()}, or its card",
             attempt=f"{COMMAND} probe, once, or --gpu NAME",
         )
-    known = machine.known(device.name, ranks_on_node=built.layout.ranks_on_node)
+    known = machine.known(device.name, ranks_on_node=ranks)
     total = device.allocator.total_bytes
     # To ask takes a context of our own, which a plan counts by itself.
     others = max(total - device.allocator.free_bytes() - memory.CONTEXT_BYTES, 0)
@@ -433,7 +438,8 @@ def _of_files(config: Config) -> Iterator[Assumption]:
         yield Assumption(note, About.UNREAD_FILE)
 
 
-def _budget(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Assumption, ...]]:
+def budget_of(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Assumption, ...]]:
+    """Return the memory that the run may take of `where`, and notes on amounts that nobody has stated."""
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
         notes.append(Assumption(_unnamed(args, where), About.MACHINE))

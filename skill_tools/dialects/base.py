@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.configs.source import Kind, Source
-from skill_tools.errors import UnusableInput
+from skill_tools.errors import NotPlannedError
 from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.swapping import BlockSwap
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
@@ -231,14 +232,21 @@ class Dialect(ABC):
         """Yield the run's changes beside offloading, of each kind the smallest change first."""
         return iter(())
 
-    def not_planned(self) -> UnusableInput:
+    def not_planned(self) -> NotPlannedError:
         """Return why there is no plan, for a dialect that says it in `no_plan`."""
         ours = f"; {self.carry_out_ours()}" if self.adapter else ""
-        return UnusableInput(
+        return NotPlannedError(
             self.no_plan,
             expected="a run of a framework that is planned for",
             attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
+
+    def block_swap(self, config: Config) -> "BlockSwap | None":
+        """Return the blocks that the run swaps, from which a plan answers how many; None where they are not counted.
+
+        Raises `UnusableInput` for a program of the framework whose blocks nobody counted.
+        """
+        return None
 
     def kept_by_engines(self, config: Config) -> float:
         """Return the share of each GPU that rollout engines keep while the trainer trains there."""

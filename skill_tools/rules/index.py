@@ -44,6 +44,7 @@ def build() -> dict[str, Any]:
             for path in sorted(knowledge_path("traces").glob("*.json"))
         },
         "hardware": knowledge.load_yaml("hardware.yaml"),
+        "block_swap": knowledge.load_yaml("block_swap.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
         "messages": [_without(entry, "example", "of_text", "of") for entry in knowledge.load_messages()],
         "changes": knowledge.load_yaml("changes.yaml"),

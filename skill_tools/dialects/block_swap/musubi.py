@@ -12,6 +12,7 @@ from skill_tools.dialects.block_swap import MUSUBI, flat_names
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.swapping import BlockSwap
 
 _MODELS = "flux_2|flux_kontext|fpack|hidream_o1|hv_1_5|hv|ideogram4|kandinsky5|krea2|qwen_image|wan|zimage"
 _PROGRAM = rf"(?m)(?:^|[\s/.'\"])((?:{_MODELS})_train(?:_network)?)(?:\.py)?(?=[\s'\"\\]|$)"
@@ -58,6 +59,12 @@ class MusubiTuner(Dialect):
         from skill_tools.dialects.commands import compose
 
         return compose(MUSUBI, sources, overrides)
+
+    def block_swap(self, config: Config) -> "BlockSwap":
+        """Return the blocks of the model that a LoRA is trained for."""
+        from skill_tools.dialects.block_swap.swapping import of_config
+
+        return of_config(config)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """argparse ends the run; a name in the TOML that no option has is dropped."""

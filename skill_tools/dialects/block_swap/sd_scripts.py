@@ -12,6 +12,7 @@ from skill_tools.dialects.block_swap import SD_SCRIPTS, flat_names
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.swapping import BlockSwap
 
 _PROGRAM = (
     r"(?m)(?:^|[\s/'\"])((?:(?:anima|flux|hunyuan_image|lumina|sd3|sdxl)_train(?:_network|_control_net|_textual_inversion)?"
@@ -64,6 +65,12 @@ class SdScripts(Dialect):
         from skill_tools.dialects.commands import compose
 
         return compose(SD_SCRIPTS, sources, overrides)
+
+    def block_swap(self, config: Config) -> "BlockSwap":
+        """Return the blocks of the model that a LoRA is trained for."""
+        from skill_tools.dialects.block_swap.swapping import of_config
+
+        return of_config(config)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """argparse ends the run; a name in the TOML that no option has is dropped."""

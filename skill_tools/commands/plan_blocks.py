@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks to swap, for a LoRA of an image or video model: `plan` answers this where it cannot plan the run.
+
+Apart because only these trainers' runs load it.
+"""
+
+import argparse
+import os
+import sys
+
+from skill_tools.commands import plan_request
+from skill_tools.dialects import registry
+from skill_tools.dialects.assumptions import About
+from skill_tools.dialects.block_swap import swapping
+from skill_tools.errors import NotPlannedError, UnusableInput, printable_lines
+from skill_tools.planning.model import shape_sources, swapped_blocks
+from skill_tools.planning.model.memory import CONTEXT_BYTES
+from skill_tools.reports import swapped_blocks as reports
+from skill_tools.units import gib, parse_bytes
+
+
+def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
+    """Print how many blocks to swap; raises `refused` for a framework whose blocks are not counted.
+
+    Returns 0, or 2 where not even the most blocks leave room. Raises `UnusableInput` for options of other plans.
+    """
+    files = [
+        path for path in args.inputs if not os.path.isdir(path) and not shape_sources.is_config_json(path)
+    ]
+    config = plan_request.read_config(args, files, what_if=args.what_if)
+    swap = registry.named(config.framework).block_swap(config)
+    if swap is None:
+        raise refused
+    if args.write or args.diff or args.plot or args.all:
+        raise UnusableInput(
+            "--write, --diff, --plot or --all where only the number of blocks is planned",
+            expected="none of them",
+            attempt="the same without it, and the answer's flag in your command",
+        )
+    plan_request.check_gpus(args)
+    where = plan_request.machine_of(args, args.gpus or 1)
+    budget, notes = plan_request.budget_of(args, where)
+    reserved = round(budget.headroom * budget.gpu_bytes)
+    reserved += CONTEXT_BYTES if args.tensor_memory is None else 0
+    counts = swapped_blocks.counts(swap, budget.gpu_bytes - reserved)
+    wanted = (
+        swapping.assumed_activations_bytes()
+        if args.activation_memory is None
+        else parse_bytes(args.activation_memory, option="--activation-memory")
+    )
+    found = reports.Answer(
+        dialect=config.framework,
+        swap=swap,
+        counts=counts,
+        chosen=next((each for each in counts if each.room_bytes >= wanted), None),
+        activations_bytes=wanted,
+        is_assumed=args.activation_memory is None,
+        gpu_bytes=budget.gpu_bytes,
+        reserved_bytes=reserved,
+        where=where,
+        host_limit_bytes=budget.host_bytes,
+        notes=[
+            *config.missing_file_notes(),
+            *(each.text for each in notes if not (where.stands_for and each.about is About.MACHINE)),
+        ],
+    )
+    print(reports.as_json(found) if args.format == "json" else printable_lines(reports.as_text(found)))
+    if found.chosen is not None:
+        return 0
+    best = counts[-1]
+    needs = UnusableInput(
+        f"no number of blocks leaves {gib(wanted)} for activations; {best.blocks} leaves the most",
+        expected="a larger GPU, or less for activations",
+        attempt="--fp8_base, a lower rank, an 8-bit optimizer, or --activation-memory with what yours take",
+    )
+    print(f"offload: {needs}", file=sys.stderr)
+    return 2
