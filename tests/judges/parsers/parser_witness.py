@@ -192,15 +192,21 @@ def torchtitan(question: dict[str, Any]) -> Any:
     """torchtitan's `ConfigManager` on a TOML and options; the class does not look for the files that it names."""
     from torchtitan_commands import NAMES
 
+    path = _written({"text": question["text"], "suffix": ".toml"})
+    config = _torchtitan_manager().parse_args(["--job.config_file", path, *question["words"]])
+    sections = {section: vars(value) for section, value in vars(config).items() if hasattr(value, "__dict__")}
+    return values_at(sections, NAMES)
+
+
+@lru_cache
+def _torchtitan_manager() -> Any:
+    """Return the one manager of all questions: each new one adds a rule to the registry, which slows every question."""
     try:
         from torchtitan.config import ConfigManager
     except ImportError:  # before 0.2
         from torchtitan.config_manager import ConfigManager
     ConfigManager._validate_config = lambda self: None
-    path = _written({"text": question["text"], "suffix": ".toml"})
-    config = ConfigManager().parse_args(["--job.config_file", path, *question["words"]])
-    sections = {section: vars(value) for section, value in vars(config).items() if hasattr(value, "__dict__")}
-    return values_at(sections, NAMES)
+    return ConfigManager()
 
 
 @lru_cache
