@@ -81,6 +81,12 @@ def run(args: argparse.Namespace) -> int:
         from skill_tools.commands import plan_blocks
 
         return plan_blocks.answer(args, refused)
+    if args.activation_memory is not None:
+        raise UnusableInput(
+            "--activation-memory for a run whose activations are counted",
+            expected="it for a LoRA of an image or video model whose blocks swap",
+            attempt="the same without it",
+        )
     if args.plot and plan.recommendation is not None:
         from skill_tools.reports import plots
 

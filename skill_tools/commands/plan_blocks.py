@@ -18,6 +18,8 @@ from skill_tools.planning.model.memory import CONTEXT_BYTES
 from skill_tools.reports import swapped_blocks as reports
 from skill_tools.units import gib, parse_bytes
 
+_OF_OTHER_PLANS = ("write", "diff", "plot", "all", "model", "trace", "only", "without")
+
 
 def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     """Print how many blocks to swap; raises `refused` for a framework whose blocks are not counted.
@@ -31,12 +33,13 @@ def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     swap = registry.named(config.framework).block_swap(config)
     if swap is None:
         raise refused
-    if args.write or args.diff or args.plot or args.all:
-        raise UnusableInput(
-            "--write, --diff, --plot or --all where only the number of blocks is planned",
-            expected="none of them",
-            attempt="the same without it, and the answer's flag in your command",
-        )
+    for name in _OF_OTHER_PLANS:
+        if vars(args)[name]:
+            raise UnusableInput(
+                f"--{name} where only the number of blocks is planned",
+                expected="the machine and --activation-memory",
+                attempt=f"the same without --{name}, and the answer's flag in your command",
+            )
     plan_request.check_gpus(args)
     where = plan_request.machine_of(args, args.gpus or 1)
     budget, notes = plan_request.budget_of(args, where)

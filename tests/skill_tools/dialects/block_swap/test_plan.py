@@ -122,6 +122,19 @@ def test_the_answer_is_near_to_what_the_trainers_documents_say(
     assert "assumed: 4.0 GiB for activations" in answer.splitlines()[1]
 
 
+@pytest.mark.parametrize("options", [("--diff",), ("--model", "qwen3-8b"), ("--only", "optimizer")])
+def test_options_of_other_plans_are_refused(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(tmp_path, FLUX, "--gpu", "4090", *options) == 2
+    assert f"{options[0]} where only the number of blocks is planned" in capsys.readouterr().err
+
+
+def test_counted_activations_are_not_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "qwen3-8b", "--gpu", "h100", "--activation-memory", "4GiB"]) == 2
+    assert "--activation-memory for a run whose activations are counted" in capsys.readouterr().err
+
+
 def test_a_value_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(tmp_path, f"{QWEN} --network_dim $RANK", "--gpu-memory", "24GiB") == 0
     assert "--network_dim is set to what cannot be read here" in capsys.readouterr().out
