@@ -114,18 +114,10 @@ def test_a_loop_trains_every_tuner_as_adamw_does(tuner, make):
     assert all(map(torch.equal, trained(tuner, make), trained(tuner, plain)))
 
 
-def test_prompts_that_their_own_forward_writes_are_refused_by_name_until_they_have_arrived():
+@pytest.mark.parametrize("make", [hybrid, streamed])
+def test_prompts_that_their_own_forward_writes_have_arrived_before(make):
     """CPT projects its prompts in place as it is called, before a module of the base model has waited for them."""
-
-    def finished(params):
-        optimizer = hybrid(params)
-        optimizer.register_step_post_hook(lambda made, *_: made.synchronize())
-        return optimizer
-
-    with pytest.raises(RuntimeError, match=r"was written after step\(\).*try optimizer\.synchronize\(\)"):
-        trained("CPT", hybrid)
-    for make in (finished, streamed):
-        assert all(map(torch.equal, trained("CPT", make), trained("CPT", plain)))
+    assert all(map(torch.equal, trained("CPT", make), trained("CPT", plain)))
 
 
 @pytest.mark.parametrize("tuner", ["IA3", "Vera", "LoHa", "VBLoRA"])
