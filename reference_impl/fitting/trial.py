@@ -23,6 +23,7 @@ from reference_impl.fitting.progress import Say, silent
 from reference_impl.memory.closing import closed_behind
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.ledger import Ledger, note_on_host
+from reference_impl.memory.shown import size
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
 from reference_impl.sequences import HeadGroups, SequenceTiles
@@ -210,7 +211,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
             try:
                 planned = STEPS + (_LEARNING_STEPS if learns(plan) else 0)
                 for number in range(1, planned + 1):
-                    peak = f", peak so far {ledger.peak_device_bytes / 1e9:.2f} GB" if steps else ""
+                    peak = f", peak so far {size(ledger.peak_device_bytes)}" if steps else ""
                     say(f"step {number} of {planned}{peak}")
                     retries, start = _retries(device), time.perf_counter()
                     task.step(applied)

@@ -109,7 +109,7 @@ def test_fit_says_what_it_does_in_lines_or_in_one_that_changes(monkeypatch):
     assert lines[:2] == ["fit: tracing a step of Decoder", "fit: planning"]
     assert lines[2].startswith("fit: trial 1, ")
     assert lines[2].endswith(": step 1 of 2")
-    assert re.fullmatch(r"fit: trial 1, .*: step 2 of 2, peak so far \d+\.\d\d GB", lines[3])
+    assert re.fullmatch(r"fit: trial 1, .*: step 2 of 2, peak so far \d+(\.\d+)? MB", lines[3])
     live = said(monkeypatch, Terminal())
     assert "\n" not in live
     assert [part for part in live.split("\r\x1b[2K") if part] == [line[:79] for line in lines]
