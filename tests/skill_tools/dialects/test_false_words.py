@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an input leaves to be filled in, hands to another program or keeps for itself is no fault of it."""
 
+from pathlib import Path
+
 import pytest
 
 from skill_tools.configs.source import Source
-from skill_tools.dialects.read import read_text, readings
+from skill_tools.dialects.read import read, read_text, readings
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.lint import lint
 
@@ -90,3 +92,16 @@ def test_a_container_may_hold_what_its_user_keeps_there() -> None:
     )
     unknown = read_text(text, "a.py", framework="megatron-bridge").unknown
     assert [each.written for each in unknown] == ["optimizer.lrr"]
+
+
+@pytest.mark.parametrize(("distribution", "is_said"), [("DEEPSPEED", False), ("MULTI_GPU", True)])
+def test_a_fault_of_plain_accumulation_is_none_under_deepspeed(
+    tmp_path: Path, distribution: str, is_said: bool
+) -> None:
+    """Also where Accelerate's file chooses it, and no argument of the Trainer."""
+    (tmp_path / "a.yaml").write_text(f"distributed_type: {distribution}\nnum_processes: 2\n")
+    script = tmp_path / "run.sh"
+    options = "--model_name_or_path a --output_dir b --per_device_train_batch_size 1 --gradient_accumulation_steps 4"
+    script.write_text(f"accelerate launch --config_file a.yaml train.py {options}\n")
+    found = lint(read([script]), versions={"transformers": "5.4.0"}).findings
+    assert ("hf-accum-twice" in {finding.rule for finding in found}) == is_said
