@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples run as their docstrings say."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +106,28 @@ def test_a_model_larger_than_the_gpu_learns(capsys, monkeypatch):
     assert losses == sorted(losses, reverse=True)
     assert len(losses) == 5
     assert len((EXAMPLES / "train_larger_than_gpu.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.slow
+def test_two_processes_train_by_a_plan_for_two_gpus(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    cut = ["--gpu-memory", "24GB", "--host-memory", "256GB", "--gpus", "2", "--overrides", "sharding=fsdp2"]
+    words = ["plan", "--framework", "pytorch", "--model", "llama-3-8b", "--gpu", "a100-80gb", *cut]
+    assert main([*words, "--format", "json"]) == 0
+    (tmp_path / "plan.json").write_text(capsys.readouterr().out)
+    script = [str(EXAMPLES / "train_sharded.py"), "plan.json"]
+    done = {
+        count: subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", count, *script],
+            cwd=tmp_path,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(EXAMPLES.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for count in ("1", "2")
+    }
+    assert "the plan is for 2 processes; try torchrun --nproc-per-node 2" in done["1"].stderr
+    losses = [float(line.split()[-1]) for line in done["2"].stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 10, done["2"].stderr
+    assert losses[-1] < losses[0] - 1
