@@ -145,7 +145,7 @@ def test_a_name_that_is_not_known_is_not_replaced_by_another_in_the_text() -> No
 
 def test_plan_takes_a_models_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder(tmp_path / "model")), "--gpu", "4090"]) == 0
-    assert "0.0e9 parameters" in capsys.readouterr().out
+    assert "(3.1e6 parameters)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
