@@ -39,8 +39,7 @@ def read_tree(
     entries = Entries()
     for source in sources:
         if source.kind not in (Kind.YAML, Kind.JSON):
-            raise UnusableInput(
-                f"{source.name}:1 is {source.kind.value}",
+            raise source.refused(
                 expected=expected,
                 attempt="the YAML that the command names; what it sets goes into --overrides",
             )
