@@ -55,8 +55,8 @@ class MaxText(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read files and commands in order, then `NAME=VALUE` on top."""
+        from skill_tools.configs.sections import read_tree
         from skill_tools.configs.shell.launch import command_line
-        from skill_tools.dialects.trees import read_tree
 
         draft = Draft(MAXTEXT)
         draft.complete = True

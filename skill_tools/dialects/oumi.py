@@ -40,7 +40,7 @@ class Oumi(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read files in order, then `SECTION.NAME=VALUE` on top."""
-        from skill_tools.dialects.trees import read_tree
+        from skill_tools.configs.sections import read_tree
 
         draft = Draft(OUMI)
         read_tree(draft, sources, overrides, expected="the YAML of oumi train", omegaconf=True)

@@ -47,7 +47,7 @@ class Roll(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read files in order, then `NAME=VALUE` on top."""
-        from skill_tools.dialects.trees import read_tree
+        from skill_tools.configs.sections import read_tree
 
         draft = Draft(ROLL, converts_text=False)
         entries = read_tree(

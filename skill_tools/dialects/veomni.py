@@ -41,7 +41,7 @@ class VeOmni(Dialect):
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         """Read files in order, then `--train.NAME=VALUE` on top."""
-        from skill_tools.dialects.trees import read_tree
+        from skill_tools.configs.sections import read_tree
 
         draft = Draft(VEOMNI, converts_text=False)
         expected = "the YAML of a task of VeOmni"
