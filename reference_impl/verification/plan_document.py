@@ -42,6 +42,7 @@ SECTIONS = frozenset(
             "machine",
         ),
         *("budget", "decisions", "assumptions", "fitted", "ways", "rests_most_on", "question"),
+        "block_swap",
     )
 )
 MODES = ("layers", "checkpoint", "recompute", "budget")
