@@ -28,7 +28,7 @@ SKILL_FLOORS = {
     "nearest": 1, "started": 0,
 }  # fmt: skip
 REFERENCE_FLOORS = {
-    "training": 8, "integrations": 8, "fitting": 7, "verification": 6, "parking": 6, "trained_layers": 5,
+    "integrations": 8, "fitting": 7, "verification": 6, "parking": 6, "trained_layers": 5,
     "sequences": 5,
     "optimizers": 4, "activations": 4, "weights": 4, "distributed": 3, "memory": 2, "device": 1,
 }  # fmt: skip

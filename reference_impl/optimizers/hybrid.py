@@ -26,7 +26,7 @@ from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming, take_moved_keywords
+from reference_impl.optimizers.options import Budgets, CpuUpdate, Options, Streaming
 from reference_impl.optimizers.placement import placed
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.step import StepPlan, as_one, in_turn, snapshot
@@ -65,7 +65,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
 
     Raises TypeError or ValueError for options and parameters it cannot serve, and HostMemoryError when the host
-    lacks the memory: all before anything is built. Option keywords of earlier releases warn with their new spelling.
+    lacks the memory: all before anything is built.
     """
 
     # Megatron's form shows masters of fp32, keeps a parameter in one bucket, and passes over unknown states.
@@ -87,10 +87,9 @@ class HybridDeviceOptimizer(HostedOptimizer):
         backward_overlap: checks.BackwardOverlap | None = None,
         **hyper_parameters: Any,
     ) -> None:
-        given = Options(
+        options = Options(
             budgets=budgets or Budgets(), streaming=streaming or Streaming(), cpu=cpu or CpuUpdate()
         )
-        options = take_moved_keywords(given, hyper_parameters)
         params, algorithms, matrices = formulas_in(params, algorithm)
         checks.check_options(algorithms, hyper_parameters, offload_fraction, backward_overlap)
         checks.check_split(

@@ -6,14 +6,11 @@ Explained in docs/optimizer-offloading.md. This module only holds options; the c
 
 from __future__ import annotations
 
-import warnings
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from torch.distributed import ProcessGroup
 
 from offload_arithmetic.sizes import BUCKET_ELEMENTS, STATE_CHUNK_BYTES
@@ -42,7 +39,6 @@ class Streaming:
             With the last two, parameters of one dimension keep exact states, which stay on the device.
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Under
             FSDP2, where backward frees little, as much stays on the device, beside all that the step takes otherwise.
-        hi_lo_masters, moments_dtype, compact_low_bits: the forms as earlier releases named them; each warns.
 
     Raises ValueError for a form that there is not.
     """
@@ -50,56 +46,13 @@ class Streaming:
     chunk_bytes: int = STATE_CHUNK_BYTES
     states: States = "exact"
     prefetch_bytes: int = 0
-    hi_lo_masters: InitVar[bool | None] = None
-    moments_dtype: InitVar[torch.dtype | None] = None
-    compact_low_bits: InitVar[int | None] = None
 
-    def __post_init__(
-        self,
-        hi_lo_masters: bool | None,
-        moments_dtype: torch.dtype | None,
-        compact_low_bits: int | None,
-    ) -> None:
-        """Take the form from its old name, where it is given."""
-        old = {
-            "hi_lo_masters": hi_lo_masters,
-            "moments_dtype": moments_dtype,
-            "compact_low_bits": compact_low_bits,
-        }
-        object.__setattr__(self, "states", form_of(self.states, old, stacklevel=4))
-
-
-def form_of(states: str, old: Mapping[str, Any], *, stacklevel: int) -> States:
-    """Return the form of streamed states that `states` names, or earlier releases' options `old`, which warn.
-
-    Raises ValueError for one that there is not. `stacklevel` is that of the warning, counted from here.
-    """
-    if unknown := old.keys() - {"hi_lo_masters", "moments_dtype", "compact_low_bits"}:
-        raise TypeError(
-            f"{', '.join(sorted(unknown))}: no such option; expected one of the signature's; try states="
-        )
-    if states not in STATES:
-        raise ValueError(f"states is {states!r}; expected one of {', '.join(STATES)}; try {STATES[0]!r}")
-    given = {name: value for name, value in old.items() if value is not None}
-    if not given:
-        return states
-    moments, low_bits = given.get("moments_dtype", torch.float32), given.get("compact_low_bits")
-    listed = ", ".join(f"{name}={value}" for name, value in given.items())
-    if moments not in (torch.float32, torch.bfloat16) or low_bits not in (None, 8, 16):
-        raise ValueError(
-            f"{listed}: no such form of states; expected one of {', '.join(STATES)}; try states={STATES[0]!r}"
-        )
-    named: States = "exact" if moments == torch.float32 else "bf16-moments"
-    if low_bits is not None:
-        named = "compact-8" if low_bits == 8 else "compact-16"
-        if moments != torch.float32 or given.get("hi_lo_masters"):
-            raise ValueError(f"{listed}: two forms of states; expected one; try states={named!r}")
-    warnings.warn(
-        f"{listed} will not be taken in the next release; use states={named!r}",
-        DeprecationWarning,
-        stacklevel=stacklevel,
-    )
-    return named
+    def __post_init__(self) -> None:
+        """Refuse a form that there is not."""
+        if self.states not in STATES:
+            raise ValueError(
+                f"states is {self.states!r}; expected one of {', '.join(STATES)}; try {STATES[0]!r}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,44 +99,3 @@ class Options:
     streaming: Streaming = Streaming()
     budgets: Budgets = Budgets()
     cpu: CpuUpdate = CpuUpdate()
-
-
-# Keywords of releases before options were grouped → (group, field).
-_MOVED = {
-    "chunk_bytes": ("streaming", "chunk_bytes"),
-    "prefetch_bytes": ("streaming", "prefetch_bytes"),
-    "device_budget_bytes": ("budgets", "device_bytes"),
-    "host_budget_bytes": ("budgets", "host_bytes"),
-    "profile": ("budgets", "profile"),
-    "cpu_threads": ("cpu", "threads"),
-    "bucket_elements": ("cpu", "bucket_elements"),
-    "pin_cpu_grads": ("cpu", "pinned"),
-    "pin_cpu_params": ("cpu", "pinned"),
-    "overlap_cpu_optimizer_d2h_h2d": ("cpu", "overlap_forward"),
-}
-
-
-def take_moved_keywords(options: Options, keywords: dict[str, Any]) -> Options:
-    """Take old option keywords out of `keywords` and return `options` with their values; each one warns.
-
-    The warning points at the caller's caller.
-    """
-    changes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    forms: dict[str, Any] = {
-        name: keywords.pop(name) for name in ("hi_lo_masters", "moments_dtype") if name in keywords
-    }
-    if forms:
-        changes["streaming"]["states"] = form_of(options.streaming.states, forms, stacklevel=4)
-    for old in [name for name in keywords if name in _MOVED]:
-        group, field = _MOVED[old]
-        value = keywords.pop(old)
-        kind = type(getattr(options, group)).__name__
-        warnings.warn(
-            f"{old} has become a field and will be removed as a keyword in the next release; use "
-            f"{group}={kind}({field}={value!r})",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        # Where two old names meet in one field, it is true only if both are.
-        changes[group][field] = changes[group].get(field, True) and value
-    return replace(options, **{name: replace(getattr(options, name), **new) for name, new in changes.items()})

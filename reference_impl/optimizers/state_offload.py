@@ -14,7 +14,6 @@ Explained in docs/optimizer-state-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
 from reference_impl.optimizers.gradients.standing import StandingGradients
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.model_hooks import forgetful
-from reference_impl.optimizers.options import States, form_of
+from reference_impl.optimizers.options import States, Streaming
 from reference_impl.optimizers.placement import SplitPlacement
 from reference_impl.optimizers.shares import Shares
 from reference_impl.optimizers.state_offload_wrapped import wrapped_in
@@ -89,18 +88,19 @@ class OptimizerStateOffloader(HostedOptimizer):
         states: States = "exact",
         max_grad_norm: float | None = None,
         reduce_norm_squared: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        **old_states: Any,
     ) -> None:
-        form = form_of(states, old_states, stacklevel=3)
+        streaming = Streaming(states=states, chunk_bytes=chunk_bytes)
         wrapped = wrapped_in(optimizer)
         checks.check_fraction("fraction", fraction)
         device = checks.one_device(param for group in wrapped.groups for param in group["params"])
         share = StreamedShare(
             device,
             wrapped.algorithm,
-            chunk_bytes=chunk_bytes,
+            chunk_bytes=streaming.chunk_bytes,
             device_budget_bytes=device_budget_bytes,
-            state_format=StateFormat.of(form, wrapped.algorithm, device, offload_masters=offload_masters),
+            state_format=StateFormat.of(
+                streaming.states, wrapped.algorithm, device, offload_masters=offload_masters
+            ),
         )
         super().__init__(
             wrapped.groups,
@@ -108,7 +108,7 @@ class OptimizerStateOffloader(HostedOptimizer):
             wrapped.algorithm,
             max_grad_norm=max_grad_norm,
             reduce_norm_squared=reduce_norm_squared,
-            shows_steps=form != "exact",
+            shows_steps=streaming.states != "exact",
         )
         self._start(
             Shares(device, wrapped.algorithm, streamed=share),

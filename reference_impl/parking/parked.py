@@ -10,7 +10,6 @@ Explained in docs/parking.md.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -297,7 +296,9 @@ class ParkedTraining(Shown, ClosedAtExit):
         Tensors are copies in ordinary memory, and shards are DTensors with such a copy.
 
         Args:
-            while_parked: read parked tensors from the host, which moves nothing; without it that warns.
+            while_parked: read parked tensors from the host, which moves nothing.
+
+        Raises RuntimeError while something is parked, without `while_parked`.
         """
         with self._states_read("state_dict()", while_parked=while_parked) as states:
             return states.copied()
@@ -307,9 +308,10 @@ class ParkedTraining(Shown, ClosedAtExit):
 
         Args:
             states: the same models and optimizers, in the same order.
-            while_parked: write parked tensors to the host, and `restore()` brings them; without it that warns.
+            while_parked: write parked tensors to the host, and `restore()` brings them.
 
-        Raises ValueError for another structure, shape or dtype, before anything is written.
+        Raises ValueError for another structure, shape or dtype, and RuntimeError while something is parked, without
+        `while_parked`: before anything is written.
         """
         with self._states_read("load_state_dict()", while_parked=while_parked) as mine:
             mine.write(states)
@@ -404,11 +406,9 @@ class ParkedTraining(Shown, ClosedAtExit):
         """Let states be read and written inside, those that are parked too where `while_parked` says so."""
         self._check_open()
         if self._transfer.parked and not while_parked:
-            warnings.warn(
-                f"{action} came while training memory is parked; from 0.8 on that is an error; try while_parked=True, "
-                "which takes the copy on the host, or restore() first",
-                DeprecationWarning,
-                stacklevel=4,
+            raise RuntimeError(
+                f"{action} came while training memory is parked; expected it on the device; try while_parked=True, "
+                "which takes the copy on the host, or restore() first"
             )
         self._is_read = True
         try:

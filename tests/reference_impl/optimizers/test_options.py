@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options in groups: what the old keywords do, how many parameters there are, and what is imported for them."""
+"""Options in groups: which keywords are refused, how many parameters there are, and which modules they import."""
 
 import inspect
 import os
@@ -10,60 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from reference_impl import Budgets, CpuUpdate, HybridDeviceOptimizer, Streaming
+from reference_impl import CpuUpdate, HybridDeviceOptimizer
 from reference_impl.optimizers import megatron
-from reference_impl.optimizers.options import Options, take_moved_keywords
+from reference_impl.optimizers.options import Options
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def taken(**keywords):
-    options = take_moved_keywords(Options(), keywords)
-    assert not keywords
-    return options
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"chunk_bytes": 768}, Options(streaming=Streaming(chunk_bytes=768))),
-        ({"prefetch_bytes": 5}, Options(streaming=Streaming(prefetch_bytes=5))),
-        ({"device_budget_bytes": 5}, Options(budgets=Budgets(device_bytes=5))),
-        ({"host_budget_bytes": 5}, Options(budgets=Budgets(host_bytes=5))),
-        ({"profile": "rates.json"}, Options(budgets=Budgets(profile="rates.json"))),
-        ({"cpu_threads": 2}, Options(cpu=CpuUpdate(threads=2))),
-        ({"bucket_elements": 448}, Options(cpu=CpuUpdate(bucket_elements=448))),
-        ({"pin_cpu_grads": False}, Options(cpu=CpuUpdate(pinned=False))),
-        ({"pin_cpu_params": False}, Options(cpu=CpuUpdate(pinned=False))),
-        ({"pin_cpu_grads": True, "pin_cpu_params": True}, Options()),
-        ({"pin_cpu_grads": True, "pin_cpu_params": False}, Options(cpu=CpuUpdate(pinned=False))),
-        ({"pin_cpu_grads": False, "pin_cpu_params": True}, Options(cpu=CpuUpdate(pinned=False))),
-        ({"overlap_cpu_optimizer_d2h_h2d": False}, Options(cpu=CpuUpdate(overlap_forward=False))),
-    ],
-    ids=str,
-)
-def test_an_old_keyword_still_works_and_says_what_it_has_become(old, new):
-    with pytest.warns(DeprecationWarning, match="has become a field") as caught:
-        assert taken(**old) == new
-    assert len(caught) == len(old)
-    for name, warning in zip(old, caught, strict=True):
-        assert str(warning.message).startswith(f"{name} has become a field")
-
-
-def test_the_old_keywords_of_forms_name_one():
-    with pytest.warns(DeprecationWarning, match="use states='bf16-moments'") as caught:
-        assert taken(hi_lo_masters=True, moments_dtype=torch.bfloat16).streaming.states == "bf16-moments"
-    assert len(caught) == 1
-
-
-def test_an_old_keyword_joins_the_fields_that_are_given(device):
-    params = [torch.nn.Parameter(torch.zeros(300, device=device.torch_device))]
-    with pytest.warns(DeprecationWarning, match=r"use streaming=Streaming\(chunk_bytes=100\)") as caught:  # noqa: SIM117
-        with pytest.raises(ValueError, match="chunk_bytes is 100"):
-            HybridDeviceOptimizer(
-                params, split=(0, 1, 0), chunk_bytes=100, streaming=Streaming(states="bf16-moments")
-            )
-    assert caught[0].filename == __file__
 
 
 def test_an_unknown_keyword_is_still_refused():

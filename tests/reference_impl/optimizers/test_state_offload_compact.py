@@ -233,7 +233,7 @@ def test_three_shares_with_a_compact_one_resume_to_the_bit(device, backward_over
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"compact_low_bits": 12}, "compact_low_bits=12: no such form of states"),
+        ({"states": "compact-12"}, "states is 'compact-12'; expected one of exact, .*compact-16"),
         (
             {"states": "compact-8", "offload_masters": False},
             "states is 'compact-8' with offload_masters False",

@@ -10,7 +10,7 @@ from optimizer_reference import MasterAdamW, batches
 from optimizer_training import OPTIONS, assert_same_weights, fresh, train
 from optimizer_training import streaming as build
 
-from reference_impl import OptimizerStateOffloader, Streaming
+from reference_impl import OptimizerStateOffloader
 from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.streamed import storage
@@ -195,23 +195,10 @@ def test_as_many_bytes_travel_as_promised(device, options, bytes_each):
         assert host_book.live_bytes - before == bytes_each * weight.numel()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"states": "half"},
-            "states is 'half'; expected one of exact, bf16-moments, compact-16, compact-8; try",
-        ),
-        (
-            {"moments_dtype": torch.float16},
-            "moments_dtype=torch.float16: no such form of states; expected one of",
-        ),
-        ({"moments_dtype": torch.bfloat16, "compact_low_bits": 8}, "two forms of states.*states='compact-8'"),
-    ],
-)
-def test_bad_options_are_named(device, options, words):
+def test_an_unknown_form_is_named(device):
+    words = "states is 'half'; expected one of exact, bf16-moments, compact-16, compact-8; try"
     with pytest.raises(ValueError, match=words):
-        build(fresh(device), **options)
+        build(fresh(device), states="half")
 
 
 def whole_masters(model, **options):
@@ -241,31 +228,3 @@ def test_sgd_has_no_state_that_is_never_negative_and_so_whole_masters(device):
     before = host_book.live_bytes
     with OptimizerStateOffloader(inner):
         assert host_book.live_bytes - before == 8 * weight.numel()
-
-
-@pytest.mark.parametrize(
-    ("old", "states"),
-    [
-        ({"hi_lo_masters": True}, "exact"),
-        ({"hi_lo_masters": False}, "exact"),
-        ({"moments_dtype": torch.bfloat16}, "bf16-moments"),
-        ({"moments_dtype": torch.bfloat16, "hi_lo_masters": True}, "bf16-moments"),
-        ({"compact_low_bits": 16}, "compact-16"),
-        ({"compact_low_bits": 8, "moments_dtype": torch.float32}, "compact-8"),
-    ],
-    ids=str,
-)
-def test_forms_under_their_old_names_warn(device, old, states):
-    with pytest.warns(DeprecationWarning, match=f"use states='{states}'") as caught:
-        assert Streaming(**old) == Streaming(states=states)
-    assert caught[0].filename == __file__
-    model, other = fresh(device), fresh(device)
-    with pytest.warns(DeprecationWarning, match=f"use states='{states}'"):
-        optimizer = build(model, **old)
-    with optimizer, build(other, states=states) as named:
-        data = batches(device.torch_device, 2)
-        train(model, optimizer, data)
-        train(other, named, data)
-        assert_same_weights(model, other)
-    with pytest.raises(TypeError, match="hi_masters: no such option"):
-        build(fresh(device), hi_masters=True)

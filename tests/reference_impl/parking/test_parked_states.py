@@ -109,13 +109,13 @@ def test_states_are_read_where_some_are_back(device, name):
         optimizer.close()
 
 
-def test_parked_states_that_are_read_without_saying_so_warn(device):
+def test_parked_states_that_are_read_without_saying_so_are_refused(device):
     model, optimizer = trained(device, "AdamW", torch.float32)
     parked = park(model, optimizer)
     saved = parked.state_dict()
     with parked:
         for action in (parked.state_dict, lambda: parked.load_state_dict(saved)):
-            with pytest.warns(DeprecationWarning, match="try while_parked=True"):
+            with pytest.raises(RuntimeError, match="try while_parked=True"):
                 action()
     parked.close()
 
