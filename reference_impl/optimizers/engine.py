@@ -260,9 +260,10 @@ class Engine:
             self.gradients.note_rest(self.members.values(), checks_used=False)
         rest = self.gradients.rest
         if rest is not None:
-            # First, because `synchronize` may fail as the step has.
             rest.be_awaited()
         if rest is not None or not self.returns_early:
+            # First, because `synchronize` may fail as the step has, and no module waits for weights.
+            self.let_users_wait(self.members.values())
             with suppress(Exception):
                 self.synchronize()
 

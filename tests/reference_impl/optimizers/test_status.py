@@ -412,14 +412,17 @@ def test_a_gradient_that_backward_has_used_is_not_dropped_in_silence(device, dro
         assert_same_weights(model, plain)
 
 
+@pytest.mark.parametrize("begun", ["all", "one"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkeypatch, waits):
-    """Parameters wait for a begun step, and those of a user's class do not."""
+def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkeypatch, waits, begun):
+    """Parameters wait for a begun step, and those of a user's class do not, whichever backward has begun to update."""
+    chosen = {} if begun == "all" else {"offload_filter": lambda param: param.shape == (48, 131)}
+    updating = {**UPDATING, **chosen}
     model, data = twins(device)[0], batches(device.torch_device, 2)
-    plain = reference(device, data)
+    plain = reference(device, data, **updating)
     if not waits:
         monkeypatch.setattr(engine, "let_wait", lambda *_: None)
-    with hybrid(model, **UPDATING) as optimizer:
+    with hybrid(model, **updating) as optimizer:
         model(data[0]).backward()
         with monkeypatch.context() as patch:
             fails_always(patch, optimizer)
