@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks to swap, for a LoRA of an image or video model: `plan` answers this where it cannot plan the run.
+"""How much of an image or video model to keep on the host: `plan` answers this for a LoRA, where it plans no run.
 
 Apart because only these trainers' runs load it.
 """
@@ -22,30 +22,30 @@ _OF_OTHER_PLANS = ("write", "diff", "plot", "all", "model", "trace", "only", "wi
 
 
 def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
-    """Print how many blocks to swap; raises `refused` for a framework whose blocks are not counted.
+    """Print the answer; raises `refused` for a framework whose blocks are not counted.
 
-    Returns 0, or 2 where not even the most blocks leave room. Raises `UnusableInput` for options of other plans.
+    Returns 0, or 2 where not even the most leaves room. Raises `UnusableInput` for options of other plans.
     """
     files = [
         path for path in args.inputs if not os.path.isdir(path) and not shape_sources.is_config_json(path)
     ]
     config = plan_request.read_config(args, files, what_if=args.what_if)
-    swap = registry.named(config.framework).block_swap(config)
-    if swap is None:
+    on_host = registry.named(config.framework).block_swap(config)
+    if on_host is None:
         raise refused
     for name in _OF_OTHER_PLANS:
         if vars(args)[name]:
             raise UnusableInput(
-                f"--{name} where only the number of blocks is planned",
+                f"--{name} where only {on_host.run.option} is planned",
                 expected="the machine and --activation-memory",
-                attempt=f"the same without --{name}, and the answer's flag in your command",
+                attempt=f"the same without --{name}, and the answer in your own input",
             )
     plan_request.check_gpus(args)
     where = plan_request.machine_of(args, args.gpus or 1)
     budget, notes = plan_request.budget_of(args, where)
     reserved = round(budget.headroom * budget.gpu_bytes)
     reserved += CONTEXT_BYTES if args.tensor_memory is None else 0
-    counts = swapped_blocks.counts(swap, budget.gpu_bytes - reserved)
+    counts = swapped_blocks.counts(on_host, budget.gpu_bytes - reserved)
     wanted = (
         swapping.assumed_activations_bytes()
         if args.activation_memory is None
@@ -53,7 +53,7 @@ def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     )
     found = reports.Answer(
         dialect=config.framework,
-        swap=swap,
+        on_host=on_host,
         counts=counts,
         chosen=next((each for each in counts if each.room_bytes >= wanted), None),
         activations_bytes=wanted,
@@ -70,11 +70,10 @@ def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     print(reports.as_json(found) if args.format == "json" else printable_lines(reports.as_text(found)))
     if found.chosen is not None:
         return 0
-    best = counts[-1]
     needs = UnusableInput(
-        f"no number of blocks leaves {gib(wanted)} for activations; {best.blocks} leaves the most",
+        f"no value of {on_host.run.option} leaves {gib(wanted)} for activations",
         expected="a larger GPU, or less for activations",
-        attempt="--fp8_base, a lower rank, an 8-bit optimizer, or --activation-memory with what yours take",
+        attempt=f"{on_host.run.smaller}, or --activation-memory with what yours take",
     )
     print(f"offload: {needs}", file=sys.stderr)
     return 2

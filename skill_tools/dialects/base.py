@@ -20,7 +20,7 @@ from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.block_swap.swapping import BlockSwap
+    from skill_tools.dialects.block_swap.on_host import OnHost
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
     from skill_tools.dialects.patch import Patch
@@ -241,8 +241,8 @@ class Dialect(ABC):
             attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
-    def block_swap(self, config: Config) -> "BlockSwap | None":
-        """Return the blocks that the run swaps, from which a plan answers how many; None where they are not counted.
+    def block_swap(self, config: Config) -> "OnHost | None":
+        """Return what can wait on the host, from which a plan answers how much of it; None where it is not counted.
 
         Raises `UnusableInput` for a program of the framework whose blocks nobody counted.
         """

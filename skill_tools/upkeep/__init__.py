@@ -5,4 +5,5 @@
 - summary: fields, flags, messages, log texts and private names of a release, with their defaults (`summary`)
 - change: a name that one release has and another, or the knowledge, has not (`difference`)
 - quote: the words that a rule's evidence cites from a file of the release (`quotes`)
+- report: all of it for one release, as `offload knowledge diff` prints it (`report`)
 """

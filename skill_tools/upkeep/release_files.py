@@ -5,9 +5,11 @@ Nothing is unpacked, imported or executed. Paths are relative to the folder that
 rules names them: `transformers/training_args.py`.
 """
 
+import lzma
 import re
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -18,6 +20,11 @@ from skill_tools.errors import UnusableInput
 _SUFFIXES = (".py", ".yaml", ".yml")
 _MOST_BYTES = 3_000_000  # of one file; longer ones are tables
 _WRAPPER = re.compile(r"[-.]")  # `deepspeed-0.19.8`: no package is called so
+# What zipfile and tarfile raise for an archive of which a part is missing, changed, encrypted or packed as they cannot.
+_DAMAGED = (
+    zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError,
+    EOFError, OSError, RuntimeError, NotImplementedError,
+)  # fmt: skip
 _LAYOUTS = ("src", "lib")  # folders of a source tree that hold packages and are none
 
 
@@ -30,10 +37,8 @@ def read_release(package: str, release: str, source: Path | None) -> dict[str, s
         files = dict(_installed(package, release))
     elif source.is_dir():
         files = dict(_folder(source))
-    elif zipfile.is_zipfile(source):
-        files = dict(_zip(source))
-    elif source.is_file() and tarfile.is_tarfile(source):
-        files = dict(_tar(source))
+    elif archive := _archive(source):
+        files = archive
     else:
         raise UnusableInput(
             f"{source} is {'no archive' if source.exists() else 'not there'}",
@@ -79,6 +84,22 @@ def _folder(root: Path) -> Iterator[tuple[str, str]]:
         is_text = path.suffix in _SUFFIXES and path.is_file() and not path.is_symlink()
         if is_text and path.stat().st_size <= _MOST_BYTES:
             yield path.relative_to(root).as_posix(), _text(path.read_bytes())
+
+
+def _archive(source: Path) -> dict[str, str] | None:
+    """Return the files of a zip or tar archive, None for what is neither."""
+    try:
+        if zipfile.is_zipfile(source):
+            return dict(_zip(source))
+        if source.is_file() and tarfile.is_tarfile(source):
+            return dict(_tar(source))
+    except _DAMAGED as error:
+        raise UnusableInput(
+            f"{source} is damaged, encrypted or packed in another way: {error}",
+            expected="a whole archive",
+            attempt="to download it again",
+        ) from None
+    return None
 
 
 def _zip(source: Path) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.on_host import OnHost
 
 _TRAINERS = frozenset(
     {"sd_trainer", "ui_trainer", "diffusion_trainer", "textual_inversion_trainer", "concept_slider", "slider"}
@@ -89,6 +90,12 @@ class AiToolkit(Dialect):
             draft.set(key, value, Place("<overrides>", 1, 1))
         _settle_arch(draft)
         return draft.finish()
+
+    def block_swap(self, config: Config) -> "OnHost":
+        """Return the layers of the model that a LoRA is trained for."""
+        from skill_tools.dialects.block_swap.shares import of_config
+
+        return of_config(config)
 
     def rule_for_unknown(self, unknown: object) -> str:
         """A name that no section reads is dropped."""

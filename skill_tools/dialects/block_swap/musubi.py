@@ -12,7 +12,7 @@ from skill_tools.dialects.block_swap import MUSUBI, flat_names
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.block_swap.swapping import BlockSwap
+    from skill_tools.dialects.block_swap.on_host import BlockSwap
 
 _MODELS = "flux_2|flux_kontext|fpack|hidream_o1|hv_1_5|hv|ideogram4|kandinsky5|krea2|qwen_image|wan|zimage"
 _PROGRAM = rf"(?m)(?:^|[\s/.'\"])((?:{_MODELS})_train(?:_network)?)(?:\.py)?(?=[\s'\"\\]|$)"

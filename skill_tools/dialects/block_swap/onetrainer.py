@@ -19,6 +19,7 @@ from skill_tools.dialects.block_swap import ONETRAINER
 if TYPE_CHECKING:
     from skill_tools.configs.keys import Key
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.on_host import OnHost
 
 _METHODS = frozenset({"FINE_TUNE", "LORA", "EMBEDDING", "FINE_TUNE_VAE"})
 _PER_PART = 11  # the version of a file from which on each part has its own offload
@@ -144,6 +145,12 @@ class OneTrainer(Dialect):
             draft.set(key, value, Place("<overrides>", 1, 1))
         _find_parts(draft)
         return draft.finish()
+
+    def block_swap(self, config: Config) -> "OnHost":
+        """Return the layers of the model that a LoRA is trained for."""
+        from skill_tools.dialects.block_swap.shares import of_config
+
+        return of_config(config)
 
     def rule_for_type(self, key: "Key | None") -> str:
         """A value that does not convert is printed and dropped."""

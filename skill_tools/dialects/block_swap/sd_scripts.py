@@ -12,7 +12,7 @@ from skill_tools.dialects.block_swap import SD_SCRIPTS, flat_names
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
-    from skill_tools.dialects.block_swap.swapping import BlockSwap
+    from skill_tools.dialects.block_swap.on_host import BlockSwap
 
 _PROGRAM = (
     r"(?m)(?:^|[\s/'\"])((?:(?:anima|flux|hunyuan_image|lumina|sd3|sdxl)_train(?:_network|_control_net|_textual_inversion)?"

@@ -20,6 +20,7 @@ from skill_tools.dialects.commands import full_name
 if TYPE_CHECKING:
     from skill_tools.configs.keys import Key
     from skill_tools.configs.yaml_lines import Node
+    from skill_tools.dialects.block_swap.on_host import OnHost
 
 _NEEDED = ("data_backend_config", "model_family", "model_type")
 
@@ -60,6 +61,12 @@ class SimpleTuner(Dialect):
             name, _, value = text.partition("=")
             _set(draft, name, value, Place("<overrides>", 1, 1))
         return draft.finish()
+
+    def block_swap(self, config: Config) -> "OnHost":
+        """Return the layers of the model that a LoRA is trained for."""
+        from skill_tools.dialects.block_swap.shares import of_config
+
+        return of_config(config)
 
     def rule_for_unknown(self, unknown: object) -> str:
         """Argparse ends the run."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program swaps the blocks of the model that it trains a LoRA for: `knowledge/block_swap.yaml`, read for one run.
+"""How musubi-tuner or sd-scripts swaps the blocks of a model: `knowledge/block_swap.yaml`, read for one run.
 
 Both trainers keep exactly the blocks on the GPU that do not swap: a block that comes takes the storage of the one that
 leaves (`custom_offloading_utils.py::ModelOffloader`). musubi-tuner's `--block_swap_h2d_only` has a ring of buffers
@@ -7,72 +7,23 @@ beside them, for each list of blocks.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields
+from skill_tools.dialects.block_swap.on_host import BlockList, BlockSwap, Run
 from skill_tools.errors import UnusableInput
 from skill_tools.started import COMMAND
 
 _RANK = 4  # of both trainers, where --network_dim is not given
-_WEIGHT_AND_GRADIENT = 8  # bytes of a LoRA's parameter, both fp32
+WEIGHT_AND_GRADIENT = 8  # bytes of a LoRA's parameter, both fp32
 _ADAM, _ADAM_8BIT = 8, 2  # bytes of the moments of one parameter
 _READ = frozenset(
     {"--network_dim", "blocks_to_swap", "block_swap_ring_size", "musubi.num_layers", "musubi.task"}
 )
 _MOST_BLOCKS = 1000
 _SCALED = 64  # weights of scaled fp8 that share one bf16 scale
-
-
-class BlockList(NamedTuple):
-    """A list of `length` equal blocks, sizes in bytes of one: `moved` leaves the GPU as it swaps, `stays` does not."""
-
-    name: str
-    length: int
-    moved_bytes: int
-    stays_bytes: int
-
-
-class BlockSwap(NamedTuple):
-    """A run's blocks. `keeps` of each list stay on the GPU.
-
-    `extra_single` is what the program adds to the single blocks, `asked` how many blocks the input swaps, and `ring`
-    the buffers for moved blocks that each list has on the GPU. `is_one_way` says that no block is copied back.
-    `inactive_bytes` are those of Wan 2.2's other expert, which waits on the host.
-    """
-
-    label: str
-    weights: str
-    lists: tuple[BlockList, ...]
-    rest_bytes: int
-    lora_bytes: int
-    rank: int
-    keeps: int
-    extra_single: int
-    asked: int
-    ring: int
-    is_one_way: bool
-    is_pinned: bool
-    inactive_bytes: int
-    assumptions: tuple[str, ...]
-
-    def split(self, blocks: int) -> tuple[int, ...]:
-        """Return how many of each list swap for `--blocks_to_swap blocks`: half double, the rest two single each."""
-        if len(self.lists) == 1 or not blocks:
-            return (blocks,) * len(self.lists)
-        double = blocks // 2
-        return double, 2 * (blocks - double) + self.extra_single
-
-    @property
-    def most(self) -> int:
-        """The largest `--blocks_to_swap` that is allowed."""
-        return max(n for n in range(sum(each.length for each in self.lists)) if self.is_allowed(n))
-
-    def is_allowed(self, blocks: int) -> bool:
-        """Return whether the program's own assertion lets `--blocks_to_swap blocks` pass."""
-        parts = zip(self.lists, self.split(blocks), strict=True)
-        return not blocks or all(swapped <= each.length - self.keeps for each, swapped in parts)
 
 
 def assumed_activations_bytes() -> int:
@@ -83,22 +34,33 @@ def assumed_activations_bytes() -> int:
 
 def of_config(config: Config) -> BlockSwap:
     """Return the blocks of the run in `config`; raises `UnusableInput` for a program whose blocks nobody counted."""
-    data = knowledge.index()["block_swap"]
     program = fields.text(config, f"{config.framework.partition('-')[0]}.program") or ""
-    programs = data["programs"][config.framework]
-    row = next((each for each in programs.get(program, ()) if _is_about(each, config)), None)
+    row = row_of(config, program)
     if row is None or fields.text(config, "--model_type") == "chroma":
+        programs = knowledge.index()["block_swap"]["programs"][config.framework]
         raise UnusableInput(
             f"the blocks of {program or 'a program that the input does not name'} are not counted for this model",
-            expected=f"a LoRA by one of {', '.join(programs)} (of SD3 a checkpoint called large)",
+            expected=f"a LoRA by one of {', '.join(programs)} (of SD3 a checkpoint called large or 3.5_medium)",
             attempt=f"{COMMAND} plan with a script of one of these",
         )
-    return _built(config, row, data["models"][row["model"]])
+    return _built(config, row, model_of(row))
+
+
+def row_of(config: Config, program: str) -> dict[str, Any] | None:
+    """Return what `program` trains by the words of the input, None where nobody counted it."""
+    rows = knowledge.index()["block_swap"]["programs"][config.framework].get(program, ())
+    return next((each for each in rows if _is_about(each, config)), None)
+
+
+def model_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of the model that a row is about."""
+    found: dict[str, Any] = knowledge.index()["block_swap"]["models"][row["model"]]
+    return found
 
 
 def _is_about(row: dict[str, Any], config: Config) -> bool:
     value = (fields.text(config, row["option"]) or "").lower() if "option" in row else ""
-    return "words" not in row or any(word in value for word in row["words"])
+    return "words" not in row or any(word in value for word in row["words"]) or (not value and "unset" in row)
 
 
 def _built(config: Config, row: dict[str, Any], model: dict[str, Any]) -> BlockSwap:
@@ -106,32 +68,38 @@ def _built(config: Config, row: dict[str, Any], model: dict[str, Any]) -> BlockS
     stay = 1 if one == 1 and not is_scaled else max(one, 2)
     lists = []
     for each in model["lists"]:
+        swapped = row.get("swapped", {}).get(each["name"], each["swapped"])
         wide = row.get("bf16", {}).get(each["name"], 0) if is_scaled else 0
-        scales = 2 * (each["swapped"] - wide) // _SCALED if is_scaled else 0
-        moved = one * (each["swapped"] - wide) + 2 * wide
-        stays = stay * (each["parameters"] - each["swapped"]) + scales
-        lists.append(BlockList(each["name"], _length(config, row) or each["count"], moved, stays))
+        scales = 2 * (swapped - wide) // _SCALED if is_scaled else 0
+        moved = one * (swapped - wide) + 2 * wide
+        stays = stay * (each["parameters"] - swapped) + scales
+        length = _length(config, row) or each["count"]
+        sizes = (each["linears"], one * each["largest"], 2 * swapped)
+        lists.append(BlockList(each["name"], length, moved, stays, *sizes))
     rank = fields.count(config, "--network_dim") or _RANK
-    moments = _moments(config)
+    moments = moments_of(fields.text(config, "sd.optimizer_type", "--optimizer_type"))
     one_way = bool(fields.flag(config, "block_swap_h2d_only"))
     rest = stay * model["rest"]
     whole = rest + sum(each.length * (each.moved_bytes + each.stays_bytes) for each in lists)
-    return BlockSwap(
+    run = Run(
         label=model["label"],
         weights=weights,
         lists=tuple(lists),
         rest_bytes=rest,
-        lora_bytes=(_WEIGHT_AND_GRADIENT + moments) * rank * row["lora_per_rank"],
+        lora_bytes=(WEIGHT_AND_GRADIENT + moments) * rank * row["lora_per_rank"],
         rank=rank,
-        keeps=row["keeps"],
-        extra_single=row.get("extra_single", 0),
         asked=fields.integer(config, "blocks_to_swap") or 0,
-        ring=(fields.count(config, "block_swap_ring_size") or 2) if one_way else 0,
+        option="--blocks_to_swap",
+        beside="",
+        smaller="--fp8_base, a lower rank, an 8-bit optimizer",
+        times=2,
         is_one_way=one_way,
         is_pinned=bool(fields.flag(config, "use_pinned_memory_for_block_swap")),
         inactive_bytes=whole if fields.text(config, "dit_high_noise") else 0,
         assumptions=tuple(_assumptions(config, moments, model.get("note", ""))),
     )
+    ring = (fields.count(config, "block_swap_ring_size") or 2) if one_way else 0
+    return BlockSwap(run, row["keeps"], row.get("extra_single", 0), ring, bool(row.get("by_ratio")))
 
 
 def _length(config: Config, row: dict[str, Any]) -> int | None:
@@ -159,17 +127,18 @@ def _precision(config: Config) -> tuple[int, bool, str]:
     return 2, False, "16-bit"
 
 
-def _moments(config: Config) -> int:
-    optimizer = (fields.text(config, "sd.optimizer_type", "--optimizer_type") or "adamw").lower()
-    if "adafactor" in optimizer:
+def moments_of(optimizer: str | None) -> int:
+    """Return the bytes of an optimizer's states for one parameter, by the optimizer's name; AdamW's without one."""
+    name = (optimizer or "adamw").lower()
+    if "adafactor" in name:
         return 0  # a row and a column of each matrix
-    return _ADAM_8BIT if "8bit" in optimizer else _ADAM
+    return _ADAM_8BIT if "8bit" in name or "8_bit" in name else _ADAM
 
 
 def _assumptions(config: Config, moments: int, note: str) -> Iterator[str]:
     if fields.text(config, "--network_dim") is None:
         yield f"LoRA's rank is {_RANK}, the trainer's default"
-    yield f"a LoRA's parameter takes {_WEIGHT_AND_GRADIENT + moments} bytes: weight, gradient and moments"
+    yield f"a LoRA's parameter takes {WEIGHT_AND_GRADIENT + moments} bytes: weight, gradient and moments"
     if config.framework == "sd-scripts" and not fields.flag(config, "--cache_text_encoder_outputs"):
         yield "text encoders are off the GPU, which takes --cache_text_encoder_outputs: the input lacks it"
     else:

@@ -1,45 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run whose blocks swap, at each number of blocks: what a GPU has left for activations.
+"""The memory of a run whose blocks or layers leave the GPU, at each value of its setting: what activations may take.
 
 Apart because no other plan counts a model in blocks, nor answers with room instead of a sum.
 """
 
 from typing import NamedTuple
 
-from skill_tools.dialects.block_swap.swapping import BlockSwap
+from skill_tools.dialects.block_swap.on_host import OnHost, Run, Step
 from skill_tools.planning.cost.machine import Machine
 
 
 class Count(NamedTuple):
-    """One `--blocks_to_swap`: bytes of weights and LoRA on the GPU, its room for activations, bytes on the host.
+    """One value: bytes of weights and LoRA on the GPU, its room for activations, bytes on the host.
 
-    `moved_bytes` are those of all blocks that swap, once.
+    `moved_bytes` are those of all weights that leave, once.
     """
 
-    blocks: int
+    value: float
     device_bytes: int
     room_bytes: int
     host_bytes: int
     moved_bytes: int
 
 
-def counts(swap: BlockSwap, usable_bytes: int) -> tuple[Count, ...]:
-    """Return each legal number of blocks from 0; weights, LoRA and activations may take `usable_bytes` of the GPU."""
-    return tuple(
-        _count(swap, blocks, usable_bytes) for blocks in range(swap.most + 1) if swap.is_allowed(blocks)
+def counts(on_host: OnHost, usable_bytes: int) -> tuple[Count, ...]:
+    """Return each legal value from 0; weights, LoRA and activations may take `usable_bytes` of the GPU."""
+    run = on_host.run
+    whole = run.rest_bytes + sum(each.length * (each.moved_bytes + each.stays_bytes) for each in run.lists)
+    return tuple(_count(run, step, whole, usable_bytes) for step in on_host.steps())
+
+
+def _count(run: Run, step: Step, whole_bytes: int, usable_bytes: int) -> Count:
+    device = whole_bytes - step.moved_bytes + step.buffer_bytes + run.lora_bytes
+    return Count(
+        step.value, device, usable_bytes - device, step.moved_bytes + run.inactive_bytes, step.moved_bytes
     )
 
 
-def _count(swap: BlockSwap, blocks: int, usable_bytes: int) -> Count:
-    parts = list(zip(swap.lists, swap.split(blocks), strict=True))
-    weights = swap.rest_bytes + sum(each.length * each.stays_bytes for each in swap.lists)
-    weights += sum((each.length - out + min(swap.ring, out)) * each.moved_bytes for each, out in parts)
-    moved = sum(out * each.moved_bytes for each, out in parts)
-    device = weights + swap.lora_bytes
-    return Count(blocks, device, usable_bytes - device, moved + swap.inactive_bytes, moved)
-
-
-def link_s(swap: BlockSwap, bytes_moved: int, where: Machine) -> float:
-    """Return the seconds that the link takes for blocks of `bytes_moved`, once in, and once out where they go back."""
+def link_s(run: Run, bytes_moved: int, where: Machine) -> float:
+    """Return the seconds that the link takes for weights of `bytes_moved`, once in, and once out where they go back."""
     one_way = bytes_moved / where.h2d_copy
-    return one_way if swap.is_one_way else one_way + bytes_moved / where.d2h_copy
+    return one_way if run.is_one_way else one_way + bytes_moved / where.d2h_copy

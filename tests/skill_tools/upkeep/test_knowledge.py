@@ -180,7 +180,17 @@ def test_what_is_unusable_is_one_line_and_writes_nothing(
     broken.write_text("{}", encoding="utf-8")
     good = wheel(tmp_path, {"deepspeed/__init__.py": "", "deepspeed/config.py": NEW})
     saved = tmp_path / "saved.json"
+    flipped = bytearray(good.read_bytes())
+    flipped[flipped.index(b"class RunConfig")] ^= 1
+    (damaged := tmp_path / "damaged.whl").write_bytes(flipped)
+    with tarfile.open(cut := tmp_path / "cut.tar.gz", "w:gz") as archive:
+        member = tarfile.TarInfo("deepspeed-1.0/deepspeed/config.py")
+        member.size = 100_000
+        archive.addfile(member, io.BytesIO(bytes(range(250)) * 400))
+    cut.write_bytes(cut.read_bytes()[:-100])
     for arguments in (
+        ["deepspeed==1.0", str(damaged)],
+        ["deepspeed==1.0", str(cut)],
         ["deepspeed==1.0", str(text)],
         ["deepspeed==1.0", str(tmp_path / "gone.whl")],
         ["deepspeed==1.0", str(outside)],
@@ -194,6 +204,11 @@ def test_what_is_unusable_is_one_line_and_writes_nothing(
         assert captured.out == "", arguments
         assert len(captured.err.splitlines()) == 1, captured.err
         assert not saved.exists(), arguments
+    assert (
+        main(["knowledge", "diff", "deepspeed==1.0", str(good), "--save", str(tmp_path / "gone" / "s.json")])
+        == 2
+    )
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_nothing_of_a_release_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from skill_tools import knowledge
 from skill_tools.__main__ import main
-from skill_tools.dialects.block_swap.swapping import BlockSwap, of_config
+from skill_tools.dialects.block_swap.on_host import BlockSwap
+from skill_tools.dialects.block_swap.swapping import of_config
 from skill_tools.dialects.read import read_text
 from skill_tools.planning.model.swapped_blocks import counts
 from skill_tools.rules.lint import lint
@@ -23,6 +24,8 @@ FLUX = (
     "python flux_train_network.py --pretrained_model_name_or_path f --network_module networks.lora_flux "
     "--mixed_precision bf16 --fp8_base --optimizer_type AdamW8bit"
 )
+FLUX_2 = "python flux_2_train_network.py --dit f --sdpa --model_version"
+ZIMAGE = "python zimage_train_network.py --dit z --sdpa"
 SD3 = "python sd3_train_network.py --pretrained_model_name_or_path sd3.5_large --network_module networks.lora_sd3"
 
 
@@ -46,6 +49,10 @@ def planned(tmp_path: Path, command: str, *options: str) -> int:
         (KONTEXT, (0, 3), (8, 17), 34, (17, 35)),
         (FLUX, (0, 2), (8, 16), 35, (17, 36)),
         (SD3, (1,), (16,), 36, (36,)),
+        (ZIMAGE, (1,), (16,), 28, (28,)),
+        (f"{FLUX_2} dev", (0, 1), (4, 24), 29, (6, 44)),
+        (f"{FLUX_2} klein-base-9b", (0, 1), (6, 18), 16, (6, 18)),
+        (f"{FLUX_2} klein-4b", (0, 1), (3, 24), 13, (3, 18)),
     ],
 )
 def test_blocks_are_divided_and_limited_as_the_trainer_does_it(
@@ -56,7 +63,7 @@ def test_blocks_are_divided_and_limited_as_the_trainer_does_it(
 
 
 @pytest.mark.parametrize(
-    "command", [f"{WAN} --task t2v-A14B", f"{WAN} --task t2v-1.3B", HUNYUAN, QWEN, KONTEXT, FLUX, SD3]
+    "command", [f"{WAN} --task t2v-A14B", f"{WAN} --task t2v-1.3B", HUNYUAN, QWEN, KONTEXT, FLUX, SD3, ZIMAGE]
 )
 def test_rules_refuse_more_blocks_than_the_answer_allows(command: str) -> None:
     most = swap_of(command).most
@@ -81,6 +88,12 @@ def test_rules_refuse_more_blocks_than_the_answer_allows(command: str) -> None:
         ("wan-1.3b", 1_418_996_800),
         ("qwen-image", 20_430_401_088),
         ("hunyuan-video", 12_821_012_544),
+        ("sd3.5-medium", 2_243_171_520),
+        ("wan-2.2-5b", 4_999_787_712),
+        ("flux.2-dev", 32_223_281_152),
+        ("flux.2-klein-9b", 9_078_581_248),
+        ("flux.2-klein-4b", 3_875_544_576),
+        ("z-image", 6_154_908_736),
     ],
 )
 def test_a_model_is_its_blocks_and_the_rest(model: str, parameters: int) -> None:
@@ -94,11 +107,11 @@ def test_a_ring_is_beside_the_blocks_that_stay_and_copies_one_way() -> None:
         swap_of(f"{QWEN} --block_swap_h2d_only --block_swap_ring_size 3"),
     )
     exchanged, streamed = (counts(each, 0) for each in (both, ring))
-    block = both.lists[0].moved_bytes
+    block = both.run.lists[0].moved_bytes
     assert [b.device_bytes - a.device_bytes for a, b in zip(exchanged, streamed, strict=True)][:5] == [
         0, block, 2 * block, 3 * block, 3 * block,
     ]  # fmt: skip
-    assert (both.is_one_way, ring.is_one_way) == (False, True)
+    assert (both.run.is_one_way, ring.run.is_one_way) == (False, True)
 
 
 # docs/flux_train_network.md of sd-scripts, with fp8_base, from which the assumed activations are; docs/qwen_image.md of
@@ -127,7 +140,7 @@ def test_options_of_other_plans_are_refused(
     options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert planned(tmp_path, FLUX, "--gpu", "4090", *options) == 2
-    assert f"{options[0]} where only the number of blocks is planned" in capsys.readouterr().err
+    assert f"{options[0]} where only --blocks_to_swap is planned" in capsys.readouterr().err
 
 
 def test_counted_activations_are_not_stated(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +170,7 @@ def test_stated_activations_decide_and_what_fits_nowhere_ends_with_2(
     assert planned(tmp_path, command, "--gpu", "4070", "--activation-memory", "20GB") == 2
     out, error = capsys.readouterr()
     assert out.startswith("nothing fits: --blocks_to_swap 35, the most, leaves")
-    assert "the input swaps 40, which the trainer refuses" in out
+    assert "the input has 40, which the trainer refuses" in out
     assert "expected a larger GPU" in error
 
 
@@ -169,7 +182,7 @@ def test_stated_activations_decide_and_what_fits_nowhere_ends_with_2(
             "flux_train are not counted",
         ),
         (f"{FLUX} --model_type chroma", "not counted for this model"),
-        (SD3.replace("large", "medium"), "not counted for this model"),
+        (SD3.replace("sd3.5_large", "sd3_medium"), "not counted for this model"),
         (f"{QWEN} --num_layers 9007199254740000", "expected 2 to 1000"),
         (f"{QWEN} --blocks_to_swap many", "expected a whole number"),
         (f"{QWEN} --block_swap_h2d_only --block_swap_ring_size -1", "expected a whole number above zero"),
