@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a release beside its records, and its text: what `offload knowledge diff` prints."""
+"""The report of a release beside its records, and its text, as `offload knowledge diff` prints them."""
 
 import argparse
 import json
@@ -60,7 +60,7 @@ def _summary(package: str, release: str, source: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError):
         raise UnusableInput(
             f"{source} is no summary of a release",
-            expected=f"what {COMMAND} knowledge diff --save wrote",
+            expected=f"a file of {COMMAND} knowledge diff --save",
             attempt=f"{COMMAND} knowledge diff {package}=={release} OLD.whl --save {source}",
         ) from None
 

@@ -171,10 +171,10 @@ def test_ms_swift_has_a_line_although_it_has_no_plan(
 def test_where_there_is_no_plan_no_model_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "job.json").write_text('{"training_method": "LORA", "model_type": "QWEN"}', encoding="utf-8")
+    (tmp_path / "job.json").write_text('{"training_method": "LORA", "model_type": "SANA"}', encoding="utf-8")
     assert main(["plan", str(tmp_path / "job.json")]) == 2
     error = capsys.readouterr().err
-    assert "activations take depends on its size and buckets" in error
+    assert "SANA is not counted for this model" in error
     assert "names no model" not in error
 
 
