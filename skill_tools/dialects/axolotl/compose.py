@@ -266,6 +266,7 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
         draft.section_may_be_set(DEEPSPEED)
     else:
         section.settle(draft)
+    section.take_accumulation(draft)
     top, inner = draft.get("fsdp_version"), draft.get("fsdp_config.fsdp_version")
     if (top is None or top.value is None) and inner is not None:
         draft.set_key("fsdp_version", inner.value, inner.written, inner.place)

@@ -24,6 +24,7 @@ _ZERO = f"{_PREFIX}zero_optimization"
 _STRICT = tuple(f"{_PREFIX}{section}." for section in ("zero_optimization", "compile", "bf16", "fp16"))
 _INTERVALS = (f"{_ZERO}.zenflow.select_interval", f"{_ZERO}.zenflow.update_interval")
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")  # TRAIN_BATCH_SIZE, which a script fills in
+_ACCUMULATION = "gradient_accumulation_steps"
 _MAY_BE_NULL = frozenset(
     {f"{_PREFIX}bf16", f"{_PREFIX}aio", f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"}
 )
@@ -87,6 +88,22 @@ def follow_or_settle(draft: Draft, key: str, folders: Sequence[Path]) -> None:
         draft.section_may_be_set(DEEPSPEED)
     else:
         settle(draft)
+
+
+def take_accumulation(draft: Draft) -> None:
+    """Give an accumulation that the section leaves to its Trainer the value of the Trainer's argument.
+
+    It says "auto", or cannot be read, and the Trainer refuses any other number than its own.
+    Source: transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.trainer_config_process.
+    """
+    key = f"{_PREFIX}{_ACCUMULATION}"
+    left, given = draft.get(key), draft.get(_ACCUMULATION)
+    if not draft.is_open(key) and (left is None or left.value != "auto"):
+        return
+    if draft.is_open(_ACCUMULATION):
+        draft.leave_open(key)
+    elif given is not None:
+        draft.set_key(key, given.value, given.written, given.place)
 
 
 def leave_open(draft: Draft, named: Setting) -> None:

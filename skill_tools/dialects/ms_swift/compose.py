@@ -296,6 +296,7 @@ def _follow(draft: Draft, folders: Sequence[Path]) -> None:
             _leave_open(draft, name)
         elif named is not None and named.value and not named.place.file.endswith(".json"):
             _write_named(draft, named, folders)
+    deepspeed.take_accumulation(draft)
     config = draft.get("--fsdp_config")
     if config is not None and isinstance(config.value, str):
         _write_named(draft, config._replace(key="fsdp_config"), folders)

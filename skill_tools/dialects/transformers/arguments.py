@@ -83,6 +83,7 @@ def settle(draft: Draft, folders: Sequence[Path]) -> None:
     if model is not None and isinstance(model.value, str):
         draft.model_name = model.value
     section.follow_or_settle(draft, DEEPSPEED, folders)
+    section.take_accumulation(draft)
     named = draft.get(FSDP_CONFIG)
     if named is not None and isinstance(named.value, str) and named.value:
         _follow_fsdp_config(draft, named, folders)

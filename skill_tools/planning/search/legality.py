@@ -107,7 +107,7 @@ class Judge:
         own = frozenset[str]().union(*map(_carrying_out, candidate.mechanisms))
         if not own:
             return LEGAL
-        laid = with_settings(self._config, {**_filled_in(self._config), **candidate.settings})
+        laid = with_settings(self._config, candidate.settings)
         linted = lint(laid, about=own, versions=self._versions)
         serious = _serious(laid.dialects().union(laid.shares))
         about = [finding for finding in linted.findings if own & set(finding.observed)]
@@ -126,13 +126,6 @@ class Judge:
                 if each.rule in serious
             ),
         )
-
-
-def _filled_in(config: Config) -> dict[str, object]:
-    """Return the values that a trainer fills into a section that it embeds: its own under the same name, for `auto`."""
-    automatic = (key for key, setting in config.settings.items() if setting.value == "auto")
-    own = {key: config.value(key.removeprefix(f"{config.owner(key)}.")) for key in automatic}
-    return {key: value for key, value in own.items() if isinstance(value, int)}
 
 
 @knowledge.derived
