@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from skill_tools.configs.config import Config, Place
+from skill_tools.configs.config import Config, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
@@ -28,6 +28,8 @@ _CONFIG_OPTION = "job.config_file"
 _OWN_FIELDS = frozenset({"custom_config_module", "custom_args_module"})
 _PROGRAM = re.compile(r"torchtitan\.train$|torchtitan/train\.py$|run_train\.sh$|torchtitan.*train\.py$")
 _OFFLOADS = ("training.enable_cpu_offload", "training.no_enable_cpu_offload")
+_DTYPES = {"torchtitan.training.dtype", "torchtitan.training.mixed_precision_param"}
+_OF_OPTIONS = ("bfloat16", "float32")  # float16, which the TOML may hold, is none of tyro's choices
 _A_SLIP = 0.9
 _SHAPES = {
     ("deepseek_v3", "671B"): "deepseek-v3",
@@ -145,11 +147,19 @@ def _write_option(draft: Draft, name: str, text: object, written: str, place: Pl
         key = draft.key(spelling)
         canonical = draft.canonical(spelling)
         kind = key.type_in(TORCHTITAN) if key is not None else "any"
+        draft.checks_each = _is_checked(draft.get(canonical), kind)
         draft.set_key(canonical, _value(kind, text, is_on=not is_off), written, place)
-        if expected := _refusal(kind, text):
+        if expected := _refusal(kind, text, canonical):
             draft.refuse_type(canonical, expected)
     elif "offload" in field or nearest(spelling, _OFFLOADS, likeness=_A_SLIP):
         draft.note_unknown(written, place)
+
+
+def _is_checked(earlier: Setting | None, kind: str) -> bool:
+    """Return whether an option that stood earlier has to fit: tyro converts only the last number."""
+    if earlier is None or not earlier.written.startswith("--"):
+        return False
+    return kind not in ("int", "float") or isinstance(earlier.value, bool)
 
 
 def _value(kind: str, text: object, *, is_on: bool) -> object:
@@ -170,8 +180,10 @@ def _value(kind: str, text: object, *, is_on: bool) -> object:
     return plain(as_omegaconf(documents[0])) if len(documents) == 1 else text
 
 
-def _refusal(kind: str, text: object) -> str | None:
-    """Return tyro's expectation: a switch takes no value, and anything else needs one."""
+def _refusal(kind: str, text: object, key: str) -> str | None:
+    """Return tyro's expectation: a switch takes no value, and anything else needs one, of its choices."""
+    if key in _DTYPES and isinstance(text, str) and text not in _OF_OPTIONS:
+        return " or ".join(_OF_OPTIONS)
     if kind == "bool" and isinstance(text, str):
         return "--section.field or --section.no_field, which take no value"
     return "a value after it" if kind in ("int", "float", "str") and text is None else None

@@ -34,7 +34,7 @@ INSTALLED = {
 UNPACKED = {
     "axolotl": ["0.18.0", "0.21.0"],
     "megatron-bridge": ["0.6.2"],
-    "torchtitan": ["0.2.0", "0.2.2"],
+    "torchtitan": ["0.2.0", "0.2.2", "0.3.0"],
     "torchtune": ["0.5.0", "0.6.1"],
 }
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -35,6 +35,7 @@ import ms_swift_commands  # noqa: E402
 import nemo_rl_commands  # noqa: E402
 import prime_rl_files  # noqa: E402
 import torchtitan_commands  # noqa: E402
+import torchtitan_options  # noqa: E402
 import torchtune_commands  # noqa: E402
 import trl_commands  # noqa: E402
 import verl_commands  # noqa: E402
@@ -201,6 +202,15 @@ PARSERS = {
         torchtitan_commands.TABLE,
         torchtitan_commands.ours,
         torchtitan_commands.agree,
+        _TRAINERS,
+    ),
+    "torchtitan-options": Parser(
+        "torchtitan_options",
+        {each: (f"torchtitan-{each}", *_TYRO) for each in ("0.3.0",)},
+        torchtitan_options.question,
+        torchtitan_options.TABLE,
+        torchtitan_options.ours,
+        torchtitan_options.agree,
         _TRAINERS,
     ),
     "ms-swift": Parser(

@@ -198,6 +198,14 @@ def torchtitan(question: dict[str, Any]) -> Any:
     return values_at(sections, NAMES)
 
 
+def torchtitan_options(question: dict[str, Any]) -> Any:
+    """torchtitan's `ConfigManager` from 0.3 on, over a function that returns a configuration: what the words set."""
+    import torchtitan_command
+    from torchtitan_options import NAMES
+
+    return torchtitan_command.run(_torchtitan_manager(), question["words"], NAMES)
+
+
 @lru_cache
 def _torchtitan_manager() -> Any:
     """Return the one manager of all questions: each new one adds a rule to the registry, which slows every question."""

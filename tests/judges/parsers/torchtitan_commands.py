@@ -19,8 +19,8 @@ TEXTS = ["activation_checkpoint.mode", "training.mixed_precision_param", "optimi
 NAMES = [*FLAGS, *WHOLE, *NUMBERS, *TEXTS]
 WORDS = [
     "true", "True", "false", "False", "TRUE", "yes", "no", "1", "0", "2", "8", "1e3", "1_000", "0x10", "010", "2.5",
-    "-1", "inf", "nan", "none", "None", "null", "full", "selective", "bfloat16", "float32", "AdamW", "", "auto", "+3",
-    " 3",
+    "-1", "inf", "nan", "none", "None", "null", "full", "selective", "bfloat16", "float16", "float32", "AdamW", "",
+    "auto", "+3", " 3",
 ]  # fmt: skip
 HELD = [
     "true",
@@ -35,6 +35,7 @@ HELD = [
     '"full"',
     '"none"',
     '"bfloat16"',
+    '"float16"',
     "inf",
     "[1]",
 ]
@@ -55,7 +56,7 @@ def question(random: Random) -> dict[str, Any]:
     for name in random.sample(NAMES, random.randint(0, 4)):
         section, _, field = name.partition(".")
         kind = random.random()
-        fitting = HELD[:2] if name in FLAGS else HELD[2:7] if name in (*WHOLE, *NUMBERS) else HELD[9:12]
+        fitting = HELD[:2] if name in FLAGS else HELD[2:7] if name in (*WHOLE, *NUMBERS) else HELD[9:13]
         value = random.choice(fitting if kind < 0.8 or name in FLAGS else HELD)
         sections.setdefault(section, []).append(f"{field} = {value}")
     text = _PROVEN + "".join(
@@ -63,15 +64,16 @@ def question(random: Random) -> dict[str, Any]:
     )
     words: list[str] = []
     for name in random.sample(NAMES, random.randint(0, 3)):
-        words += _option(random, name)
+        words += option(random, name, is_flag=name in FLAGS)
     return {"text": text, "words": words}
 
 
-def _option(random: Random, name: str) -> list[str]:
+def option(random: Random, name: str, *, is_flag: bool) -> list[str]:
+    """Return the words of one option, some of which the parser refuses; a flag mostly has no value."""
     kind, (section, _, field) = random.random(), name.partition(".")
     if random.random() < 0.3:
         field = field.replace("_", "-")
-    if name in FLAGS and kind < 0.8:
+    if is_flag and kind < 0.8:
         return [random.choice([f"--{section}.{field}", f"--{section}.no-{field}", f"--{section}.no_{field}"])]
     value = random.choice(WORDS)
     if kind < 0.5 and value and not value.startswith("-"):

@@ -10,9 +10,13 @@ from skill_tools.rules.lint import lint
 
 _ZERO = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
 _FILE = f'{{{_ZERO}, "gradient_accumulation_steps": "auto"}}'
-_OPTIONS = "--model_name_or_path a --output_dir b --per_device_train_batch_size 1 --gradient_accumulation_steps"
+_OPTIONS = (
+    "--model_name_or_path a --output_dir b --per_device_train_batch_size 1 --gradient_accumulation_steps"
+)
 _TRAINER = "model_name_or_path: a\ndataset_name: b\noutput_dir: c\nlearning_rate: 1.0e-5\nmax_steps: 9\n"
-_FACTORY = "stage: sft\nfinetuning_type: full\nmodel_name_or_path: a\ndataset: b\ntemplate: c\noutput_dir: d\n"
+_FACTORY = (
+    "stage: sft\nfinetuning_type: full\nmodel_name_or_path: a\ndataset: b\ntemplate: c\noutput_dir: d\n"
+)
 _AXOLOTL = "base_model: a\ndatasets: [{path: b, type: alpaca}]\nmicro_batch_size: 1\n"
 _FIELDS = "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
 _LAUNCHES = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
@@ -29,7 +33,10 @@ RUNS = {
         "a.sh": f"accelerate launch --config_file l.yaml train.py {_OPTIONS} STEPS\n",
         "l.yaml": _LAUNCHES + _FIELDS,
     },
-    "llama-factory": {"a.yaml": f"{_FACTORY}gradient_accumulation_steps: STEPS\ndeepspeed: ds.json\n", "ds.json": _FILE},
+    "llama-factory": {
+        "a.yaml": f"{_FACTORY}gradient_accumulation_steps: STEPS\ndeepspeed: ds.json\n",
+        "ds.json": _FILE,
+    },
     "axolotl": {"a.yaml": f"{_AXOLOTL}gradient_accumulation_steps: STEPS\ndeepspeed: ds.json\n", "ds.json": _FILE},
     "axolotl, its own file": {
         "a.yaml": f"{_AXOLOTL}gradient_accumulation_steps: STEPS\ndeepspeed: deepspeed_configs/zero2.json\n"
