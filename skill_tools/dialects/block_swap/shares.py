@@ -189,8 +189,8 @@ def _precision(config: Config) -> tuple[float, str]:
 
 def _named_precision(config: Config) -> str:
     if config.framework == ONETRAINER:
-        parts = (fields.text(config, name) for name in ("transformer.weight_dtype", "weight_dtype"))
-        return next((each.lower() for each in parts if each not in {None, "NONE"}), "float_32")
+        name = fields.text(config, "transformer.weight_dtype")
+        return "float_32" if name in {None, "NONE"} else str(name).lower()
     if config.framework == AI_TOOLKIT:
         if config.value("model.quantize"):
             return (fields.text(config, "model.qtype") or "float8").partition("|")[0].lower()
