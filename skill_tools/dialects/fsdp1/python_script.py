@@ -103,16 +103,26 @@ def _write_loop(draft: Draft, source: Source) -> None:
     for backward in _accumulating(source.module):
         draft.set_key("fsdp1.accumulates", True, "backward", _place(source, backward))
         break
-    for node in ast.walk(source.module):
-        if not isinstance(node, ast.Call):
-            continue
-        name = dotted_name(node.func)
+    calls = [node for node in ast.walk(source.module) if isinstance(node, ast.Call)]
+    for node in calls:
         if last_name(node.func) == "no_sync":
             draft.set_key("fsdp1.no_sync", True, "no_sync", _place(source, node))
-        elif last_name(node.func) == _CLIP and (name == _CLIP or "utils." in name):
+        elif _is_of_utils(node):
             draft.set_key("fsdp1.clips_by_utils", True, _CLIP, _place(source, node))
         elif last_name(node.func) in ("cuda", "to"):
             draft.set_key("fsdp1.moves_model", True, last_name(node.func), _place(source, node))
+    if "fsdp1.clips_by_utils" in draft and any(
+        last_name(node.func) == _CLIP and not _is_of_utils(node) for node in calls
+    ):
+        draft.leave_open(
+            "fsdp1.clips_by_utils"
+        )  # the wrapper clips by its method, and another model may be meant
+
+
+def _is_of_utils(call: ast.Call) -> bool:
+    """Return whether a call is that of torch.nn.utils, and not a method of the wrapper."""
+    name = dotted_name(call.func)
+    return last_name(call.func) == _CLIP and (name == _CLIP or "utils." in name)
 
 
 def _accumulating(module: ast.Module) -> Iterator[ast.Call]:

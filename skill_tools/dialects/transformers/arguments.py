@@ -92,10 +92,16 @@ def settle(draft: Draft, folders: Sequence[Path]) -> None:
 @lru_cache(maxsize=1024)
 def misspelt(name: str) -> tuple[str, ...]:
     """Return the arguments that `name`, which is none, looks like; a script may have arguments of its own."""
-    if len(name) < _LEAST_LETTERS:
+    if len(name) < _LEAST_LETTERS or _words().issuperset(name.split("_")):
         return ()
     alike = _alike(name, load_vocabulary(TRANSFORMERS).names)
     return tuple(sorted((known for known in alike if known.rstrip("s") != name.rstrip("s")), key=len))
+
+
+@lru_cache(maxsize=1)
+def _words() -> frozenset[str]:
+    """Return the words of which arguments are named; a name made of them is another one: `dataset_args`, `_kwargs`."""
+    return frozenset(word for known in load_vocabulary(TRANSFORMERS).names for word in known.split("_"))
 
 
 def _alike(name: str, names: frozenset[str]) -> Iterator[str]:

@@ -91,7 +91,9 @@ def _write_script(draft: Draft, source: Source) -> bool:
     end = program_end(command)
     programs = [command.words[end - 1].text] if end else _PROGRAM.findall(source.text)
     words = command.words[end:]
-    is_closed = all(map(_is_own, programs)) and _base_is_own(words)
+    package = next((_package(each) for each in programs), "")
+    fork = above(source.folder, f"{package}{CONFIGURATION}")
+    is_closed = all(map(_is_own, programs)) and _base_is_own(words) and (fork is not None or not package)
     if not is_closed:
         draft.may_be_set()
     is_ppo = bool(programs) and all(_PPO in program for program in programs)
@@ -99,7 +101,7 @@ def _write_script(draft: Draft, source: Source) -> bool:
     if is_closed:
         named = _option(words, "--config-name", "-cn")
         configuration = "ppo_trainer" if named is None else named.text.removesuffix(".yaml")
-        base = base_of(words, configuration, source.folder, source.release(VERL), is_ppo=is_ppo)
+        base = base_of(words, configuration, fork, source.release(VERL), is_ppo=is_ppo)
     _write_words(draft, words, source.name, base)
     return is_closed
 
@@ -109,9 +111,14 @@ def _is_own(program: str) -> bool:
     return bool(_OWN_PROGRAM.fullmatch(program.removesuffix(".py").replace("/", ".")))
 
 
+def _package(program: str) -> str:
+    """Return the folders of the package that has taken verl in, from a module of it: `a/` from `a.verl.trainer.x`."""
+    return program.partition("verl.trainer.")[0].replace(".", "/") if "/" not in program else ""
+
+
 def _knows(draft: Draft, word: str) -> bool:
     """Return whether a word speaks for a command of verl: one of its programs, or a key."""
-    return word.startswith(("verl.trainer.", "verl.experimental.")) or draft.accepts(word)
+    return word.startswith(("verl.trainer.", "verl.experimental.")) or _is_own(word) or draft.accepts(word)
 
 
 def in_open_mapping(written: str) -> bool:
@@ -187,7 +194,7 @@ def _write_override(draft: Draft, word: Argument, place: Place, base: Base | Non
         _write_choice(draft, word, written, place.file)
     elif not _is_taken(draft, sign, written):
         is_theirs = base is not None and word.resolved and _is_of_verl(written)
-        if base is not None and is_theirs and not _stands_in_checkout(written, base.folder):
+        if base is not None and is_theirs and not _stands_in(written, base.fork):
             draft.note_unknown(word.text.partition("=")[0], place)
     elif sign == "~":
         draft.remove(written)
@@ -210,15 +217,14 @@ def _is_of_verl(written: str) -> bool:
     return section in sections or bool(nearest(section, sections))
 
 
-def _stands_in_checkout(written: str, folder: Path | None) -> bool:
-    """Return whether the configuration of a checkout around `folder` has a key.
+def _stands_in(written: str, fork: Path | None) -> bool:
+    """Return whether the configuration of a fork has a key.
 
     Its files hold whole configurations or groups, so a file may have the key's last names alone.
     """
-    base = above(folder, CONFIGURATION)
     names = written.split(".")
-    return base is not None and any(
-        ".".join(names[start:]) in _paths_in(str(base)) for start in range(len(names))
+    return fork is not None and any(
+        ".".join(names[start:]) in _paths_in(str(fork)) for start in range(len(names))
     )
 
 

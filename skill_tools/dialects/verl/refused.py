@@ -14,7 +14,6 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.configs.config import Fault, Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.folder import above
 from skill_tools.configs.hydra import looks_like_override, parse_override
 from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
@@ -55,7 +54,7 @@ _CHECKED = re.compile(r"(?:fsdp_config|fsdp|megatron|veomni|torchtitan)\.\w+$") 
 
 
 class Base(NamedTuple):
-    """The configuration that overrides lie over, of verl itself or of a fork: a checkout around `folder`.
+    """The configuration that overrides lie over, of verl itself or of the `fork` whose files are here.
 
     `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
     nothing states it. `knows_values` says that the keys with a value in it are known. `removed` are the names
@@ -64,7 +63,7 @@ class Base(NamedTuple):
     """
 
     engine: str | None
-    folder: Path | None
+    fork: Path | None
     release: str | None
     knows_values: bool
     removed: set[str]
@@ -72,12 +71,11 @@ class Base(NamedTuple):
 
 
 def base_of(
-    words: Sequence[Argument], configuration: str, folder: Path | None, release: str | None, *, is_ppo: bool
+    words: Sequence[Argument], configuration: str, fork: Path | None, release: str | None, *, is_ppo: bool
 ) -> Base:
     """Return the base of a command, by the configuration that its options name; `is_ppo` says which program runs."""
-    is_fork = above(folder, CONFIGURATION) is not None
     engine = _engine(words, configuration)
-    return Base(engine, folder, None if is_fork else release, is_ppo and not is_fork, set(), set())
+    return Base(engine, fork, None if fork else release, is_ppo and fork is None, set(), set())
 
 
 def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool:
@@ -145,12 +143,11 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
         return False
     if _is_added(section[0] if sign else written.partition("=")[0], base) or section[0] in base.added:
         return False
-    fork = above(base.folder, CONFIGURATION)
-    if fork is None:
+    if base.fork is None:
         return True
     with suppress(UnusableInput):
         name = section[0].rpartition(".")[2]
-        return name not in load(fork / "actor" / f"{base.engine}_actor.yaml").text
+        return name not in load(base.fork / "actor" / f"{base.engine}_actor.yaml").text
     return False
 
 

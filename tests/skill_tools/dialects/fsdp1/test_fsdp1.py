@@ -67,7 +67,11 @@ def test_torchs_other_limits() -> None:
     assert not rules(EACH, ", sync_module_states=True, device_id=torch.cuda.current_device()")
     clip = f"{EACH}    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
     assert rules(clip) == {"fs1-clip-utils"}
-    assert not rules(f"{EACH}    model.clip_grad_norm_(1.0)\n")
+    own = "model.clip_grad_norm_(1.0)"
+    assert not rules(f"{EACH}    {own}\n")
+    utils = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    either = f"    if wrapped:\n        {own}\n    else:\n        {utils}\n"
+    assert not rules(f"{EACH}{either}")
 
 
 def test_what_is_another_is_refused() -> None:

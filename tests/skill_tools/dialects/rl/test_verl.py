@@ -152,6 +152,20 @@ def test_a_fork_that_is_vendored_one_folder_down_is_one_too(tmp_path: Path) -> N
     assert [each.written for each in read([script]).unknown] == ["trainer.other_switch"]
 
 
+def test_a_package_that_has_taken_verl_in_has_its_own_configuration(tmp_path: Path) -> None:
+    """Named by the program's module; without its files nothing is known of its keys."""
+    script = tmp_path / "recipes" / "run.sh"
+    script.parent.mkdir()
+    script.write_text(
+        "python3 -m mine.verl.trainer.main_ppo trainer.own_switch=True trainer.other_switch=True\n"
+    )
+    assert not read([script]).unknown
+    base = tmp_path / "mine" / "verl" / "trainer" / "config"
+    base.mkdir(parents=True)
+    (base / "ppo_trainer.yaml").write_text("trainer: {own_switch: false}\n")
+    assert [each.written for each in read([script]).unknown] == ["trainer.other_switch"]
+
+
 def test_a_stated_release_has_its_own_keys() -> None:
     for release, section, is_there in (
         ("0.7.1", "critic.model.fsdp_config", True),

@@ -194,7 +194,8 @@ def test_a_script_with_several_objects_asks_for_one() -> None:
 
 def test_a_slip_is_told_from_a_scripts_own_argument() -> None:
     config = read_text(
-        RECIPE + "gradient_acumulation_steps: 2\nuse_lora: true\nmy_own_thing: 1\n", "config.yaml"
+        RECIPE + "gradient_acumulation_steps: 2\nuse_lora: true\nmy_own_thing: 1\ndataset_args: a\n",
+        "config.yaml",
     )
     assert [unknown.written for unknown in config.unknown] == ["gradient_acumulation_steps"]
 
