@@ -21,8 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -74,7 +72,7 @@ QUIET = re.compile(r": no failure in this log$", re.MULTILINE)
 
 def load() -> list[dict[str, Any]]:
     """Return the reports."""
-    entries: list[dict[str, Any]] = yaml.safe_load((HERE / "reports.yaml").read_text(encoding="utf-8"))
+    entries: list[dict[str, Any]] = knowledge.load_yaml_file(HERE / "reports.yaml")
     return entries
 
 

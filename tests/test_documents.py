@@ -32,7 +32,7 @@ def fences(language: str) -> list[tuple[str, str]]:
     found = []
     for page in pages_with_blocks(ROOT):
         text = re.sub(r"\A---\n.*?\n---\n", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for token in MarkdownIt("commonmark").parse(text):
+        for token in MarkdownIt("commonmark").disable("inline").parse(text):
             if token.type == "fence" and token.info == language:
                 found.append((page.relative_to(ROOT).as_posix(), token.content))
     return found

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 from axolotl_releases import FOLDER, installed
+from for_each import for_each
 from shipped import RULES
 
 from skill_tools.rules.knowledge import Rule
@@ -65,7 +66,7 @@ def says(version: str, quoted: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("rule", QUOTING, ids=lambda rule: rule.id)
+@for_each(QUOTING, lambda rule: rule.id)
 def test_a_quoted_text_is_in_exactly_the_releases_of_its_rule(rule: Rule) -> None:
     if not installed():
         pytest.skip("needs released Axolotl sources: make test-axolotl")

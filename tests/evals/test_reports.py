@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-import pytest
+from for_each import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def test_at_most_four_are_that_count_are_of_one_repository() -> None:
     assert len(counted) >= 40
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry["id"]))
+@for_each(ENTRIES, lambda entry: entry["id"])
 def test_the_answer_is_as_good_as_it_was(entry: dict[str, object]) -> None:
     assert REPORTS.grade(entry, REPORTS.answer(entry)) == LACKING.get(str(entry["id"]), "right")
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from for_each import for_each
 
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
@@ -37,7 +38,7 @@ def test_every_task_is_graded() -> None:
     assert sorted(CHECKS) == sorted(task["id"] for task in TASKS)
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
+@for_each(TASKS, lambda task: task["id"])
 def test_a_task_has_its_files_and_says_what_to_write(task: dict[str, Any]) -> None:
     for name in task["files"]:
         assert (EVALS / name).is_file()
@@ -115,7 +116,7 @@ def test_a_sound_file_lints_clean(task: str) -> None:
         assert main(["lint", *(str(EVALS / name) for name in files)]) == 0
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task["id"])
+@for_each(TASKS, lambda task: task["id"])
 def test_a_task_names_the_script_that_solves_it_or_none(task: dict[str, Any]) -> None:
     script = task["expected_script"]
     assert script is None or (root() / script).is_file()

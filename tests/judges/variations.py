@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1])]
 
 from conditions_changed import changes as changes_of  # noqa: E402
 from conditions_changed import constants, leaves  # noqa: E402
+from shipped import KEYS, RULES  # noqa: E402
 
-from skill_tools.configs.keys import load_keys_yaml  # noqa: E402
 from skill_tools.configs.source import Source  # noqa: E402
 from skill_tools.dialects.read import read, read_sources  # noqa: E402
 from skill_tools.rules.conditions import Condition, build  # noqa: E402
-from skill_tools.rules.knowledge import Rule, load_rules_yaml  # noqa: E402
+from skill_tools.rules.knowledge import Rule  # noqa: E402
 from skill_tools.rules.operations import UNKNOWN  # noqa: E402
 from skill_tools.rules.values import Scope  # noqa: E402
 from skill_tools.rules.versions import resolve  # noqa: E402
 
 FILE = HERE / "variations.json"
-KEYS = {key.name: key for key in load_keys_yaml()}
 SAMPLES = 400
 Values = dict[str, Any]
 
@@ -136,7 +135,7 @@ def pool(rule: Rule, name: str) -> list[Any]:
 
 
 def main(again: list[str]) -> None:
-    rules = {rule.id: rule for rule in load_rules_yaml() if rule.when}
+    rules = {rule.id: rule for rule in RULES if rule.when}
     records = recorded()
     for identifier in again or sorted(rules.keys() - records.keys()):
         found = record(rules[identifier]) if identifier in rules else None

@@ -1,31 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules with their examples, as their files are now, and what a lint of an example says."""
 
-import yaml
+from shipped import RULES
 
-from skill_tools.bundle import knowledge_path
 from skill_tools.configs.config import Config
-from skill_tools.configs.keys import load_keys_yaml
 from skill_tools.configs.source import Source
 from skill_tools.dialects.read import read, read_sources
 from skill_tools.rules.finding import LintResult, Severity
-from skill_tools.rules.knowledge import Rule, rules_from_data
+from skill_tools.rules.knowledge import Rule
 
-KEYS = {key.name: key for key in load_keys_yaml()}
-
-
-def load() -> tuple[Rule, ...]:
-    """All rules of the files that can be read; a broken file has its own failure in test_rule_files."""
-    entries = []
-    for path in sorted(knowledge_path("rules").glob("*.yaml")):
-        try:
-            entries += yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or []
-        except yaml.YAMLError:
-            continue
-    return rules_from_data(entries)
-
-
-RULES = load()
 # An example is a rule and one of its frameworks.
 CASES = [(rule, framework) for rule in RULES for framework in rule.examples]
 

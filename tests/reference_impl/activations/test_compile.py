@@ -4,7 +4,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._dynamo import compiled_autograd
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.verification.model import Decoder, DecoderShape
@@ -85,6 +84,8 @@ def test_whole_graphs_of_blocks_inside_are_served(trainee):
 
 @pytest.mark.slow
 def test_compiled_autograd_fetches_what_was_saved():
+    from torch._dynamo import compiled_autograd  # as long to import as the test takes
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

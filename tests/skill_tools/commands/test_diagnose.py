@@ -5,6 +5,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from for_each import for_each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,10 +69,9 @@ def test_a_framework_error_names_its_rule_and_line(
 TEMPLATES = [(rule, template) for rule in load_rules() for template in rule.raises]
 
 
-@pytest.mark.parametrize(
-    ("rule", "template"), TEMPLATES, ids=[f"{rule.id}-{i}" for i, (rule, _) in enumerate(TEMPLATES)]
-)
-def test_every_text_that_a_rule_quotes_is_found_again(rule: Rule, template: str) -> None:
+@for_each(TEMPLATES, lambda quoted: f"{quoted[0].id} {quoted[1]!r}")
+def test_every_text_that_a_rule_quotes_is_found_again(quoted: tuple[Rule, str]) -> None:
+    rule, template = quoted
     text = "iteration 1\n" + template.replace("{..}", "[7, 'x']") + "\nafterwards\n"
     errors = known_errors.find(log(text), broken=[rule.id])
     assert rule.id in {each.id for error in errors for each in error.rules}

@@ -6,17 +6,19 @@ import re
 import pytest
 from for_each import for_each
 from packaging.specifiers import SpecifierSet
+from shipped import KEY_ENTRIES
+from shipped import KEYS as KEYS_BY_NAME
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.keys import Key, key_table, keys_from_data, load_keys_yaml
+from skill_tools.configs.keys import Key, key_table, keys_from_data
 from skill_tools.configs.values import typed
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects import registry
 
 FRAMEWORKS = [dialect.name for dialect in registry.with_files()]
 
-KEYS = load_keys_yaml()
+KEYS = tuple(KEYS_BY_NAME.values())
 TABLE = key_table(KEYS)
 FIELDS = {
     "key", "mechanism", "type", "unit", "choices", "spelling", "aliases", "default", "recipe_sets", "exists", "implies",
@@ -49,7 +51,7 @@ def test_every_offload_key_is_there_once() -> None:
     assert set(names) >= OFFLOAD_KEYS
 
 
-@for_each(knowledge.load_keys(), lambda entry: entry["key"])
+@for_each(KEY_ENTRIES, lambda entry: entry["key"])
 def test_an_entry_says_nothing_that_is_not_read(entry: dict[str, object]) -> None:
     assert set(entry) <= FIELDS
     types = entry["type"]

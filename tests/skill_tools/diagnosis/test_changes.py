@@ -4,10 +4,11 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
+from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.configs.keys import load_keys
@@ -40,6 +41,7 @@ _CODE = re.compile(
 )  # a command, a call: torch's own interface, which is nobody's configuration
 
 
+@cache
 def spelled_in(dialect: str) -> set[str]:
     """Every name that a user of a dialect may write, and the last part of each."""
     names = {
@@ -60,7 +62,7 @@ def embedded(dialect: str) -> tuple[str, ...]:
     return registry.named(dialect).embeds
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@for_each(DIALECTS)
 def test_no_message_tells_a_user_another_framework_s_key(dialect: str) -> None:
     own = spelled_in(dialect)
     everywhere = {name for other in DIALECTS for name in spelled_in(other)}
@@ -73,8 +75,9 @@ def test_no_message_tells_a_user_another_framework_s_key(dialect: str) -> None:
             assert not foreign, (entry["id"], text)
 
 
-@pytest.mark.parametrize(("change", "dialect"), FORMS)
-def test_each_setting_is_one_that_the_framework_s_lint_accepts(change: str, dialect: str) -> None:
+@for_each(FORMS)
+def test_each_setting_is_one_that_the_framework_s_lint_accepts(form: tuple[str, str]) -> None:
+    change, dialect = form
     settings = load_changes()[change].settings[dialect]
     of = registry.named(dialect)
     for key, value in settings.items():

@@ -5,6 +5,7 @@ import json
 
 import jsonschema
 import pytest
+from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.bundle import schema_path
@@ -42,7 +43,7 @@ def test_there_are_sixty_messages_of_every_kind() -> None:
     assert set(messages.ORDER) == set(KINDS)
 
 
-@pytest.mark.parametrize("entry", FILE, ids=lambda entry: str(entry["id"]))
+@for_each(FILE, lambda entry: entry["id"])
 def test_each_is_found_in_its_example_and_says_what_to_change(entry: dict[str, str]) -> None:
     """A notice that needs a mechanism, and chatter, are no answer by themselves."""
     text = f"some line\n{entry['example']}\nanother\n"

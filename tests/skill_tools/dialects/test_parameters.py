@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+from for_each import for_each
 
 from skill_tools.dialects import parameters
 from skill_tools.planning.model import known_models
 
 
-@pytest.mark.parametrize("name", sorted(known_models.entries()))
+@for_each(known_models.entries())
 def test_counted_parameters_are_the_published_total(name: str) -> None:
     published = known_models.entries()[name]["parameters"]
     assert parameters.model(known_models.shape(name)).total == pytest.approx(published, rel=1e-5)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From any input to one configuration: detection, composition, bad input, and the files of real projects."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
+from for_each import for_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -118,21 +120,14 @@ def test_an_empty_file_is_called_empty() -> None:
         read_text(" \n", "x.yaml")
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "- 1\n- 2\n",
-        "just text\n",
-        "a: 1\n---\nb: 2\n",
-        "a: [",
-        "{",
-        "? [a]\n: b\n",
-        "\t",
-        "%YAML 9\n---\na: 1",
-    ],
-)
-def test_yaml_that_is_no_configuration(text: str, framework: str) -> None:
+NO_CONFIGURATIONS = [
+    "- 1\n- 2\n", "just text\n", "a: 1\n---\nb: 2\n", "a: [", "{", "? [a]\n: b\n", "\t", "%YAML 9\n---\na: 1",
+]  # fmt: skip
+
+
+@for_each(product(FRAMEWORKS, NO_CONFIGURATIONS))
+def test_yaml_that_is_no_configuration(asked: tuple[str, str]) -> None:
+    framework, text = asked
     try:
         config, refusal = read_text(text, "x.yaml", framework=framework), ""
     except UnusableInput as error:

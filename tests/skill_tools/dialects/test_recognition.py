@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from for_each import for_each
 
 from skill_tools.__main__ import main
 from skill_tools.configs.source import Kind, Source, load
@@ -77,7 +78,7 @@ LOOK_ALIKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
+@for_each(LOOK_ALIKES)
 def test_what_looks_alike_is_refused(name: str) -> None:
     with pytest.raises(
         Unrecognised, match="no training configuration that is known; expected proof of one"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
+from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
@@ -49,14 +49,14 @@ def test_nearly_every_fault_is_reported() -> None:
     assert 100 * reported >= LEAST_OF_A_HUNDRED * len(FAULTS)
 
 
-@pytest.mark.parametrize("base", DATA["bases"])
+@for_each(DATA["bases"])
 def test_without_the_fault_nothing_is_said(base: str) -> None:
     reading = read(DATA["bases"][base]["text"], base)
     assert reading.dialect.name == base or base.startswith(f"{reading.dialect.name}-") or "megatron" in base
     assert [finding.message for finding in linted(reading)] == []
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=named)
+@for_each(FAULTS, named)
 def test_a_fault_is_reported_on_its_line(fault: dict[str, Any]) -> None:
     text = injected(fault)
     reading = read(text, fault["base"])
@@ -67,7 +67,7 @@ def test_a_fault_is_reported_on_its_line(fault: dict[str, Any]) -> None:
     assert all(finding.next for finding in told)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=named)
+@for_each(FAULTS, named)
 def test_the_way_out_of_a_fault_is_clean(fault: dict[str, Any]) -> None:
     reading = read(injected(fault), fault["base"])
 

@@ -4,6 +4,7 @@
 import json
 
 import pytest
+from for_each import for_each
 
 from skill_tools.__main__ import main
 from skill_tools.dialects.pytorch import candidates as pytorch_candidates
@@ -236,7 +237,7 @@ def test_states_are_placed_only_where_layers_have_to_stream(capsys: pytest.Captu
             assert found["recommendation"]["option"]["memory"]["device_bytes"] > 0.93 * 16 * 2**30
 
 
-@pytest.mark.parametrize("hundredths", range(101))
+@for_each(range(101))
 def test_what_streams_is_never_less_than_nothing(hundredths: int) -> None:
     """Where the CPU updates all that does not stay."""
     resident = hundredths / 100

@@ -12,26 +12,31 @@ from skill_tools.rules.index import is_stale
 from skill_tools.rules.knowledge import Rule, load_rules
 
 RULES = load_rules()
-PAGES = rule_pages()
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """Every page: a second of work."""
+    return rule_pages()
 
 
 def test_the_index_is_not_stale() -> None:
     assert not is_stale(), "run: offload card render"
 
 
-def test_the_pages_are_one_a_rule_an_index_and_the_coverage() -> None:
-    assert set(PAGES) == {f"{rule.id}.md" for rule in RULES} | {"README.md", "coverage.md"}
+def test_the_pages_are_one_a_rule_an_index_and_the_coverage(pages: dict[str, str]) -> None:
+    assert set(pages) == {f"{rule.id}.md" for rule in RULES} | {"README.md", "coverage.md"}
 
 
-def test_links_between_the_pages_resolve(tmp_path: Path) -> None:
-    assert write_rule_pages(tmp_path) == len(PAGES)
+def test_links_between_the_pages_resolve(pages: dict[str, str], tmp_path: Path) -> None:
+    assert write_rule_pages(tmp_path) == len(pages)
     problems = [problem for path in tmp_path.iterdir() for problem in page_problems(path, tmp_path, {})]
     assert not [problem for problem in problems if "link to" in problem]
 
 
-def test_explain_prints_the_same_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_the_same_page(pages: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "la-pp"]) == 0
-    assert capsys.readouterr().out == PAGES["la-pp.md"]
+    assert capsys.readouterr().out == pages["la-pp.md"]
 
 
 @for_each(RULES, lambda rule: rule.id)

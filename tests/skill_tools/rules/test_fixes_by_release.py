@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 import pytest
 import yaml
 from for_each import for_each
-from rule_examples import CASES, KEYS, RULES, config_of, name_of, serious
+from rule_examples import CASES, config_of, name_of, serious
+from shipped import KEYS, RULES
 
 from skill_tools.configs.config import Config
 from skill_tools.knowledge import index

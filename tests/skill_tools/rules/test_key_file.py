@@ -5,12 +5,11 @@ import json
 from collections import Counter
 
 import jsonschema
+from shipped import KEY_ENTRIES
 
 from skill_tools.bundle import schema_path
-from skill_tools.knowledge import load_keys
 
 SCHEMA = json.loads(schema_path("keys").read_text(encoding="utf-8"))
-ENTRIES = load_keys()
 
 
 def test_the_schema_is_a_schema() -> None:
@@ -19,16 +18,18 @@ def test_the_schema_is_a_schema() -> None:
 
 def test_the_file_keeps_the_schema() -> None:
     problems = [
-        f"{ENTRIES[error.path[0]].get('key')}: {'/'.join(map(str, error.path))}: {error.message[:200]}"
-        for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(ENTRIES)
+        f"{KEY_ENTRIES[error.path[0]].get('key')}: {'/'.join(map(str, error.path))}: {error.message[:200]}"
+        for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(KEY_ENTRIES)
     ]
     assert not problems, "\n".join(problems)
 
 
 def test_keys_and_spellings_are_unique() -> None:
-    names = Counter(entry["key"] for entry in ENTRIES)
+    names = Counter(entry["key"] for entry in KEY_ENTRIES)
     spellings = Counter(
-        (dialect, spelling) for entry in ENTRIES for dialect, spelling in entry.get("spelling", {}).items()
+        (dialect, spelling)
+        for entry in KEY_ENTRIES
+        for dialect, spelling in entry.get("spelling", {}).items()
     )
     assert [name for name, count in (names + spellings).items() if count > 1] == []
 
@@ -37,7 +38,7 @@ def test_a_default_that_is_a_number_is_no_text() -> None:
     """YAML takes `1e-08` for a text, which equals no number."""
     texts = [
         entry["key"]
-        for entry in ENTRIES
+        for entry in KEY_ENTRIES
         for default in entry.get("default", {}).values()
         if entry["type"] in ("int", "float") and isinstance(default, str)
     ]

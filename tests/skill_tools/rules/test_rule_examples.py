@@ -6,7 +6,8 @@ is seen at once.
 """
 
 from for_each import for_each
-from rule_examples import CASES, KEYS, RULES, config_of, name_of, serious
+from rule_examples import CASES, config_of, name_of, serious
+from shipped import KEYS, RULES
 
 from skill_tools.configs.config import Config
 from skill_tools.configs.source import Source

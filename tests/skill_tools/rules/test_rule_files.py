@@ -9,16 +9,16 @@ from typing import Any
 import jsonschema
 import yaml
 from for_each import for_each
+from shipped import KEY_ENTRIES
 
 from skill_tools.bundle import knowledge_path, schema_path
 from skill_tools.dialects import registry
-from skill_tools.knowledge import load_keys
 from skill_tools.rules.conditions import parse
 from skill_tools.rules.grammar import ConditionError, text_of, tree_of
 from skill_tools.rules.knowledge import read_rule_files
 
 SCHEMA = json.loads(schema_path("rules").read_text(encoding="utf-8"))
-KNOWN = {entry["key"] for entry in load_keys()}
+KNOWN = {entry["key"] for entry in KEY_ENTRIES}
 
 each_file = for_each(sorted(knowledge_path("rules").glob("*.yaml")), lambda path: path.stem)
 
@@ -93,7 +93,7 @@ def test_facts_name_registered_dialects() -> None:
     known = {*registry.names(), "default", "negative"}
     of_keys = {
         (entry["key"], name)
-        for entry in load_keys()
+        for entry in KEY_ENTRIES
         for part in ("spelling", "aliases", "default", "type")
         if isinstance(entry.get(part), dict)
         for name in entry[part]

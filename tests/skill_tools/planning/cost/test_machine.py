@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
+from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.errors import UnusableInput
@@ -9,7 +10,7 @@ from skill_tools.planning.model import known_models
 DATA = knowledge.index()["hardware"]
 
 
-@pytest.mark.parametrize("name", DATA["gpus"])
+@for_each(DATA["gpus"])
 def test_every_known_gpu_has_a_source_and_a_host_with_one(name: str) -> None:
     entry = DATA["gpus"][name]
     assert entry["source"]
@@ -22,7 +23,7 @@ def test_every_known_gpu_has_a_source_and_a_host_with_one(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", known_models.entries())
+@for_each(known_models.entries())
 def test_every_known_model_has_a_source(name: str) -> None:
     assert known_models.entries()[name]["source"]
 
