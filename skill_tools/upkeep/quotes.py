@@ -19,6 +19,7 @@ from skill_tools.rules.versions import admits
 
 _JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
 _CITED = ("msg", "src")
+_SCRIPT = "__main__"  # the symbol of what runs where a file is the program
 
 
 class Citation(NamedTuple):
@@ -137,6 +138,8 @@ def _has_symbol(text: str, symbol: str) -> bool:
                 names.add(node.id)
             elif isinstance(node, ast.Attribute):
                 names.add(node.attr)
+            elif isinstance(node, ast.Constant) and node.value == _SCRIPT:
+                names.add(_SCRIPT)
     except (SyntaxError, ValueError, RecursionError):
         return True
     parts = re.findall(r"\w+", symbol.partition(",")[0].partition(" ")[0])

@@ -25,7 +25,12 @@ _DAMAGED = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError,
     EOFError, OSError, RuntimeError, NotImplementedError,
 )  # fmt: skip
-_LAYOUTS = ("src", "lib")  # folders of a source tree that hold packages and are none
+_LAYOUTS = (
+    "src",
+    "lib",
+    "purelib",
+    "platlib",
+)  # folders of a source tree or wheel that hold packages and are none
 
 
 def read_release(package: str, release: str, source: Path | None) -> dict[str, str]:

@@ -27,7 +27,7 @@ WATCHED = ROOT / "skill_tools" / "knowledge" / "upstream.yaml"
 PACKAGES = (
     "transformers", "trl", "peft", "accelerate", "deepspeed", "axolotl", "megatron-core", "megatron-bridge",
     "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning", "nemo-automodel", "simpletuner",
-    "oumi", "veomni", "maxtext",
+    "oumi", "veomni", "maxtext", "unsloth", "openrlhf", "torchao", "skyrl", "areal",
 )  # fmt: skip
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 PYTHON = "3.12"  # some releases have no wheel for an older one

@@ -217,3 +217,20 @@ def test_nothing_of_a_release_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     path = wheel(tmp_path, {"deepspeed/__init__.py": bomb, "setup.py": bomb})
     report(["deepspeed==1.0", str(path)], capsys)
     assert not mark.exists()
+
+
+def test_the_part_of_a_file_that_is_the_program_is_a_symbol() -> None:
+    program = "import sys\nif __name__ == '__main__':\n    sys.exit('no sleep')\n"
+    assert quotes._has_symbol(program, "__main__")
+    assert not quotes._has_symbol("import sys\n", "__main__")
+
+
+def test_a_wheel_whose_package_lies_under_data_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = wheel(
+        tmp_path,
+        {"deepspeed-1.0.data/purelib/deepspeed/config.py": NEW, "deepspeed-1.0.dist-info/METADATA": ""},
+    )
+    names = {each["name"] for each in report(["deepspeed==1.0", str(path)], capsys)["unknown"]}
+    assert "RunConfig.offload_nvme" in names
