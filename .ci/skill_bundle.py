@@ -38,6 +38,7 @@ LEFT_OUT = (
         for name in ("blocks", "configuration", "documents", "measurements", "references")
     ),
     "skill_tools/reports/checkout.py",
+    "skill_tools/reports/rule_folder.py",
     # What maintainers compare releases with: `offload knowledge`, which says so.
     "skill_tools/upkeep",
     "skill_tools/rules/index.py",

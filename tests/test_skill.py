@@ -14,7 +14,7 @@ import yaml
 
 import skill_tools
 from skill_tools.bundle import root
-from skill_tools.reports.rule_pages import rule_pages
+from skill_tools.reports.rule_folder import rule_pages
 
 ROOT = root()
 SKILL = (ROOT / "SKILL.md").read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 import cpu_offloading
 from skill_tools.knowledge import load_yaml
-from skill_tools.reports.rule_pages import rule_pages
+from skill_tools.reports.rule_folder import rule_pages
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # [text](path) and ![text](path), not of another site or of a heading of the same page.

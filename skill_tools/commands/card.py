@@ -80,7 +80,7 @@ def _render(top: Path) -> int:
 
 
 def _pages(top: Path) -> int:
-    from skill_tools.reports.rule_pages import write_rule_pages
+    from skill_tools.reports.rule_folder import write_rule_pages
 
     folder = top / "docs" / "rules"
     print(f"wrote {write_rule_pages(folder)} pages to {folder.relative_to(top)}/")

@@ -19,7 +19,7 @@ from skill_tools.rules.versions import admits
 
 _JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
 _CITED = ("msg", "src")
-_SCRIPT = "__main__"  # the symbol of what runs where a file is the program
+_SCRIPT = "__main__"  # the symbol of the part that runs where a file is the program
 
 
 class Citation(NamedTuple):

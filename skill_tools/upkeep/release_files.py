@@ -92,7 +92,7 @@ def _folder(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _archive(source: Path) -> dict[str, str] | None:
-    """Return the files of a zip or tar archive, None for what is neither."""
+    """Return the files of a zip or tar archive, None for any other file."""
     try:
         if zipfile.is_zipfile(source):
             return dict(_zip(source))

@@ -10,7 +10,7 @@ from skill_tools import bundle
 from skill_tools.__main__ import main
 from skill_tools.commands import card
 from skill_tools.reports.checkout import pages_with_blocks
-from skill_tools.reports.rule_pages import rule_pages
+from skill_tools.reports.rule_folder import rule_pages
 
 ROOT = bundle.root()
 

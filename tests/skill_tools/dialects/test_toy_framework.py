@@ -22,7 +22,7 @@ from skill_tools.dialects.candidates import OPTIMIZER, OPTIMIZER_LABEL, Advice, 
 from skill_tools.dialects.layout import Layout
 from skill_tools.dialects.run import Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.reports.rule_pages import families
+from skill_tools.reports.rule_folder import families
 from skill_tools.rules.knowledge import load_rules
 
 DATA = {

@@ -3,7 +3,7 @@
 
 from shipped import RULES
 
-from skill_tools.reports.rule_pages import coverage_page, load_coverage, load_inventory
+from skill_tools.reports.rule_folder import coverage_page, load_coverage, load_inventory
 
 INVENTORY = load_inventory()
 REASONS = load_coverage()

@@ -7,7 +7,8 @@ from markdown_it import MarkdownIt
 
 from skill_tools.__main__ import main
 from skill_tools.card.documents import page_problems
-from skill_tools.reports.rule_pages import index_page, page, rule_pages, write_rule_pages
+from skill_tools.reports.rule_folder import index_page, rule_pages, write_rule_pages
+from skill_tools.reports.rule_pages import page
 from skill_tools.rules.index import is_stale
 from skill_tools.rules.knowledge import Rule, load_rules
 
