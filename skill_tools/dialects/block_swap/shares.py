@@ -214,6 +214,8 @@ def _assumptions(config: Config, trainer: _Trainer, one_parameter: int, note: st
     yield f"a LoRA's parameter takes {one_parameter} bytes: weight, gradient and moments"
     if config.framework == AI_TOOLKIT:
         yield "each Linear leaves with this chance, so that a run may keep a few percent more or less"
+    if config.value("simpletuner.enable_group_offload"):
+        yield "enable_group_offload, which SimpleTuner has before 4.9 alone, is not counted"
     yield "text encoders and VAE are off the GPU, their outputs cached"
     if config.value(trainer.checkpointing) is False:
         yield "the input turns gradient checkpointing off, without which activations take several times as much"

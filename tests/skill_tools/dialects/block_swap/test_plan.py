@@ -94,6 +94,8 @@ def test_rules_refuse_more_blocks_than_the_answer_allows(command: str) -> None:
         ("flux.2-klein-9b", 9_078_581_248),
         ("flux.2-klein-4b", 3_875_544_576),
         ("z-image", 6_154_908_736),
+        ("chroma", 8_899_983_424),
+        ("krea-2", 12_820_073_036),
     ],
 )
 def test_a_model_is_its_blocks_and_the_rest(model: str, parameters: int) -> None:

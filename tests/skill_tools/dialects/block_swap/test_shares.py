@@ -78,6 +78,8 @@ def test_onetrainer_keeps_what_its_own_strategy_keeps(
         ("QWEN", "", "FLOAT_8", "24GiB", 0.1),
         ("Z_IMAGE", "", "FLOAT_8", "8GiB", 0.6),
         ("Z_IMAGE", "", "FLOAT_8", "16GiB", 0.0),
+        ("CHROMA_1", "", "FLOAT_8", "16GiB", 0.0),
+        ("KREA_2", "", "INT_W8A8", "16GiB", 0.3),
     ],
 )
 def test_the_answer_is_near_to_onetrainers_presets(
