@@ -116,7 +116,7 @@ def of_config(config: Config) -> LayerShare | BlockSwap:
         trained = family or "a family that the input does not name"
         whole = f"only a LoRA is counted, not {method or 'a whole model'}"
         raise UnusableInput(
-            f"{trained} is not counted for this model" if is_lora else whole,
+            f"the sizes of {trained} are not counted" if is_lora else whole,
             expected=f"a LoRA of one of {families}{_left_out(config)}",
             attempt=f"{COMMAND} plan with one of these",
         )
@@ -214,6 +214,8 @@ def _assumptions(config: Config, trainer: _Trainer, one_parameter: int, note: st
     yield f"a LoRA's parameter takes {one_parameter} bytes: weight, gradient and moments"
     if config.framework == AI_TOOLKIT:
         yield "each Linear leaves with this chance, so that a run may keep a few percent more or less"
+    if fields.text(config, "--lora_type") == "lycoris":
+        yield "a LyCORIS adapter is counted as a LoRA of this rank"
     if config.value("simpletuner.enable_group_offload"):
         yield "enable_group_offload, which SimpleTuner has before 4.9 alone, is not counted"
     yield "text encoders and VAE are off the GPU, their outputs cached"

@@ -143,6 +143,8 @@ def _assumptions(config: Config, moments: int, note: str) -> Iterator[str]:
         yield "text encoders are off the GPU, which takes --cache_text_encoder_outputs: the input lacks it"
     else:
         yield "text encoders and VAE are off the GPU, their outputs cached"
+    if "lycoris" in (fields.text(config, "--network_module") or ""):
+        yield "a LyCORIS adapter is counted as a LoRA of this rank"
     if not fields.flag(config, "gradient_checkpointing"):
         yield "the input lacks --gradient_checkpointing, without which activations take several times as much"
     for key in sorted(_READ & config.unresolved):

@@ -174,7 +174,7 @@ def test_where_there_is_no_plan_no_model_is_asked_for(
     (tmp_path / "job.json").write_text('{"training_method": "LORA", "model_type": "SANA"}', encoding="utf-8")
     assert main(["plan", str(tmp_path / "job.json")]) == 2
     error = capsys.readouterr().err
-    assert "SANA is not counted for this model" in error
+    assert "the sizes of SANA are not counted" in error
     assert "names no model" not in error
 
 

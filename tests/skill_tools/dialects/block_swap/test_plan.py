@@ -150,6 +150,11 @@ def test_counted_activations_are_not_stated(capsys: pytest.CaptureFixture[str]) 
     assert "--activation-memory for a run whose activations are counted" in capsys.readouterr().err
 
 
+def test_another_adapter_is_counted_as_a_lora_and_said() -> None:
+    swap = swap_of(FLUX.replace("networks.lora_flux", "lycoris.kohya"))
+    assert "a LyCORIS adapter is counted as a LoRA of this rank" in swap.run.assumptions
+
+
 def test_a_value_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(tmp_path, f"{QWEN} --network_dim $RANK", "--gpu-memory", "24GiB") == 0
     assert "--network_dim is set to what cannot be read here" in capsys.readouterr().out

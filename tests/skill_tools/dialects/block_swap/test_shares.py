@@ -178,12 +178,12 @@ def test_the_answer_says_what_the_input_has_and_follows_the_schema(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (onetrainer("SANA"), "SANA is not counted for this model"),
+        (onetrainer("SANA"), "the sizes of SANA are not counted"),
         (onetrainer("QWEN").replace("LORA", "FINE_TUNE"), "only a LoRA is counted, not FINE_TUNE"),
         (onetrainer("QWEN", weights="GGUF"), "the size of GGUF weights is that of their file"),
         (ai_toolkit("flux"), "FLUX.1, SD3 and SDXL keep their layers on the GPU"),
         (simpletuner("flux", model_type="full"), "only a LoRA is counted, not full"),
-        (simpletuner("wan", model_flavour="vace-14b-2.1"), "wan is not counted for this model"),
+        (simpletuner("wan", model_flavour="vace-14b-2.1"), "the sizes of wan are not counted"),
         (onetrainer("QWEN", offload_fraction="much"), "transformer.offload_fraction"),
     ],
 )
