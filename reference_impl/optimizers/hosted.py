@@ -28,7 +28,7 @@ from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
 from reference_impl.optimizers.engine import Engine
 from reference_impl.optimizers.formulas import GroupFormulas
 from reference_impl.optimizers.gradients.of_step import StepGradients
-from reference_impl.optimizers.gradients.scale import OfOneStep, scaled_once, take_scale
+from reference_impl.optimizers.gradients.scale import OfOneStep, take_scale
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.owners import check_untrained, note_owner, take_place
 from reference_impl.optimizers.parameter_state import OptimizerState
@@ -273,14 +273,13 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         `status` says whether the step has begun; one that has is finished by the next call, which takes another
         step only where there are new gradients.
         """
-        with scaled_once(self):
-            self._engine.finish_earlier(has_closure=closure is not None)
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._take_step()
-            return loss
+        self._engine.finish_earlier(has_closure=closure is not None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_step()
+        return loss
 
     @in_turn
     def _take_step(self) -> None:

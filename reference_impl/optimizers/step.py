@@ -28,6 +28,7 @@ from reference_impl.device import device_is_lost
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.gradients.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.scale import take_scale
 
 Status = Literal["untouched", "begun", "broken", "closed"]
 
@@ -307,6 +308,8 @@ def hooked(step: _Method[_Stepped, _P, _Result]) -> _Method[_Stepped, _P, _Resul
             # A compiler would trace kernels and copies of a begun step, and give up in their midst.
             return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
         except BaseException as error:
+            # GradScaler deletes the scale of a step that returns, and multiplies its next one by any that stands.
+            take_scale(optimizer)
             # A hook of the user's may have raised in front of it.
             optimizer._engine.has_raised(*args, **named)
             optimizer._failures.tell(error)

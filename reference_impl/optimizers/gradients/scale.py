@@ -7,8 +7,6 @@ and it would multiply its next scale by the old one; so whoever uses them forget
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,13 +39,3 @@ def take_scale(optimizer: object) -> dict[str, Any]:
         del attributes["found_inf"]
         attributes.pop("grad_scale", None)
     return {"loss_scale": scale, "found_inf": found_inf}
-
-
-@contextmanager
-def scaled_once(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Forget the scale and flag that GradScaler has set for a step that raises."""
-    try:
-        yield
-    except BaseException:
-        take_scale(optimizer)
-        raise

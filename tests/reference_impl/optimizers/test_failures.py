@@ -272,8 +272,14 @@ def test_threads_of_a_dropped_optimizer_end(device, threads):
     assert alive() <= before
 
 
+def raises_out_of_memory(*_):
+    raise out_of_memory()
+
+
+@pytest.mark.parametrize("fails", ["step", "hook"])
+@pytest.mark.parametrize("then", ["again", "left out"])
 @pytest.mark.parametrize("wrapper", [hybrid, streaming])
-def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper):
+def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper, then, fails):
     """GradScaler multiplies its scale by what stands on the optimizer, and takes it off only after a step."""
     # CUDA's GradScaler has no kernel for gradients in bf16.
     model, plain = twins(device, torch.float32)
@@ -288,15 +294,27 @@ def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapp
         scaler.update()
         taken.zero_grad()
 
+    hook = None
     with monkeypatch.context() as failing:
-        fail_once(failing, torch, "_foreach_norm", out_of_memory())
+        if fails == "hook":
+            hook = optimizer.register_step_pre_hook(raises_out_of_memory)
+        else:
+            fail_once(failing, torch, "_foreach_norm", out_of_memory())
         with pytest.raises(torch.OutOfMemoryError):
             scaled(model, optimizer, scalers[0], data[0])
+    if hook is not None:
+        hook.remove()
     assert optimizer.status == "untouched"
-    optimizer.zero_grad()
+    if then == "again":
+        # The scaler has looked for infinities already.
+        scalers[0].step(optimizer)
+        scalers[0].update()
+    # Not that of the optimizer, which forgets a scale too.
+    model.zero_grad()
+    taken = data if then == "again" else data[1:]
     for batch in data[1:]:
         scaled(model, optimizer, scalers[0], batch)
-    for batch in data[1:]:
+    for batch in taken:
         scaled(plain, other, scalers[1], batch)
     assert_same_states(optimizer, other)
     assert_same_weights(model, plain)
