@@ -454,16 +454,9 @@ class Engine:
         if self._failures.first is not None:
             return
         is_between = self.is_between
-        # Again: memory of a failed call is free by then, and a step cannot be finished once this is closed.
-        for is_last in (False, True):
-            try:
-                # Between both the rest of an update that backward has begun is dropped.
-                is_dropped = is_between and not self.gradients.begins_whole
-                self.open.drain() if is_dropped else self.synchronize()
-                break
-            except Exception:
-                if is_last or self._failures.first is not None:
-                    raise
+        # The rest of an update that backward has begun is dropped.
+        is_dropped = is_between and not self.gradients.begins_whole
+        self.open.drain() if is_dropped else self.synchronize()
         if is_between and not self._refused_in_between:
             raise checks.closed_in_between()
 

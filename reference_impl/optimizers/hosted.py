@@ -451,14 +451,18 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         """
         if not self._engine.is_closed:
             checks.check_alive(closed=False, made_by=self._engine.made_by)
-        try:
-            if not self._engine.is_closed:
-                self._engine.finish_for_close()
-        except RecursionError:
-            raise
-        except Exception as error:
-            close_behind(error, self._give_back)
-            raise
+        # Again: memory of a failed call is free by then, and a step cannot be finished once this is closed.
+        for is_last in (False, True):
+            try:
+                if not self._engine.is_closed:
+                    self._engine.finish_for_close()
+                break
+            except RecursionError:
+                raise
+            except Exception as error:
+                if is_last or self._failures.first is not None:
+                    close_behind(error, self._give_back)
+                    raise
         # Not behind an interrupt: a step cannot be finished once its memory is given back.
         self._give_back()
 
