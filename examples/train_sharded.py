@@ -10,7 +10,6 @@ model.
 """
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -20,14 +19,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from cpu_offloading import apply_plan
 from cpu_offloading.tiny import Decoder, DecoderShape
+from reference_impl.verification.plan_document import execute_section
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument(
     "plan", type=Path, help="what `offload plan --framework pytorch --gpus 2 --format json` printed"
 )
-plan = {"execute": json.loads(parser.parse_args().plan.read_text())["execute"]}
-if "RANK" not in os.environ or plan["execute"]["sharding"]["ranks"] != int(os.environ["WORLD_SIZE"]):
-    ranks = plan["execute"]["sharding"]["ranks"]
+path = parser.parse_args().plan
+try:
+    plan = {"execute": execute_section(path)}
+except (OSError, ValueError) as error:
+    parser.error(str(error))
+if "sharding" not in plan["execute"]:
+    parser.error("the plan is for one process; try train_with_plan.py, or offload plan --gpus 2")
+ranks = plan["execute"]["sharding"]["ranks"]
+if "RANK" not in os.environ or ranks != int(os.environ["WORLD_SIZE"]):
     parser.error(
         f"the plan is for {ranks} processes; try torchrun --nproc-per-node {ranks} {parser.prog} plan.json"
     )

@@ -11,17 +11,21 @@ Without a GPU plan with `--without activation-budget`: that offload counts a GPU
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
 from cpu_offloading import apply_plan
 from cpu_offloading.tiny import Decoder, DecoderShape, add_lora
+from reference_impl.verification.plan_document import execute_section
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument("plan", type=Path, help="what `offload plan --framework pytorch --format json` printed")
-plan = {"execute": json.loads(parser.parse_args().plan.read_text())["execute"]}
+path = parser.parse_args().plan
+try:
+    plan = {"execute": execute_section(path)}
+except (OSError, ValueError) as error:
+    parser.error(str(error))
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32))

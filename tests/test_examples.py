@@ -94,6 +94,27 @@ def test_an_example_without_its_argument_says_how_it_is_called(capsys, monkeypat
     assert capsys.readouterr().err.startswith("usage: train_with_plan.py")
 
 
+@pytest.mark.parametrize("name", ["train_with_plan.py", "train_sharded.py"])
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (None, "No such file"),
+        ("{}", "the plan has no execute section"),
+        ('{"errors": ["nothing fits"]}', "the plan has no execute section"),
+    ],
+    ids=["absent", "empty", "nothing fits"],
+)
+def test_an_example_refuses_a_plan_that_nobody_can_carry_out(name, plan, said, capsys, monkeypatch, tmp_path):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    path = tmp_path / "plan.json"
+    if plan is not None:
+        path.write_text(plan)
+    with pytest.raises(SystemExit) as ended:
+        printed(name, [str(path)], capsys, monkeypatch)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_model_larger_than_the_gpu_learns(capsys, monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")

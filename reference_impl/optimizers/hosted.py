@@ -451,11 +451,10 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         """
         if not self._engine.is_closed:
             checks.check_alive(closed=False, made_by=self._engine.made_by)
-        # Again: memory of a failed call is free by then, and a step cannot be finished once this is closed.
-        for is_last in (False, True):
+        # Again, because memory of a failed call is free by then. An interrupt gives none back: the step stays.
+        for is_last in () if self._engine.is_closed else (False, True):
             try:
-                if not self._engine.is_closed:
-                    self._engine.finish_for_close()
+                self._engine.finish_for_close()
                 break
             except RecursionError:
                 raise
@@ -463,7 +462,6 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
                 if is_last or self._failures.first is not None:
                     close_behind(error, self._give_back)
                     raise
-        # Not behind an interrupt: a step cannot be finished once its memory is given back.
         self._give_back()
 
     def _give_back(self) -> None:
