@@ -162,12 +162,28 @@ def _log(args: argparse.Namespace) -> Log:
             expected="LOG first, then the run's configuration",
             attempt=f"{COMMAND} diagnose {log} {args.log}",
         )
+    if looks_like_configuration(args.log) and (framework := _framework_of(args.log)):
+        raise UnusableInput(
+            f"{args.log} is a configuration of {framework}, and no log is given",
+            expected="LOG first, then the run's configuration",
+            attempt=f"{COMMAND} lint {args.log}, or {COMMAND} diagnose train.log {args.log}",
+        )
     text = read_log(args.log)
     if _is_binary(text.text[:_SAMPLE]):
         raise UnusableInput(
             f"{text.name} is no text", expected="a training log or traceback", attempt="the log of a rank"
         )
     return text
+
+
+def _framework_of(path: str) -> str | None:
+    """Return the framework of which the file in the log's place is a configuration; a log of JSON lines is of none."""
+    from skill_tools.dialects.read import read
+
+    try:
+        return read([path]).framework
+    except UnusableInput:
+        return None
 
 
 def _is_binary(sample: str) -> bool:

@@ -25,12 +25,8 @@ _DAMAGED = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError,
     EOFError, OSError, RuntimeError, NotImplementedError,
 )  # fmt: skip
-_LAYOUTS = (
-    "src",
-    "lib",
-    "purelib",
-    "platlib",
-)  # folders of a source tree or wheel that hold packages and are none
+# Folders of a source tree or wheel that hold packages and are none.
+_LAYOUTS = ("src", "lib", "purelib", "platlib")
 
 
 def read_release(package: str, release: str, source: Path | None) -> dict[str, str]:

@@ -114,9 +114,8 @@ def _write_loop(draft: Draft, source: Source) -> None:
     if "fsdp1.clips_by_utils" in draft and any(
         last_name(node.func) == _CLIP and not _is_of_utils(node) for node in calls
     ):
-        draft.leave_open(
-            "fsdp1.clips_by_utils"
-        )  # the wrapper clips by its method, and another model may be meant
+        # The wrapper clips by its method, and another model may be meant.
+        draft.leave_open("fsdp1.clips_by_utils")
 
 
 def _is_of_utils(call: ast.Call) -> bool:

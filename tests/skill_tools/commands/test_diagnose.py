@@ -255,6 +255,24 @@ def test_swapped_arguments_are_told_in_their_order(capsys: pytest.CaptureFixture
     assert err.count("\n") == 1
 
 
+def test_a_configuration_alone_is_no_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("base_model: m\nsequence_len: 512\nmicro_batch_size: 1\nlayer_offloading: true\n")
+    assert main(["diagnose", str(run)]) == 2
+    assert (
+        "run.yaml is a configuration of axolotl, and no log is given; expected LOG first"
+        in capsys.readouterr().err
+    )
+    assert main(["diagnose", str(run), str(run)]) == 2
+
+
+def test_a_log_of_json_lines_is_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "log.json"
+    log.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.9}\n')
+    assert main(["diagnose", str(log)]) == 0
+    assert "no problem that this tool knows" in capsys.readouterr().out
+
+
 def test_the_sizes_of_a_model_are_enough_for_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
