@@ -249,8 +249,8 @@ def _is_added_again(draft: Draft, word: Argument, base: Base) -> bool:
     ):
         return False
     given = draft.get(draft.canonical(key))
-    if given is not None and given.written == key and given.value is not None:
-        return True
+    if given is not None and given.written == key:
+        return given.value is not None
     return not _is_gone(key, base) and _is_filled(key, base.engine, base.release)
 
 

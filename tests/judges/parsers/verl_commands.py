@@ -75,6 +75,10 @@ TABLE: list[dict[str, Any]] = [
         ("ppo_megatron_trainer", f"{_OPTIMIZER}.optimizer_cpu_offload=True"),
         ("ppo_megatron_trainer", f"+{_OPTIMIZER}.optimizer_cpu_offload=True"),
         ("ppo_trainer", f"{_ACTOR}.fsdp_config.param_offload=True {_ACTOR}.fsdp_config.param_offload=False"),
+        (
+            "ppo_trainer",
+            "critic.model.enable_activation_offload=null +critic.model.enable_activation_offload=007",
+        ),
     )
 ]
 
