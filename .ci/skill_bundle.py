@@ -70,6 +70,11 @@ LEFT_OUT = (
 )
 # Of the card a plan reads the decisions; the rest is what maintainers render and check the documents with.
 READ_OF_THE_CARD = ("title", "decisions")
+# Of pyproject.toml, what only a checkout reads: how it is checked and tested, and with which packages.
+OF_A_CHECKOUT = re.compile(
+    r"^\[+tool\.(?!hatch).*?(?=^\[|\Z)|^(?:#[^\n]*\n)?(?:docs|card|test) = \[(?:[^\n]*\]\n|\n.*?^\]\n)",
+    re.MULTILINE | re.DOTALL,
+)
 # What a page rests on, for whoever doubts it; agents may quote docs/measured.md, which has the card's rows.
 EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ELSEWHERE = "\nIn this page of the repository; the rows to quote are in [measured](measured.md).\n\n"
@@ -112,6 +117,8 @@ def bundle(target: Path) -> Path:
         page.write_text(shortened(page))
     card = target / "card.yaml"
     card.write_text(read_of_the_card(card.read_text()))
+    project = target / "pyproject.toml"
+    project.write_text(OF_A_CHECKOUT.sub("", project.read_text()))
     archive = Path(f"{target}.zip")
     # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:
