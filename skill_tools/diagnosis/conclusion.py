@@ -19,6 +19,7 @@ from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
+from skill_tools.diagnosis.memory_owners import READ
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import moments, rows
@@ -138,7 +139,7 @@ def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidenc
 
 def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
     """Return the meaning of a rule's text; the change of a rule about another framework is none for this run."""
-    own = next((error for error in errors if error.of_the_run), None)
+    own = next((error for error in errors if error.is_about(evidence.dialects)), None)
     if own is not None or not evidence.dialects:
         return of_rule((own or errors[0]).rules[0])
     rule = errors[0].rules[0]
@@ -278,7 +279,8 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
     """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
     owners = evidence.owners
     cause, rule = message.cause, _rule(message.rule, evidence)
-    if not owners.process and (sign := evidence.offloads.get("optimizer")):
+    is_read = READ in owners.of_the_host  # before any optimizer is built
+    if not (owners.process or is_read) and (sign := evidence.offloads.get("optimizer")):
         cause += f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
     if owners.process:
         cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"

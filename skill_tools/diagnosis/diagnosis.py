@@ -166,6 +166,7 @@ def diagnose(
         for each in found
         if (pins or each.message.needs != messages.PINNED) and not _is_harmless(each, log)
     )
+    dialects = dialects_of(config, framework, known_errors.frameworks(log))
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -175,6 +176,7 @@ def diagnose(
                 log, broken=[finding.rule for finding in findings], framework=framework, ended_by=failure
             )
             if not any(first <= each.line <= last for first, last in past)
+            and not each.is_of_another(failure, dialects)
             and not (
                 each.ended_the_run
                 and all(moments.is_of_another((rule.id, *_keys(rule)), failure, phase) for rule in each.rules)
@@ -192,7 +194,7 @@ def diagnose(
         ),
         findings=findings,
         config=config,
-        dialects=dialects_of(config, framework, known_errors.frameworks(log)),
+        dialects=dialects,
         mechanisms=mechanisms,
         said=said,
         source=failures.source_line(log, failure) if failure else "",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from skill_tools.configs.keys import load_keys
+from skill_tools.diagnosis import code
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.texts import position, span
@@ -38,6 +39,20 @@ class KnownError:
     confirmed: tuple[str, ...]
     of_the_run: bool = False
     ended_the_run: bool = False
+
+    def is_about(self, dialects: Iterable[str]) -> bool:
+        """Return whether a rule is about the framework of this run, or about one of `dialects`, which it embeds."""
+        return self.of_the_run or any(not set(rule.dialects).isdisjoint(dialects) for rule in self.rules)
+
+    def is_of_another(self, failure: Failure | None, dialects: Sequence[str]) -> bool:
+        """Return whether the frames of `failure` go through no code of the rules' framework, nor of their mechanism.
+
+        The same text (`CUDA error: invalid argument`) is another's there.
+        """
+        if not (failure and failure.frames and self.ended_the_run and dialects) or self.is_about(dialects):
+            return False
+        where = code.of(failure)
+        return where is None or all(rule.mechanism not in where.code.mechanisms for rule in self.rules)
 
 
 def find(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from skill_tools.diagnosis.failures import trains_after
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import metrics
 from skill_tools.units import GIB, gib
@@ -20,6 +21,7 @@ _ROW = re.compile(r"^\D*(?P<pid>\d{1,9})\s+(?P<gb>\d{1,6}(?:\.\d{1,3})?)\s+(?P<c
 _IN_USE = re.compile(r"was running was ([0-9.]{1,12})\s*GB / ([0-9.]{1,12})\s*GB")
 _OF_ONE = re.compile(r"name=(?P<command>[\w.]{1,60}),[^)\n]{0,80}memory used=(?P<gb>\d{1,6}(?:\.\d{1,3})?)GB")
 _COMMAND = 1 << 17  # characters at a log's start in which the command stands that began the run
+_END = 20_000  # characters at a log's end in which the bar of a load stands that was not finished
 _MOST = 0.5  # of the memory in use: a process above it is named as its owner
 
 
@@ -61,6 +63,8 @@ _GPU_SHARE = re.compile(
     r"(?:sglang[-_]mem[-_]fraction[-_]static|(?:vllm_)?gpu_memory_utilization)['\"]?"
     r"\s*[=: ]\s*['\"]?(0?\.\d{1,4}|1(?:\.0)?)(?!\d)"
 )
+_LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
+READ = "the model as each rank of the node reads it, all of them at once"
 _SAVE = "copies of what a checkpoint writes, until it is written"
 ASK = (
     "the largest processes of the node while it is full: ps -eo rss,args --sort=-rss | head; free -g before the "
@@ -70,7 +74,8 @@ ASK = (
 
 # The host's memory in use in a step's line, whoever prints it.
 _HOST_USE = re.compile(
-    r"(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram)[ _]?(?:used|usage|in use)?[\w/()]{0,8}[\"']?[ :=]{1,3}"
+    r"(?:(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram|rss)|\brss)[ _]?(?:used|usage|in use)?[\w/()]{0,8}"
+    r"[\"']?[ :=]{1,3}"
     r"(?P<gb>[0-9]{1,6}(?:\.[0-9]{1,6})?) ?(?:GB|GiB|G\b|(?=[,\s}-]))",
     re.IGNORECASE,
 )
@@ -113,6 +118,8 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
             found.append(sign.owner.replace("{}", match.group(1) if match.groups() else ""))
             less += [sign.less] if sign.less else []
     found += [cached] if (cached := _page_cache(log)) else []
+    if ran_out and _is_loading(log):
+        found, less = [*found, READ], [*less, "read-by-one-rank"]
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(
@@ -123,6 +130,12 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         taken,
         _grew(log) if ran_out else "",
     )
+
+
+def _is_loading(log: Log) -> bool:
+    """Return whether the log ends while a model is read: the bar of the load is in its end, and no step behind it."""
+    bars = [match.end() for match in _LOADS.finditer(log.text, max(0, len(log.text) - _END))]
+    return bool(bars) and not trains_after(log, log.text.find("\n", bars[-1]) % (len(log.text) + 1))
 
 
 def _page_cache(log: Log) -> str:

@@ -27,7 +27,7 @@ _SAVE_FRAME = re.compile(
     r"(?:^|_)(?:save|saving)(?:_|$)|^sharded_state_dict$|^sharded_param_state|_in_state_dict$|_save_"
 )
 _LOAD_FRAME = re.compile(
-    r"(?:^|_)(?:load|resume)_(?:checkpoint|state|optim|fsdp|model_state)|^set_(?:model_|optimizer_)?state_dict$|_by_new_state$"
+    r"(?:^|_)(?:load|resume)_(?:checkpoint|state|optim|fsdp|model_state)(?!\w*_to_(?:gpu|cuda|device|npu)$)|^set_(?:model_|optimizer_)?state_dict$|_by_new_state$"
 )
 _UPDATE_FRAME = re.compile(
     r"^(?:step|_step|optimizer_step|_optimizer_step|_take_model_step|_init_group|clip_grad_norm_?|unscale_and_clip_grads)$"

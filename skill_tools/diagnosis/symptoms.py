@@ -68,10 +68,11 @@ class Cause(NamedTuple):
 
 
 class Symptom(NamedTuple):
-    """A kind of failure: its words, frames that it always has, and its causes, most exact first."""
+    """A kind of failure: its words, those that it never says (`but`), its frames, and causes, most exact first."""
 
     id: str
     texts: tuple[str, ...]
+    but: tuple[str, ...]
     frames: tuple[str, ...]
     causes: tuple[Cause, ...]
 
@@ -109,6 +110,7 @@ def load_symptoms() -> tuple[Symptom, ...]:
         Symptom(
             entry["symptom"],
             tuple(entry["text"]),
+            tuple(entry.get("but", ())),
             tuple(entry.get("frames", ())),
             tuple(
                 Cause(
@@ -162,7 +164,7 @@ def is_between_gpus(said: str) -> bool:
 
 def shows(symptom: Symptom, failure: Failure, said: str) -> bool:
     """Return whether `failure`, whose text begins `said`, is of the kind `symptom`."""
-    return _says(said, symptom.texts) and _passes(failure, symptom.frames)
+    return _says(said, symptom.texts) and not _says(said, symptom.but) and _passes(failure, symptom.frames)
 
 
 def read(log: Log, files: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

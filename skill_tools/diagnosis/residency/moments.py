@@ -18,6 +18,7 @@ OF_PHASE = {Phase.SAVE: "save", Phase.RESUME: "resume"}
 _FUNCTIONS = tuple(
     (moment, re.compile(pattern))
     for moment, pattern in (
+        ("cache", r"^(?:flush|reset|clear)_\w*cache$|kv_cache"),
         ("merge", r"merge_and_unload|^merge(?:_adapter)?$|get_delta_weight"),
         ("wake-up", r"wake_?up|create_and_map|resume_memory|^onload|^load_.*_to_(?:gpu|device)$"),
         ("load", r"from_pretrained|^load_model$|_load_pretrained"),
@@ -28,10 +29,12 @@ _FUNCTIONS = tuple(
         ("generation", r"^generate|rollout|sample_images|_sample$|^execute_model$"),
         ("evaluation", r"evaluat|prediction_step|validat"),
         ("clipping", r"clip_grad|unscale_and_clip|grad_norm|total_norm"),
-        ("step", r"^_?step$|optimizer_step|_take_model_step|_init_group|^adamw?$|_single_tensor|_multi_tensor"),
+        ("step", r"^_?step$|optimizer_step|swap_(?:in|out)_\w*optim|_take_model_step|_init_group|^adamw?$"
+                 r"|_single_tensor|_multi_tensor"),
         ("backward", r"^_?backward$|post_backward|_post_accumulate|reduce_.{0,40}grad|run_backward|unpack|recompute"),
         ("preparation", r"^prepare|_prepare_|fully_shard|^initialize$|_configure_|_validate_cpu_offload"),
-        ("forward", r"forward|_lazy_init|compute_loss|training_step|embedding|^linear$|_norm$"),
+        ("forward", r"forward|_lazy_init|swap_weight|_blocks?_(?:devices|forward)|compute_loss|training_step|embedding"
+                    r"|^linear$|_norm$"),
         ("load", r"load_model|load_state_dict"),
     )
 )  # fmt: skip
@@ -40,6 +43,7 @@ _RECOMPUTES = re.compile(r"recompute|unpack_hook")
 _OPTIMIZER = re.compile(r"[/_ ]optim(?!/lr_)|optimizer|adam|muon|lion|adafactor", re.IGNORECASE)
 _INNERMOST = 3  # frames of which one is an optimizer's where a save or a load is about its states
 _TOUCHED_BY = {
+    "cache": ("rollout-memory",),
     "merge": ("weights",),
     "wake-up": ("rollout-memory",),
     "sleep": ("rollout-memory", "weights"),

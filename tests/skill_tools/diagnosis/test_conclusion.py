@@ -138,3 +138,25 @@ def test_a_rollout_engine_s_share_is_said_where_the_gpu_ran_out(say: Say) -> Non
     )
     _, out = say(log)
     assert "a rollout engine takes 60% of the GPU" in out
+
+
+ZERO2 = '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}\n'
+
+
+def test_another_framework_s_text_is_no_cause_where_none_of_its_code_ran(say: Say) -> None:
+    """The text stands in a rule about FSDP's offload of parameters; DeepSpeed's frames are another's."""
+    frames = (
+        'Traceback (most recent call last):\n  File "/e/deepspeed/ops/adam/cpu_adam.py", line 9, in step\n'
+    )
+    _, out = say(f"{frames}RuntimeError: CUDA error: invalid argument\n", ds_json=ZERO2)
+    assert "cause: not known." in out
+    assert "FSDP" not in out
+
+
+def test_nothing_in_the_place_of_a_gradient_is_no_misfit_of_releases(say: Say) -> None:
+    frames = (
+        'Traceback (most recent call last):\n  File "/e/deepspeed/ops/adam/cpu_adam.py", line 9, in step\n'
+    )
+    _, out = say(f"{frames}AttributeError: 'NoneType' object has no attribute 'data'\n", ds_json=ZERO2)
+    assert "of every parameter that it was given, and one has none" in out
+    assert "releases do not fit" not in out

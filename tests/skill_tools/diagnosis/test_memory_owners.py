@@ -96,3 +96,12 @@ def test_page_cache_is_an_owner_that_a_container_counts(row: str, cache: str) ->
     table = f"               total        used        free      shared  buff/cache   available\n{row}\n"
     found = memory_owners.owners(Log("log", table), {}, saving=False, ran_out=True).of_the_host
     assert [each.partition(" of page cache")[0] for each in found] == ([cache] if cache else [])
+
+
+@pytest.mark.parametrize(("behind", "reads"), [("", True), ("{'loss': 1.2, 'epoch': 0.01}\n", False)])
+def test_a_host_that_fills_while_a_model_is_read_is_told_so(behind: str, reads: bool) -> None:
+    bar = "Loading checkpoint shards:  40%|####      | 12/30 [01:10<01:50,  6.1s/it]\n"
+    log = Log("train.log", f"{bar}{behind}{KILLED.format('951.32')}")
+    found = memory_owners.owners(log, {}, saving=False, ran_out=True)
+    assert (memory_owners.READ in found.of_the_host) is reads
+    assert not memory_owners.owners(log, {}, saving=False, ran_out=False).of_the_host

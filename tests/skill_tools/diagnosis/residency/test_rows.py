@@ -24,6 +24,7 @@ from tests.support.for_each import for_each
 ENTRIES = knowledge.load_yaml("residency.yaml")
 # A function in whose frame each moment is seen, and a file that it may be in.
 SHOWN_BY = {
+    "cache": ("sglang/srt/managers/scheduler.py", "flush_cache"),
     "load": ("transformers/modeling_utils.py", "from_pretrained"),
     "preparation": ("accelerate/accelerator.py", "prepare_model"),
     "forward": ("torch/nn/modules/linear.py", "forward"),
