@@ -97,7 +97,8 @@ def _of_another_offload(
         return None
     found = _explained(evidence, evidence.failure)
     if found is not None and found.cause.offload not in _OF_MESSAGES:
-        return _of_symptom(evidence, evidence.failure)
+        placed = None if found.cause.is_exact else _of_residency(evidence, evidence.failure)
+        return placed or _of_symptom(evidence, evidence.failure)
     return _of_residency(evidence, evidence.failure) if evidence.phase is Phase.RESUME else None
 
 

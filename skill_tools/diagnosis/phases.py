@@ -29,6 +29,9 @@ _SAVE_FRAME = re.compile(
 _LOAD_FRAME = re.compile(
     r"(?:^|_)(?:load|resume)_(?:checkpoint|state|optim|fsdp|model_state)(?!\w*_to_(?:gpu|cuda|device|npu)$)|^set_(?:model_|optimizer_)?state_dict$|_by_new_state$"
 )
+_MOVE_FRAME = re.compile(
+    r"(?:^|_)load_(?:optim|fsdp)"
+)  # of a load that may be one back to the GPU between phases
 _UPDATE_FRAME = re.compile(
     r"^(?:step|_step|optimizer_step|_optimizer_step|_take_model_step|_init_group|clip_grad_norm_?|unscale_and_clip_grads)$"
 )
@@ -86,10 +89,11 @@ def phase_of(log: Log, failure: Failure | None) -> Phase:
     functions = [frame.function.rpartition(".")[2] for frame in failure.frames] if failure else []
     if any(map(_SAVE_FRAME.search, functions)):
         return Phase.SAVE
-    if any(map(_LOAD_FRAME.search, functions)):
+    trained = trained_until(log, at)
+    loads = [each for each in functions if _LOAD_FRAME.search(each)]
+    if any(not (trained and _MOVE_FRAME.search(each)) for each in loads):
         return Phase.RESUME
     near = log.text[max(0, at - _NEAR) : at]
-    trained = trained_until(log, at)
     said = max(
         (
             (match.start(), phase)

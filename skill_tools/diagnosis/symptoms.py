@@ -28,6 +28,7 @@ _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
 _TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
 _OVER_GPUS = "device-map"  # the offload that spreads a model over several GPUs
+_FSDP, _FSDP_CODE = ("fsdp", "FSDP", "fully_shard"), "torch/distributed/fsdp"
 _COUNTED = "accum"  # counted from one on: one is none
 _COMMENT = re.compile(r"^\s*(?:#|//)")
 
@@ -191,8 +192,16 @@ def running(
             shown[offload.id] = sign
         elif inside:
             shown[offload.id] = f"{_path(inside.path).rpartition('/')[2]}:{inside.line} {inside.function}"
+    if "cpu" in shown and not {"params", "zero3"} & shown.keys() and _is_sharded(texts, failure):
+        shown = {"params": shown["cpu"], **shown}
     # A name that speaks of an offload is read where no known sign is: a framework that nobody here has read.
     return shown or dict(options.kinds(texts))
+
+
+def _is_sharded(texts: Sequence[tuple[str, str]], failure: Failure | None) -> bool:
+    """Return whether FSDP shards the run, whose one offload keeps parameters, gradients and states on the CPU."""
+    frames = failure.frames if failure else ()
+    return sign_in(_FSDP, texts) is not None or any(_FSDP_CODE in _path(frame.path) for frame in frames)
 
 
 def switched_off(offload: Offload, config: Config | None) -> str:

@@ -193,3 +193,11 @@ def test_a_setting_that_one_offload_names_shows_no_other() -> None:
     text = f'{{"train_micro_batch_size_per_gpu": 1, {section}}}'
     config = registry.named("deepspeed").compose([Source("ds.json", text)], [])
     assert "block-swap" not in symptoms.running((), None, config)
+
+
+def test_an_offload_without_a_name_is_fsdp_s_where_fsdp_shards() -> None:
+    """It keeps parameters, gradients and states on the CPU; elsewhere nothing says what it keeps there."""
+    text = "cpu_offload: true\n"
+    assert set(symptoms.running([("a.yaml", text)], None, None)) == {"cpu"}
+    found = symptoms.running([("a.yaml", f"training_backend: fsdp\n{text}")], None, None)
+    assert found["params"] == found["cpu"] == "cpu_offload: true (a.yaml:2)"
