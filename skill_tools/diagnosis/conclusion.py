@@ -39,6 +39,7 @@ _OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messag
 _ENGINES = frozenset(
     {"sleep", "memory-saver", "phases"}
 )  # offloads beside which a rollout engine has the GPU in turn
+_OF_A_MESSAGE = 4  # kinds of evidence behind a message at most: its text, two frames and a configuration
 _MOST_OTHERS = 2  # causes beside the first that an answer has
 _BELOW = re.compile(r"<(\d[\w.]*)$")  # the release before which a rule holds
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -76,7 +77,8 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
     if evidence.build and (any(each.message.kind == "build" for each in seen) or not (errors or seen)):
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
     exact = next((each for each in seen if each.message.frames), None)
-    if exact is not None:
+    mended = evidence.mended[0] if evidence.mended else None
+    if exact is not None and not (mended and mended.fix.asked > _OF_A_MESSAGE):
         return _of_message(exact.message, evidence, errors)
     if evidence.mended and evidence.mended[0].fix.is_exact:
         return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
@@ -280,8 +282,9 @@ def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) 
     """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
     owners = evidence.owners
     cause, rule = message.cause, _rule(message.rule, evidence)
-    is_read = READ in owners.of_the_host  # before any optimizer is built
-    if not (owners.process or is_read) and (sign := evidence.offloads.get("optimizer")):
+    # While a model is read no optimizer is built yet; on NVMe its states are not in host memory.
+    elsewhere = READ in owners.of_the_host or evidence.states_on_nvme
+    if not (owners.process or elsewhere) and (sign := evidence.offloads.get("optimizer")):
         cause += f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
     if owners.process:
         cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"
@@ -307,7 +310,8 @@ def _at_a_save(evidence: Evidence) -> str:
 def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
     """Return the configuration's own finding that shows where this log ends.
 
-    With `needs_code`, only one about a mechanism whose code the exception was raised in.
+    With `needs_code`, only one about a mechanism whose code the exception was raised in, or about the states of an
+    optimizer that a load or a save was at.
     """
     where = code.of(evidence.failure) if evidence.failure is not None else None
     stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
@@ -320,7 +324,10 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
         fits = phases.stops(finding, evidence.phase) if stopped else finding.effect in _SILENT
         # A fault that would have printed its own text is not the reason for another text.
         silent = finding.effect == "crashes-later" or not finding.text
-        in_its_code = where is not None and mechanisms.get(finding.rule) in where.code.mechanisms
+        mechanism = mechanisms.get(finding.rule)
+        in_its_code = (where is not None and mechanism in where.code.mechanisms) or (
+            mechanism == "optimizer-offload" and moments.is_of_states(evidence.failure, evidence.phase)
+        )
         if fits and (silent or not stopped) and (in_its_code or not needs_code):
             return of_finding(finding)
     return None

@@ -57,6 +57,12 @@ class Evidence(NamedTuple):
     around: Around | None = None
     inert: Inert | None = None
 
+    @property
+    def states_on_nvme(self) -> bool:
+        """Whether the run's configuration keeps the optimizer's states on NVMe, and not in host memory."""
+        key = "deepspeed.zero_optimization.offload_optimizer.device"
+        return self.config is not None and self.config.value(key) == "nvme"
+
 
 class Conclusion(NamedTuple):
     """The cause in words, the rule that tells more if there is one, and the lines to change.

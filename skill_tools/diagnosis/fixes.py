@@ -58,7 +58,7 @@ class Fix(NamedTuple):
         by = f"#{number[1]}" if number and "/commit/" not in self.source else number and number[1][:_SHORT]
         if self.release:
             return f"{self.package} {self.release} or newer ({by})"
-        return f"a {self.package} with {by}, which no release had when this was written"
+        return f"{self.package} with {by}, which no release had when this was written"
 
     @property
     def range(self) -> dict[str, str]:

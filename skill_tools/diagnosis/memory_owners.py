@@ -6,7 +6,7 @@ read from the configuration and the log where they name them; the user is asked 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,6 +63,14 @@ _GPU_SHARE = re.compile(
     r"(?:sglang[-_]mem[-_]fraction[-_]static|(?:vllm_)?gpu_memory_utilization)['\"]?"
     r"\s*[=: ]\s*['\"]?(0?\.\d{1,4}|1(?:\.0)?)(?!\d)"
 )
+# DeepSpeed's buffers that weights are swapped through from NVMe: pinned, and two bytes an element.
+_SWAPS = re.compile(r"""offload_param["']?\s*:\s*(?P<section>\{[^{}]{0,600}\})""")
+_ON_NVME = re.compile(r"""device["']?\s*:\s*["']?nvme""")
+_SWAP_SIZE = re.compile(
+    r"""buffer_(?P<of>count|size)["']?\s*:\s*(?P<number>[0-9.]{1,12}(?:[eE]\+?[0-9]{1,2})?)"""
+)
+_SWAP_DEFAULTS = {"count": 5.0, "size": 1e8}
+_SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
 READ = "the model as each rank of the node reads it, all of them at once"
 _SAVE = "copies of what a checkpoint writes, until it is written"
@@ -117,6 +125,8 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         if match is not None:
             found.append(sign.owner.replace("{}", match.group(1) if match.groups() else ""))
             less += [sign.less] if sign.less else []
+    if ran_out and (buffers := _swap_buffers(texts)):
+        found, less = [buffers, *found], ["a smaller buffer_size, and buffer_count, in offload_param", *less]
     found += [cached] if (cached := _page_cache(log)) else []
     if ran_out and _is_loading(log):
         found, less = [*found, READ], [*less, "read-by-one-rank"]
@@ -130,6 +140,18 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         taken,
         _grew(log) if ran_out else "",
     )
+
+
+def _swap_buffers(texts: Sequence[str]) -> str:
+    """Say how large the pinned buffers are that weights are swapped through from NVMe; "" where none are."""
+    section = next((match["section"] for text in texts for match in _SWAPS.finditer(text)), "")
+    if not _ON_NVME.search(section):
+        return ""
+    given = {match["of"]: float(match["number"]) for match in _SWAP_SIZE.finditer(section)}
+    count, size = (given.get(each, default) for each, default in _SWAP_DEFAULTS.items())
+    held = gib(round(min(count * size * _SWAP_ELEMENT_BYTES, 1 << 60)))
+    buffers = f"{count:g} x {size:g} elements, {held} a rank"
+    return f"the pinned buffers that weights are swapped through from NVMe: {buffers}"
 
 
 def _is_loading(log: Log) -> bool:

@@ -26,7 +26,7 @@ _KINDS = (
     ("activation", re.compile(r"activ|(?<![a-z])acts?(?![a-z])|hidden|recompute|grad\w*_checkpoint")),
     ("optimizer", re.compile(r"optim|adam|moment|master|opt_state")),
     ("block-swap", re.compile(r"layer|block|swap")),
-    ("params", re.compile(r"param|weight|fsdp")),
+    ("params", re.compile(r"param|weight|fsdp|(?<![a-z])dit(?![a-z])|unet|transformer")),
     ("phases", re.compile(r"rollout|actor|policy|train|ref(?:erence)?\b|model|phase|engine")),
 )
 

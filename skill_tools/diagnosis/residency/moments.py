@@ -18,7 +18,7 @@ OF_PHASE = {Phase.SAVE: "save", Phase.RESUME: "resume"}
 _FUNCTIONS = tuple(
     (moment, re.compile(pattern))
     for moment, pattern in (
-        ("cache", r"^(?:flush|reset|clear)_\w*cache$|kv_cache"),
+        ("cache", r"^(?:flush|reset|clear)_\w*cache$|kv_?cache|^forward_(?:extend|decode)$"),
         ("merge", r"merge_and_unload|^merge(?:_adapter)?$|get_delta_weight"),
         ("wake-up", r"wake_?up|create_and_map|resume_memory|^onload|^load_.*_to_(?:gpu|device)$"),
         ("load", r"from_pretrained|^load_model$|_load_pretrained"),
@@ -99,6 +99,12 @@ def is_of_another(names: Iterable[str], failure: Failure | None, phase: Phase) -
         return False
     moment = moment_of(failure, phase)
     return moment is not None and moment.name != "clipping"
+
+
+def is_of_states(failure: Failure | None, phase: Phase) -> bool:
+    """Return whether `failure` stopped a save or a load of an optimizer's states."""
+    moment = None if failure is None else moment_of(failure, phase)
+    return moment is not None and moment.name in OF_PHASE.values() and "states" in moment.touched
 
 
 def is_before_training(failure: Failure, phase: Phase) -> bool:

@@ -15,7 +15,9 @@ from skill_tools.diagnosis.series.metrics import edges
 from skill_tools.units import GIB, gib
 
 _FIGURE = re.compile(
-    r"\b(?P<when>before|after)\b(?P<of>[^\n]{0,80}?)(?<![\w.])(?P<number>\d{1,6}(?:\.\d{1,9})?) ?(?P<unit>[KMG]i?B)\b",
+    r"\b(?P<when>before|after)\b(?P<of>[^\n]{0,80}?)"
+    r"(?:(?<![\w.])(?P<number>\d{1,6}(?:\.\d{1,9})?) ?(?P<unit>[KMG]i?B)\b"
+    r"|\((?P<unit_first>[KMG]i?B)\) ?[:=] ?(?P<behind>\d{1,6}(?:\.\d{1,9})?))",
     re.IGNORECASE,
 )
 _OFFLOADS = re.compile(r"off-?load|sleep|pause|releas|swap(?:ped)? out|to (?:the )?cpu", re.IGNORECASE)
@@ -62,7 +64,10 @@ def find(log: Log) -> Around | None:
     figures = [
         _Figure(
             match["when"].lower() == "after",
-            round(float(match["number"]) * _BYTES[match["unit"][0].upper()]),
+            round(
+                float(match["number"] or match["behind"])
+                * _BYTES[(match["unit"] or match["unit_first"])[0].upper()]
+            ),
             match.start(),
         )
         for match in edges(log.text, _FIGURE)
