@@ -19,7 +19,7 @@ TAKEN = (
     ".claude-plugin", "cpu_offloading", "docs", "examples", "offload_arithmetic", "offload_watch", "reference_impl",
     "schema", "skill_tools",
     # What `pip install '.[reference]'` reads.
-    "pyproject.toml", "hatch_build.py", "constraints.txt",
+    "pyproject.toml", "constraints.txt",
 )  # fmt: skip
 LEFT_OUT = (
     # What the index is compiled from: each section's file or folder of YAML.
@@ -70,10 +70,10 @@ LEFT_OUT = (
 )
 # Of the card a plan reads the decisions; the rest is what maintainers render and check the documents with.
 READ_OF_THE_CARD = ("title", "decisions")
-# Of pyproject.toml, what only a checkout reads: how it is checked and tested, and with which packages.
+# Of pyproject.toml, what installs the bundle; the rest is of a checkout: checks, tests, PyPI's page.
+READ_BY_PIP = ("[build-system]", "[project", "[tool.hatch.version]", "[tool.hatch.build")
 OF_A_CHECKOUT = re.compile(
-    r"^\[+tool\.(?!hatch).*?(?=^\[|\Z)|^(?:#[^\n]*\n)?(?:docs|card|test) = \[(?:[^\n]*\]\n|\n.*?^\]\n)",
-    re.MULTILINE | re.DOTALL,
+    r'^#.*?\n|^(?:docs|card|test) = \[(?:[^\n]*\]\n|\n.*?^\]\n)|, "readme", "urls"', re.MULTILINE | re.DOTALL
 )
 # What a page rests on, for whoever doubts it; agents may quote docs/measured.md, which has the card's rows.
 EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -104,6 +104,12 @@ def read_of_the_card(text: str) -> str:
     return "".join(section for section in sections if section.partition(":")[0] in READ_OF_THE_CARD)
 
 
+def read_by_pip(text: str) -> str:
+    """Return the tables of pyproject.toml that install the bundle, without comments and a checkout's packages."""
+    tables = re.split(r"^(?=\[)", text, flags=re.MULTILINE)
+    return OF_A_CHECKOUT.sub("", "".join(table for table in tables if table.startswith(READ_BY_PIP)))
+
+
 def bundle(target: Path) -> Path:
     """Write the bundle to `target`, which is made anew, and beside it as a zip file whose path is returned."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -118,7 +124,7 @@ def bundle(target: Path) -> Path:
     card = target / "card.yaml"
     card.write_text(read_of_the_card(card.read_text()))
     project = target / "pyproject.toml"
-    project.write_text(OF_A_CHECKOUT.sub("", project.read_text()))
+    project.write_text(read_by_pip(project.read_text()))
     archive = Path(f"{target}.zip")
     # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:

@@ -60,8 +60,12 @@ class Evidence(NamedTuple):
     @property
     def states_on_nvme(self) -> bool:
         """Whether the run's configuration keeps the optimizer's states on NVMe, and not in host memory."""
-        key = "deepspeed.zero_optimization.offload_optimizer.device"
-        return self.config is not None and self.config.value(key) == "nvme"
+        settings = {} if self.config is None else self.config.settings
+        return any(
+            each.value == "nvme"
+            for key, each in settings.items()
+            if key.endswith(".offload_optimizer.device")
+        )
 
 
 class Conclusion(NamedTuple):
