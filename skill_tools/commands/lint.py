@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from skill_tools.commands import lint_output, releases
 from skill_tools.commands.lint_settings import Settings, nearest_settings, selection_of
 from skill_tools.configs.config import Config
-from skill_tools.configs.files import MAX_BYTES, decode, replace_text
+from skill_tools.configs.files import MAX_BYTES, decode, replace_text, write_text
 from skill_tools.configs.folder import files_below
 from skill_tools.configs.releases import Stated, stated_beside
 from skill_tools.configs.source import Source, load
@@ -214,7 +214,7 @@ class Linted:
         from skill_tools.reports.baseline import as_baseline
 
         findings = [finding for _, result in self._results for finding in result.findings]
-        lint_output.write(path, as_baseline(findings, os.path.dirname(path)))
+        write_text(path, as_baseline(findings, os.path.dirname(path)))
         print(f"offload: {len(findings)} findings accepted in {path}", file=sys.stderr)
         return 2 if self._errors else 0
 

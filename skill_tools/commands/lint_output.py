@@ -2,10 +2,8 @@
 """The output of lint: its options, its formats, and where it goes."""
 
 import argparse
-import os
 
-from skill_tools.configs.files import replace_text
-from skill_tools.errors import UnusableInput
+from skill_tools.configs.files import write_text
 from skill_tools.reports.findings import Report
 from skill_tools.rules.finding import Severity
 
@@ -46,27 +44,12 @@ def put(report: Report, args: argparse.Namespace) -> None:
     """Print `report`, or write it into the file that was asked for; raises `UnusableInput` where that cannot be."""
     text = _rendered(report, args)
     if args.output_file:
-        write(args.output_file, f"{text}\n" if text else "")
+        write_text(args.output_file, f"{text}\n" if text else "")
         return
     # A hook that has passed everything over is silent.
     has_words = report.read or report.errors or args.format not in _FOR_PEOPLE
     if has_words and (text or not (args.quiet or args.statistics)):
         print(text)
-
-
-def write(path: str, text: str) -> None:
-    """Put `text` into the file at `path`, all of it or none; raises `UnusableInput` where it cannot be written."""
-    try:
-        if not os.path.exists(path):
-            with open(path, "x", encoding="utf-8"):
-                pass
-    except (OSError, ValueError) as error:
-        raise UnusableInput(
-            f"cannot write {path!r} ({getattr(error, 'strerror', None) or error})",
-            expected="a file in a folder that may be written",
-            attempt="another path",
-        ) from error
-    replace_text(path, text, attempt="another path")
 
 
 def _rendered(report: Report, args: argparse.Namespace) -> str:

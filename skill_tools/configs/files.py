@@ -158,3 +158,18 @@ def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which p
         if temporary:
             with suppress(OSError):
                 os.unlink(temporary)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Put `text` into the file at `path`, all of it or none; raises `UnusableInput` where it cannot be written."""
+    try:
+        if not os.path.exists(path):
+            with open(path, "x", encoding="utf-8"):
+                pass
+    except (OSError, ValueError) as error:
+        raise UnusableInput(
+            f"cannot write {str(path)!r} ({getattr(error, 'strerror', None) or error})",
+            expected="a file in a folder that may be written",
+            attempt="another path",
+        ) from error
+    replace_text(path, text, attempt="another path")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skill_tools import knowledge
+from skill_tools.configs.files import write_text
 from skill_tools.errors import UnusableInput
 from skill_tools.rules.versions import parse_target
 from skill_tools.started import COMMAND
@@ -23,7 +24,7 @@ def compare(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     summary = summarize(files)
     before = _summary(package, release, args.since) if args.since else None
     if args.save:
-        _save(summary, args.save)
+        write_text(args.save, json.dumps(summary._asdict(), indent=1, sort_keys=True) + "\n")
     changes = [*between(before, summary)] if before else []
     report = {
         "schema_version": "1.0",
@@ -36,18 +37,6 @@ def compare(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "changes": [each._asdict() for each in changes if args.all or each.touches_offload],
     }
     return report, _as_text(report)
-
-
-def _save(summary: Summary, path: Path) -> None:
-    text = json.dumps(summary._asdict(), indent=1, sort_keys=True)
-    try:
-        path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise UnusableInput(
-            f"{path} cannot be written: {error.strerror}",
-            expected="a file in a folder that may be written",
-            attempt="another --save",
-        ) from None
 
 
 def _summary(package: str, release: str, source: Path) -> Any:

@@ -204,11 +204,9 @@ def test_what_is_unusable_is_one_line_and_writes_nothing(
         assert captured.out == "", arguments
         assert len(captured.err.splitlines()) == 1, captured.err
         assert not saved.exists(), arguments
-    assert (
-        main(["knowledge", "diff", "deepspeed==1.0", str(good), "--save", str(tmp_path / "gone" / "s.json")])
-        == 2
-    )
-    assert "cannot be written" in capsys.readouterr().err
+    for path in (tmp_path / "gone" / "s.json", "/dev/full"):
+        assert main(["knowledge", "diff", "deepspeed==1.0", str(good), "--save", str(path)]) == 2
+        assert f"cannot write '{path}'" in capsys.readouterr().err
 
 
 def test_nothing_of_a_release_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
