@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
-One position's input is changed: no other position's output may. The halves are then computed apart: their results must
-be those of both together. So a normalisation over the batch is found, a router that ranks tokens, attention, a
-convolution, and a module that counts positions. Not found is a router that drops tokens beyond a capacity which
-these few do not reach.
+One position's input is changed, then that of the first half: no other position's output may. The halves are computed
+apart: their results must be those of both together. So a normalisation over the batch is found, a router that ranks
+tokens, attention, a convolution, and a module that counts positions. Not found is a router that drops tokens beyond a
+capacity which these few do not reach.
 
 Kernels round otherwise for other shapes, so unequal results must agree to half the digits of its dtype, and to four
 units of a 16-bit one.
@@ -42,7 +42,7 @@ Call = Callable[[Sequence[Any]], Any]
 def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> None:
     """Raise ValueError where the output of a position of `call(leaves)` depends on more than that position's input.
 
-    `call` is that of `module`, which is `name` in its model. It is made five times, without a graph, on up to 64
+    `call` is that of `module`, which is `name` in its model. It is made six times, without a graph, on up to 64
     positions; buffers and random numbers are then as before. Raises ValueError too where a hook, or a module
     inside `module`, keeps a result: that is of one tile and without a graph.
     """
@@ -59,15 +59,17 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
         surroundings = Surroundings(few)
         whole = outputs(few, probe.count)
         surroundings.end()
-        with surroundings.again():
-            changed = outputs([_changed_at(leaf, middle, probe) for leaf in few], probe.count)
-        if any(
-            bool(_differs(a, b, probe, except_at=middle).any()) for a, b in zip(whole, changed, strict=True)
-        ):
-            raise ValueError(
-                f"{name} mixes positions: the input of one has changed the output of another; expected a module whose "
-                f"output at a position depends on its input there alone; try leaving {name} out of tiles"
-            )
+        # One position may take its weight from a sum over all, and be too little of it; half of them are not.
+        for at, times in ((slice(middle, middle + 1), -_TIMES_LARGER), (slice(0, middle), _TIMES_LARGER)):
+            with surroundings.again():
+                changed = outputs([_changed_at(leaf, at, probe, times) for leaf in few], probe.count)
+            if any(
+                bool(_differs(a, b, probe, except_at=at).any()) for a, b in zip(whole, changed, strict=True)
+            ):
+                raise ValueError(
+                    f"{name} mixes positions: the input of one has changed the output of another; expected a module "
+                    f"whose output at a position depends on its input there alone; try leaving {name} out of tiles"
+                )
         if surroundings.is_random:
             # For other sizes random numbers are others.
             return
@@ -167,16 +169,16 @@ def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]
             )
 
 
-def _changed_at(leaf: Any, position: int, leading: Leading) -> Any:
-    """Return an input with other values at one position of its first sequence."""
+def _changed_at(leaf: Any, at: slice, leading: Leading, times: float) -> Any:
+    """Return an input with values so many `times` as large at some positions of its first sequence."""
     # One that all sequences share stays: others may differ where it does.
     is_changed = leading.is_cut(leaf) and leaf.is_floating_point() and leaf.dim() > 1
     if not is_changed or (leading.batch is not None and leaf.shape[0] != leading.batch):
         return leaf
     changed = leaf.clone()
-    row = changed.narrow(leading.dim, position, 1)
+    row = changed.narrow(leading.dim, at.start, at.stop - at.start)
     row = row if leading.dim == 0 else row.narrow(0, 0, 1)
-    row.mul_(-_TIMES_LARGER).add_(leaf.abs().amax())
+    row.mul_(times).add_(leaf.abs().amax())
     return changed
 
 
@@ -191,7 +193,7 @@ def _with_positions(name: str, made: Any, leading: Leading) -> list[torch.Tensor
 
 
 def _differs(
-    expected: torch.Tensor, found: torch.Tensor, leading: Leading, *, except_at: int | None = None
+    expected: torch.Tensor, found: torch.Tensor, leading: Leading, *, except_at: slice | None = None
 ) -> torch.Tensor:
     """Return, for each position, whether its outputs differ by more than rounding does."""
     is_float = expected.is_floating_point()
