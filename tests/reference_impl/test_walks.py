@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk of a saved tensor in docs/design.md, measured in a step: the modules whose functions hold its bytes."""
-
-import re
-from pathlib import Path
+"""The walks of a saved tensor and of a gradient in docs/design.md, measured in a step."""
 
 import torch
 from torch import nn
-from walks import holders
+from walks import callers, holders, listed, section
 
 import reference_impl
-from reference_impl import ActivationOffloader
+from reference_impl import ActivationOffloader, HybridDeviceOptimizer, optimizers
 from reference_impl.activations.geometry import Extent
 from reference_impl.activations.run import Copied, MovedTensor, SavedStorage
 from reference_impl.memory.arena import HostBlock
 from reference_impl.memory.tiers import HostBytes
+from reference_impl.optimizers.cpu.publish import Publisher
+from reference_impl.optimizers.cpu.step import CpuStep
+from reference_impl.optimizers.cpu.update import CpuKernel
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
+from reference_impl.optimizers.gradients.clip_decision import ClipDecision
+from reference_impl.optimizers.gradients.mover import GradientMover
 
-ROOT = Path(reference_impl.__file__).parents[1]
 STANDS_FOR_BYTES = (Copied, Extent, HostBlock, HostBytes, MovedTensor, SavedStorage)
 # No weight has as many.
 ELEMENTS = 97531
@@ -49,7 +51,31 @@ def test_a_saved_tensor_passes_nine_modules_at_most_until_it_is_on_the_device_ag
             reference_impl, lambda: model(torch.ones(())).backward(), is_the_tensor, MovedTensor.restore
         )
     walk = [name for name in held if name != PASSES_ON]
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    section = text.partition("### Saved tensor → device again\n")[2].partition("\n### ")[0]
-    assert sorted(walk) == sorted(re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)), "\n".join(walk)
+    assert sorted(walk) == sorted(listed("Saved tensor → device again")), "\n".join(walk)
     assert len(walk) <= 9
+
+
+# What happens to a gradient, in order.
+SENT, DECIDED, QUEUED = GradientMover._copy, ClipDecision.__init__, DeadlineWorkers.submit
+COUNTED, UPDATED, PUBLISHED, AWAITED = CpuStep.count, CpuKernel.update, Publisher.publish, Publisher.wait
+# Hooks and decorators, which pass calls on, and `step()`, which asks the engine to take one.
+AROUND = ("gradients/backward_hooks.py", "model_hooks.py", "step.py", "hosted.py", "readers.py")
+
+
+def test_a_gradient_passes_twelve_modules_at_most_until_the_forward_has_its_new_weight():
+    model = nn.Sequential(nn.Linear(3, 3))
+
+    def train():
+        optimizer = HybridDeviceOptimizer(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        optimizer.attach(model)
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        model(torch.ones(3))
+        optimizer.close()
+
+    found = callers(optimizers, train, [SENT, DECIDED, QUEUED, COUNTED, UPDATED, PUBLISHED, AWAITED])
+    walk = [name for name in found if name.removeprefix("reference_impl/optimizers/") not in AROUND]
+    assert sorted(walk) == sorted(listed("Gradient → new weight")), "\n".join(found)
+    assert len(walk) <= 12
+    missing = [name for name in AROUND if f"`{name}`" not in section("Gradient → new weight")]
+    assert not missing, f"docs/design.md does not say what stands around the walk: {missing}"

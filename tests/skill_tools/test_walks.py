@@ -2,11 +2,10 @@
 """The walks of docs/design.md, measured while a command runs: the modules whose functions hold a value on its way."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
-from walks import holders
+from walks import holders, listed
 
 import skill_tools
 from skill_tools.__main__ import main
@@ -19,7 +18,6 @@ from skill_tools.planning.search.candidates import Search
 from skill_tools.planning.search.options import Option
 from skill_tools.rules.lint import lint
 
-ROOT = Path(skill_tools.__file__).parents[1]
 SEEN = 97531  # stands nowhere else
 RUNS = {
     "run.yaml": f"model:\n  cpu_offloading: true\n  pipeline_model_parallel_size: {SEEN}\n",
@@ -36,13 +34,6 @@ def is_the_value(each: object) -> bool:
     if isinstance(each, Node | Setting):
         each = each.value
     return isinstance(each, int | str) and str(each) == str(SEEN)
-
-
-def listed(walk: str) -> list[str]:
-    """Return the modules that docs/design.md numbers under a walk's title."""
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    section = text.partition(f"### {walk}\n")[2].partition("\n### ")[0]
-    return re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", RUNS)

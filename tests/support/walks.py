@@ -1,10 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which modules have a value in their hands while something runs."""
+"""Finds which modules a value passes while something runs, and which docs/design.md lists."""
 
+import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType
+
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+
+
+def section(walk: str) -> str:
+    """Return the text under a walk's title in docs/design.md."""
+    return DESIGN.read_text(encoding="utf-8").partition(f"### {walk}\n")[2].partition("\n### ")[0]
+
+
+def listed(walk: str) -> list[str]:
+    """Return the modules that docs/design.md numbers under a walk's title."""
+    return re.findall(r"^\d+\. `([^`]+)`", section(walk), re.MULTILINE)
 
 
 def holders(
@@ -33,4 +47,38 @@ def holders(
     finally:
         sys.setprofile(None)
     assert ended, f"{until.__qualname__} has not run"
+    return list(found)
+
+
+def callers(package: ModuleType, action: Callable[[], object], moments: list[Callable]) -> list[str]:
+    """Return the modules of `package` that have a function running when one of `moments` is called, in order.
+
+    Threads that `action` starts count too. Each of `moments` has to be called.
+    """
+    folder = Path(package.__file__ or "").parent
+    codes = {each.__code__: each.__qualname__ for each in moments}
+    root = folder.parents[len(package.__name__.split(".")) - 1]
+    found: dict[str, None] = {}
+    missed = set(codes.values())
+
+    def note(frame: FrameType | None, event: str, _: object) -> None:
+        if frame is None or event != "call" or frame.f_code not in codes:
+            return
+        missed.discard(codes[frame.f_code])
+        running = []
+        while frame is not None:
+            running.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        for file in reversed(running):
+            if file.startswith(str(folder)):
+                found.setdefault(str(Path(file).relative_to(root)))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    assert not missed, f"{sorted(missed)} have not run"
     return list(found)
