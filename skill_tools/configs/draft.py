@@ -24,14 +24,15 @@ class Draft:
     `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
     `complete`, `model_name`, `versions`, `sources`, `missing_files`, `faults` and `shares` are the reader's to set;
-    see `Config`. So is `checks_each`: the framework refuses a value that does not fit although a later
-    one replaces it, as argparse does.
+    see `Config`. So are `checks_each`: the framework refuses a value that does not fit although a later
+    one replaces it, as argparse does; and `as_written`: beginnings of canonical keys whose values it takes as they are.
     """
 
     def __init__(self, framework: str, *, embeds: tuple[str, ...] = (), converts_text: bool = True) -> None:
         self.framework = framework
         self.embeds = embeds
         self.complete = self.checks_each = False
+        self.as_written: tuple[str, ...] = ()
         self.model_name: str | None = None
         self.versions: dict[str, str] = {}
         self.sources: dict[str, str] = {}
@@ -131,8 +132,9 @@ class Draft:
         key = self.table.by_name.get(name)
         expected = None
         if key is not None:
-            dialect, _ = self._owner(name)
-            value, expected = typed(key, value, dialect, converts_text=self._converts_text)
+            if not name.startswith(self.as_written):
+                dialect, _ = self._owner(name)
+                value, expected = typed(key, value, dialect, converts_text=self._converts_text)
             if isinstance(value, str) and is_template(value):
                 self.leave_open(name)
                 return

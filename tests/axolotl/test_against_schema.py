@@ -121,6 +121,17 @@ def test_the_schema_and_the_rules_agree(release: Release, configuration: dict[st
     assert not disagreements(configuration, release)
 
 
+@pytest.mark.parametrize("written", ["maybe", "false", 2, 1, True, None, [True]])
+@pytest.mark.parametrize("name", ["offload_params", "fsdp_cpu_ram_efficient_loading"])
+def test_fsdp_config_is_refused_by_its_types_as_the_schema_does(
+    release: Release, name: str, written: object
+) -> None:
+    configuration = {**COMPLETE, "fsdp_version": 2, "fsdp_config": {name: written}}
+    stated = f"# axolotl=={release.version}\n{yaml.safe_dump(configuration)}"
+    config = read_text(stated, "config.yaml", framework="axolotl")
+    assert bool(release.ask(configuration)["errors"]) == bool(config.wrong_types)
+
+
 def test_every_judged_rule_is_seen_by_some_release() -> None:
     if not installed():
         pytest.skip("needs released Axolotl schemas: make test-axolotl")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
+from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.shell.launch import command_line, training_command, write_environment
 from skill_tools.configs.source import Kind, Source, find
@@ -26,6 +27,7 @@ from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 
 _PRESETS = "deepspeed_configs/"
 _OVERRIDES = "<overrides>"
+_FSDP_TYPED = "0.13"  # before, fsdp_config was a dictionary of anything
 _YAML = (".yml", ".yaml")
 _NAMES_A_FILE = ("--cloud", "--sweep")
 # Options of its commands that are no keys: how to launch, over which configurations, how much of the data to show.
@@ -43,6 +45,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     draft.complete = True
     folders = [source.folder for source in sources if source.folder is not None]
     run = _Run(draft, sources)
+    if run.release is not None and is_before(run.release, _FSDP_TYPED):
+        draft.as_written = ("fsdp_config.",)
     for source in sources:
         draft.take(source)
         _write_source(run, source)

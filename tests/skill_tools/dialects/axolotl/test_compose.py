@@ -56,6 +56,19 @@ def test_the_old_prefix_of_fsdp_fields_is_taken_off() -> None:
     assert not config.unknown
 
 
+@pytest.mark.parametrize("written", ["maybe", '"false"', "1", "2"])
+@pytest.mark.parametrize("name", ["offload_params", "fsdp_cpu_ram_efficient_loading"])
+def test_fsdp_config_has_types_from_0_13_on(name: str, written: str) -> None:
+    """tests/axolotl asks both releases' own schema the same."""
+    text = f"fsdp_version: 2\nfsdp_config:\n  {name}: {written}\n"
+    key = f"fsdp_config.{name.removeprefix('fsdp_')}"
+    before, since = (axolotl(f"# axolotl=={release}\n{text}") for release in ("0.12.2", "0.13.2"))
+    assert not before.wrong_types
+    assert value(before, key) == {"maybe": "maybe", '"false"': "false", "1": 1, "2": 2}[written]
+    assert value(before, key) is not True
+    assert [wrong.setting.key for wrong in since.wrong_types] == [key] * (written in ("maybe", "2"))
+
+
 @pytest.mark.parametrize(
     ("option", "key", "expected"),
     [
