@@ -483,7 +483,10 @@ def budget_of(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[A
         notes.append(Assumption(said))
     headroom = HEADROOM if args.tensor_memory is None else 0.0
     assumed = bool(where.stands_for) and args.gpu_memory is None and args.tensor_memory is None
-    return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes, assumed), tuple(notes)
+    of_usual_machine = (
+        args.host_memory is None and bool(host_bytes) and args.gpu != AUTO and not where.measured
+    )
+    return Budget(gpu_bytes, host_bytes, headroom, pinned_bytes, assumed, of_usual_machine), tuple(notes)
 
 
 def _positive_time(measured_s: float | None) -> float | None:

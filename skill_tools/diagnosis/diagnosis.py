@@ -167,6 +167,7 @@ def diagnose(
         if (pins or each.message.needs != messages.PINNED) and not _is_harmless(each, log)
     )
     dialects = dialects_of(config, framework, known_errors.frameworks(log))
+    told = frozenset(each.line for each in seen if each.message.role in messages.ANSWERS)
     evidence = Evidence(
         failure=failure,
         phase=phase,
@@ -177,6 +178,7 @@ def diagnose(
             )
             if not any(first <= each.line <= last for first, last in past)
             and not each.is_of_another(failure, dialects)
+            and not each.is_told_otherwise(failure, dialects, told)
             and not (
                 each.ended_the_run
                 and all(moments.is_of_another((rule.id, *_keys(rule)), failure, phase) for rule in each.rules)

@@ -6,8 +6,9 @@ run's own framework, which its configuration or a traceback shows, and of these 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis import code
@@ -43,6 +44,16 @@ class KnownError:
     def is_about(self, dialects: Iterable[str]) -> bool:
         """Return whether a rule is about the framework of this run, or about one of `dialects`, which it embeds."""
         return self.of_the_run or any(not set(rule.dialects).isdisjoint(dialects) for rule in self.rules)
+
+    def is_told_otherwise(
+        self, failure: Failure | None, dialects: Sequence[str], lines: Collection[int]
+    ) -> bool:
+        """Return whether a message tells its line (of `lines`), and nothing of the run is the rules' framework.
+
+        A library's text reaches many frameworks; the rule knows why one of them gets it.
+        """
+        shows_who = bool(dialects or (failure and failure.frames))
+        return shows_who and self.line in lines and not self.is_about(dialects)
 
     def is_of_another(self, failure: Failure | None, dialects: Sequence[str]) -> bool:
         """Return whether the frames of `failure` go through no code of the rules' framework, nor of their mechanism.
@@ -108,9 +119,13 @@ def _place(log: Log, template: str, ended_by: Failure | None) -> int:
 
 def frameworks(log: Log) -> tuple[str, ...]:
     """Return the frameworks whose code a traceback in `log` goes through; one that runs in another comes before it."""
-    return tuple(
-        dialect.name for dialect in registry.with_files() if _goes_through(log.text, dialect.package)
-    )
+    return _frameworks(log.text)
+
+
+@lru_cache(maxsize=2)
+def _frameworks(text: str) -> tuple[str, ...]:
+    """Return the frameworks of a log's text; several ask, of a text that may be long."""
+    return tuple(dialect.name for dialect in registry.with_files() if _goes_through(text, dialect.package))
 
 
 def _goes_through(text: str, package: str) -> bool:

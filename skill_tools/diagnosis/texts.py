@@ -25,6 +25,8 @@ def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
         return -1, -1
     pieces = [piece.strip() for piece in template.split(HOLE) if piece.strip()]
     start = text.find(pieces[0], first) if pieces else -1
+    if start < 0 or any(text.find(piece, start) < 0 for piece in pieces[1:]):
+        return -1, -1  # else each place of a first piece that is everywhere would be looked at
     for _ in range(_TRIES):
         if start < 0:
             return -1, -1

@@ -41,7 +41,7 @@ def lines(plan: Plan, *, code: Code) -> list[str]:
     """Return the answer; `code` sets the lines that are to be copied."""
     best = plan.recommendation
     answer = _unfit(plan, code) if best is None else _fit(plan, best, code)
-    return [headline(plan), *_unnamed_gpu(plan), *_answers(plan), *answer]
+    return [headline(plan), *_unnamed_gpu(plan), *_assumed_host(plan), *_answers(plan), *answer]
 
 
 def headline(plan: Plan) -> str:
@@ -80,6 +80,17 @@ def _unnamed_gpu(plan: Plan) -> Iterator[str]:
         )
     else:
         yield f"no GPU is named: times are a range over {', '.join(cards)}; --gpu NAME for yours"
+
+
+def _assumed_host(plan: Plan) -> Iterator[str]:
+    """Say whose host memory the answer reckons with where nobody has stated the run's own and a plan takes any."""
+    shown = (plan.recommendation or plan.floor, plan.as_it_is)
+    if plan.budget.host_assumed and any(each.memory.host_bytes_per_node for each in shown):
+        assert plan.budget.host_bytes is not None
+        yield (
+            f"no host memory is stated: {gib(plan.budget.host_bytes)} a node is assumed, as a machine with "
+            f"{plan.machine.name} usually has; --host-memory for yours"
+        )
 
 
 def _answers(plan: Plan) -> Iterator[str]:

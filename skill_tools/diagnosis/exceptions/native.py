@@ -23,6 +23,7 @@ _BESIDE = re.compile(
 )  # lines that say they are no reason
 _BEFORE, _MOST_LINES = 3000, 12  # characters and lines before an abort in which its reason may stand
 _BEHIND = 12_000  # characters behind it in which its stack may stand
+_LONGEST_STACK = 50_000  # characters of a stack, other ranks' lines between its own included
 _STACK = re.compile(r"(?:Current thread|Thread) 0x\w+[^\n]{0,80}\(most recent call first\):")
 
 
@@ -73,7 +74,8 @@ def _stack(text: str, failure: Failure) -> tuple[Frame, ...]:
 def _frames(text: str, failure: Failure, begin: int) -> tuple[Frame, ...]:
     """Return the frames from `begin` on, which stand innermost first, outermost first."""
     frames: list[Frame] = []
-    while 0 < begin < len(text):
+    last = min(len(text), begin + _LONGEST_STACK)
+    while 0 < begin < last:
         end = text.find("\n", begin)
         end = len(text) if end < 0 else end
         name, body = writer(text, begin, end)

@@ -153,5 +153,5 @@ def unknown(text: str) -> UnusableInput:
     return UnusableInput(
         f"model {shown} has no known shape",
         expected=f"a known model ({', '.join(alike)}, ...) or a config.json of the model",
-        attempt=f"--model {alike[0]}, or name the model's Hugging Face config.json as a second file",
+        attempt=f"the model's Hugging Face config.json as a second file, or --model {alike[0]} if that is meant",
     )

@@ -23,7 +23,8 @@ class Budget(NamedTuple):
     """The limits: bytes of one GPU, and of one node's host memory (None: not known, not held).
 
     A plan leaves the share `headroom` of both free. Of the host's `pinned_bytes` may be page-locked; None is all.
-    `gpu_assumed` says that nobody has named the GPU or its memory.
+    `gpu_assumed` says that nobody has named the GPU or its memory, `host_assumed` that the host's is that of a usual
+    machine with the GPU.
     """
 
     gpu_bytes: int
@@ -31,6 +32,7 @@ class Budget(NamedTuple):
     headroom: float = HEADROOM
     pinned_bytes: int | None = None
     gpu_assumed: bool = False
+    host_assumed: bool = False
 
     @property
     def most_gpu_bytes(self) -> int:

@@ -281,3 +281,22 @@ def test_a_gpu_without_bf16_is_said_to_train_in_fp16(
     words = ["--framework", "pytorch", "--model", "qwen3-0.6b", "--gpu", gpu, "--host-memory", "64GB"]
     main(["plan", *words, "--overrides", "seq_length=2048", "micro_batch_size=1"])
     assert ("has no bf16" in capsys.readouterr().out) is not has_bf16
+
+
+def test_a_host_that_nobody_stated_is_said_in_the_first_lines_of_a_plan_that_takes_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def first_lines(*words: str) -> str:
+        main(
+            ["plan", "--framework", "pytorch", *words, "--overrides", "seq_length=2048", "micro_batch_size=1"]
+        )
+        return "\n".join(capsys.readouterr().out.splitlines()[:2])
+
+    said = "no host memory is stated: 62.0 GiB a node is assumed"
+    assert said in first_lines("--model", "llama-3.2-3b", "--gpu", "rtx4090")
+    assert "is stated" not in first_lines(
+        "--model", "llama-3.2-3b", "--gpu", "rtx4090", "--host-memory", "64GB"
+    )
+    takes_none = first_lines("--model", "qwen3-0.6b", "--gpu", "rtx4090")
+    assert "fits as it is" in takes_none
+    assert "is stated" not in takes_none

@@ -153,6 +153,25 @@ def test_another_framework_s_text_is_no_cause_where_none_of_its_code_ran(say: Sa
     assert "FSDP" not in out
 
 
+GRADIENT = """\
+Traceback (most recent call last):
+  File "/home/u/{}", line 12, in step
+    loss.backward()
+  File "/e/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line 600, in foreach_reduce
+RuntimeError: attempting to assign a gradient with device type 'cuda' to a tensor with device type 'cpu'. Please ensure
+"""
+
+
+def test_a_text_of_torch_s_is_told_by_its_message_where_the_run_is_no_rule_s_framework(say: Say) -> None:
+    sharded = "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\nfully_shard(m)\n"
+    for files in ({}, {"loop_py": sharded}):
+        _, out = say(GRADIENT.format("train.py"), **files)
+        assert "verl" not in out
+        assert "the parameter lies on the CPU and its gradient on the GPU" in out
+    _, out = say(GRADIENT.format("verl/trainer/fsdp_sft_trainer.py"))
+    assert "verl-sft-cpu-offload" in out
+
+
 def test_nothing_in_the_place_of_a_gradient_is_no_misfit_of_releases(say: Say) -> None:
     frames = (
         'Traceback (most recent call last):\n  File "/e/deepspeed/ops/adam/cpu_adam.py", line 9, in step\n'

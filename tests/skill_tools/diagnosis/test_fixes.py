@@ -2,6 +2,7 @@
 """A library's fault that a later release mends is told where all that it asks for is there, and to older releases."""
 
 import json
+import re
 from collections.abc import Mapping
 
 import jsonschema
@@ -56,6 +57,21 @@ def test_each_names_what_there_is() -> None:
         assert entry.get("symptom", next(iter(known))) in known, entry["fix"]
         assert set(entry.get("phases", ())) <= {*Phase}, entry["fix"]
         check([f"{entry['package']}=={entry.get('release', '1.0')}"])
+
+
+_OF_MEMORY = re.compile(
+    r"(?i)out of memory|MemoryError|cannot allocate|oom|kill|died|exitcode: -9|cudaHostAlloc"
+)
+
+
+@for_each(
+    [fix for fix in fixes.load_fixes() if fix.texts and all(map(_OF_MEMORY.search, fix.texts))],
+    name=lambda fix: fix.source,
+)
+def test_memory_that_ran_out_and_words_of_the_files_show_no_fault_by_themselves(fix: Fix) -> None:
+    """Any full GPU has the text, and any run of the framework the words: the place, or the phase, has to say more."""
+    a_package_is_no_place = all("/" in part for part in fix.code)
+    assert fix.functions or fix.phases or (fix.code and a_package_is_no_place)
 
 
 @for_each(fixes.load_fixes(), name=lambda fix: fix.source)

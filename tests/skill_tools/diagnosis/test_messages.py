@@ -9,7 +9,7 @@ from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.bundle import schema_path
-from skill_tools.diagnosis import failures, messages
+from skill_tools.diagnosis import failures, messages, texts
 from skill_tools.diagnosis.diagnosis import advice, diagnose, host_need
 from skill_tools.diagnosis.log import Log
 from skill_tools.rules.knowledge import load_rules
@@ -257,3 +257,17 @@ def test_of_two_texts_in_one_line_the_longer_is_the_cause() -> None:
     )
     assert found.conclusion is not None
     assert "NO_SHARD" in found.conclusion.cause
+
+
+def test_a_text_of_which_a_piece_is_nowhere_is_looked_for_no_further() -> None:
+    """Its first piece may be in every line."""
+
+    class Counted(str):
+        finds = 0
+
+        def find(self, *args: object) -> int:
+            Counted.finds += 1
+            return super().find(*args)  # type: ignore[arg-type]
+
+    assert texts.span(Counted("a line\n" * 1000), "a{..}zz") == (-1, -1)
+    assert Counted.finds < 5

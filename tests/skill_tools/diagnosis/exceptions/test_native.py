@@ -70,3 +70,11 @@ saving checkpoint at iteration 20 to /ckpt
     assert conclusion is not None
     assert "forked" in conclusion.cause
     assert "spawned" in conclusion.change[0]
+
+
+def test_a_stack_ends_where_no_further_line_of_its_process_can_be_its_own() -> None:
+    """Each of a log's aborts would otherwise be followed through all that other ranks wrote after it."""
+    others = "(Trainer pid=8) step 4 loss 1.1\n" * 10_000
+    text = f'{RESUMED}{others}(Engine pid=7)   File "/env/late.py", line 1 in late\n'
+    (abort,) = native.completed(Log("log", text), failures(Log("log", text)))
+    assert [frame.function for frame in abort.frames] == ["resume_memory_occupation", "resume"]
