@@ -102,8 +102,8 @@ class ActivationOffloader(Offloader):
             )
         if is_planned and (fraction != 1.0 or keep_last_bytes):
             raise ValueError(
-                f"fraction={fraction} and keep_last_bytes={keep_last_bytes} choose what moves, and so does a plan; "
-                "expected one of them; try a smaller or larger budget_bytes alone"
+                f"fraction={fraction} and keep_last_bytes={keep_last_bytes} choose the tensors that move, and so does "
+                "a plan; expected one of them; try a smaller or larger budget_bytes alone"
             )
         self._share = EvenFraction(fraction=fraction, keep_last_bytes=keep_last_bytes)
         around: Around

@@ -239,7 +239,8 @@ def check_one_choice(**choices: object) -> None:
     given = [name for name, choice in choices.items() if choice is not None]
     if len(given) > 1:
         raise ValueError(
-            f"{' and '.join(given)} each choose what moves; expected one of {', '.join(choices)}; try {given[0]} alone"
+            f"{' and '.join(given)} each choose the tensors that move; expected one of "
+            f"{', '.join(choices)}; try {given[0]} alone"
         )
 
 

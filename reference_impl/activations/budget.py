@@ -32,9 +32,9 @@ class BudgetError(ValueError):
 
     def __init__(self, *, budget_bytes: int, least_bytes: int) -> None:
         super().__init__(
-            f"budget_bytes={budget_bytes} ({budget_bytes / 2**30:.2f} GiB) is below what must stay on the device; "
-            f"expected at least {least_bytes} ({least_bytes / 2**30:.2f} GiB), the peak with everything offloaded; "
-            f"try budget_bytes={least_bytes}, a smaller micro-batch, or offloading optimizer state"
+            f"budget_bytes={budget_bytes} ({budget_bytes / 2**30:.2f} GiB) is below the bytes that must stay on the "
+            f"device; expected at least {least_bytes} ({least_bytes / 2**30:.2f} GiB), the peak with everything "
+            f"offloaded; try budget_bytes={least_bytes}, a smaller micro-batch, or offloading optimizer state"
         )
         self.least_bytes = least_bytes
 

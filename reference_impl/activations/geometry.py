@@ -85,7 +85,7 @@ class VersionProbe:
     that comes after the save: without this check the gradient would be wrong in silence.
     """
 
-    __slots__ = ("_alias", "_saved_version", "_what")
+    __slots__ = ("_alias", "_described", "_saved_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         alias = tensor.detach()
@@ -93,7 +93,7 @@ class VersionProbe:
         alias.data = _empty(tensor.device)
         self._alias = alias
         self._saved_version = tensor._version
-        self._what = (tensor.dtype, tuple(tensor.shape))
+        self._described = (tensor.dtype, tuple(tensor.shape))
 
     @property
     def version(self) -> int:
@@ -107,7 +107,7 @@ class VersionProbe:
 
     def check(self) -> None:
         """Raise RuntimeError, as eager autograd does, when the tensor was written after it was saved."""
-        check_version(self._alias._version, self._saved_version, self._what)
+        check_version(self._alias._version, self._saved_version, self._described)
 
 
 @cache
@@ -115,12 +115,12 @@ def _empty(device: torch.device) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
-def check_version(now: int, saved: int, what: tuple[torch.dtype, tuple[int, ...]]) -> None:
-    """Raise RuntimeError when `now` is not the `saved` version of the tensor described by `what`."""
+def check_version(now: int, saved: int, described: tuple[torch.dtype, tuple[int, ...]]) -> None:
+    """Raise RuntimeError when `now` is not the `saved` version of the tensor of `described` dtype and shape."""
     if now != saved:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a {what[0]} tensor of shape {what[1]} is at version {now}; expected version {saved}; "
+            f"a {described[0]} tensor of shape {described[1]} is at version {now}; expected version {saved}; "
             "try the out-of-place form of the operation that wrote it"
         )
 

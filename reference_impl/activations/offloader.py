@@ -124,7 +124,7 @@ class Offloader(Shown, ClosedAtExit):
             )
         if host_limit_bytes is not None and host_limit_bytes < 1:
             raise ValueError(
-                f"host_limit_bytes={host_limit_bytes}; expected at least 1, or None for what the host has; try None"
+                f"host_limit_bytes={host_limit_bytes}; expected at least 1, or None for all host memory; try None"
             )
         if reserve_bytes < 0:
             raise ValueError(f"reserve_bytes={reserve_bytes}; expected at least 0; try 0")

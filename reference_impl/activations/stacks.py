@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's stacks of a thread: hooks of saved tensors, and modes that hear of each operation.
 
-Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise: what it has
-kept from being popped hears of all that the thread does from then on, closed or not. So whoever uses such a context has
-one of these around it.
+Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise. A hook
+or mode that it has kept from being popped hears of all that the thread does from then on, closed or not. So whoever
+uses such a context has one of these around it.
 
 Explained in docs/reliability.md.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _pop_mode
 
 
 class stacks_as_before:  # noqa: N801 (used like a function, as contextlib's)
-    """Leave both stacks as they were: take off what an interrupt has left there."""
+    """Leave both stacks as they were: take off the entries that an interrupt has left there."""
 
     __slots__ = ("_hooks", "_modes")
 

@@ -321,7 +321,7 @@ class Device(ABC):
         """Whether a graph of kernels is being captured on the current stream."""
 
     @abstractmethod
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, caller: str) -> None:
         """Raise RuntimeError when a graph of kernels is being captured: host-driven copies cannot be replayed."""
 
     @abstractmethod

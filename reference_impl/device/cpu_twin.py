@@ -103,7 +103,7 @@ class CpuTwin(Device, torch_type="cpu"):
         """Nothing here can be captured."""
         return False
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, caller: str) -> None:
         """Return: there is nothing to capture."""
 
     def pin(self, memory: torch.Tensor) -> None:

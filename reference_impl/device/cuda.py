@@ -378,11 +378,11 @@ class CudaDevice(Device, torch_type="cuda"):
         """Ask the runtime."""
         return torch.cuda.is_current_stream_capturing()
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_capture(self, caller: str) -> None:
         """Raise while the current stream is capturing."""
         if self.is_capturing:
             raise RuntimeError(
-                f"{what} cannot run inside a CUDA graph capture: its copies are driven by the host; "
+                f"{caller} cannot run inside a CUDA graph capture: its copies are driven by the host; "
                 "expected eager execution; try capturing the blocks without offload"
             )
 

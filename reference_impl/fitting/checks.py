@@ -138,15 +138,15 @@ def scalar(loss: Loss) -> Loss:
     def checked(model: nn.Module, batch: Any) -> torch.Tensor:
         found: object = loss(model, batch)
         if not isinstance(found, torch.Tensor):
-            what = type(found).__name__
+            returned = type(found).__name__
         elif found.numel() != 1:
-            what = f"a tensor of shape {tuple(found.shape)}"
+            returned = f"a tensor of shape {tuple(found.shape)}"
         elif not found.requires_grad:
-            what = "a tensor that requires no gradient"
+            returned = "a tensor that requires no gradient"
         else:
             return found
         raise FitError(
-            f"the loss returned {what}; expected a scalar tensor that backward() starts from; try its mean"
+            f"the loss returned {returned}; expected a scalar tensor that backward() starts from; try its mean"
         )
 
     return checked

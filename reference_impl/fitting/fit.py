@@ -123,8 +123,8 @@ def fit(
     max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. plan: the plan to try
     first, a document of `offload plan --format json` or its path. allow_other_numerics: let a plan round optimizer
     states, which `fitted.plan` then says. device: where to run a model whose weights are on the CPU, because they may
-    be larger than it; they are on the CPU again after `close()`. The batch is there already. progress: say on
-    standard error what is being done, on a terminal in one line that changes; False says nothing, and a function is
+    be larger than it; they are on the CPU again after `close()`. The batch is there already. progress: say each
+    step on standard error, on a terminal in one line that changes; False says nothing, and a function is
     called with each line instead.
 
     Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
@@ -303,8 +303,8 @@ def _least(model: nn.Module) -> str:
     trained = [param for param in params if param.requires_grad]
     states = sum(param.nbytes + (8 if param.element_size() >= 4 else 12) * param.numel() for param in trained)
     return (
-        f"its weights take {weights / 2**30:.2f} GiB, its gradients and states {states / 2**30:.2f} GiB, and what "
-        "forward saves comes on top, by no known amount"
+        f"its weights take {weights / 2**30:.2f} GiB, its gradients and states {states / 2**30:.2f} GiB, and the "
+        "tensors that forward saves come on top, by no known amount"
     )
 
 

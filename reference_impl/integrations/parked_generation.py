@@ -37,7 +37,7 @@ class ParkedGeneration:
         if not hasattr(trainer, "_generate"):
             raise ValueError(
                 f"{type(trainer).__name__} generates nothing; expected a trainer of TRL that does, such as "
-                "GRPOTrainer; try park(model, optimizer) around what needs the GPU"
+                "GRPOTrainer; try park(model, optimizer) around the code that needs the GPU"
             )
         self._trainer = trainer
         self._parked: ParkedTraining | None = None

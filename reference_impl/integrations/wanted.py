@@ -82,7 +82,7 @@ class Wanted:
                 if value
             ]
             raise ValueError(
-                f"a plan and {', '.join(named)} both say what is offloaded; expected one of the two; try the plan alone"
+                f"a plan and {', '.join(named)} both choose what is offloaded; expected one of them; try the plan alone"
             )
         if isinstance(plan, str) and plan == AUTO:
             plan, optimizer = None, AUTO
@@ -155,6 +155,6 @@ def _options(name: str, given: Any, words: Options, accepted: frozenset[str]) ->
     if unknown:
         raise ValueError(
             f"{name} has {', '.join(unknown)}; expected some of {', '.join(sorted(accepted))}; try the trainer's own "
-            "arguments for what is not among them"
+            "arguments for the others"
         )
     return found

@@ -118,7 +118,7 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def unanswered(func: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """Return what `func` returns where no class of tensors answers for torch: neither a seal nor an absent one does.
+    """Call `func` where no class of tensors answers for torch: neither a seal nor an absent one does.
 
     Torch's function does it as one bytecode. An interrupt at either end of its context manager would leave the thread
     without answers from then on: nobody would wait for a weight that is on its way.

@@ -143,4 +143,4 @@ def past_a_lost_device() -> Iterator[None]:
     except BaseException as error:
         if not device_is_lost(error):
             raise
-        warnings.warn(f"closed without what was on the device, which is lost: {error}", stacklevel=4)
+        warnings.warn(f"closed without the data on the device, which is lost: {error}", stacklevel=4)

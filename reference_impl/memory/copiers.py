@@ -150,7 +150,7 @@ class Copiers:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"a copy within host memory has not ended within {_DEADLINE_S:.0f} s; expected milliseconds; try "
-                    "training without what else keeps this host busy"
+                    "training without the other programs that keep this host busy"
                 )
         if copy.error is not None:
             raise copy.error

@@ -215,7 +215,8 @@ def _hardware(profile: Profile) -> Mapping[str, Any]:
     for name in ("gpu", "cpus", "duplex_total_GBs", "cpu_adam_fused_Gparam_s", *_UPDATES):
         if name not in hardware:
             raise ValueError(
-                f"the profile has no hardware.{name}; expected what reference_impl.probe returns; try `offload probe`"
+                f"the profile has no hardware.{name}; expected a document of reference_impl.probe; try "
+                "`offload probe`"
             )
     return hardware
 

@@ -83,8 +83,8 @@ def check_split(
         )
     if split is not None and (filtered or fraction != 1.0):
         raise ValueError(
-            "split was given beside offload_fraction or offload_filter; expected one way to say what is offloaded; try "
-            "split alone"
+            "split was given beside offload_fraction or offload_filter; expected one way to choose the offloaded part; "
+            "try split alone"
         )
     if split != "auto" and budgets != Budgets():
         raise ValueError(
@@ -161,26 +161,28 @@ def check_param(param: torch.Tensor) -> None:
             "a parameter is uninitialized, as a lazy module makes it; expected one of a known shape; try a forward, "
             "which initializes lazy modules, before the optimizer is made"
         )
-    what = f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype}"
+    found = f"a parameter of shape {tuple(param.shape)} and dtype {param.dtype}"
     if param.is_sparse or param.layout != torch.strided:
-        raise ValueError(f"{what} is sparse; expected a dense one; try a dense parameter")
+        raise ValueError(f"{found} is sparse; expected a dense one; try a dense parameter")
     if param.dtype not in _DTYPES:
-        raise ValueError(f"{what} is not supported; expected bfloat16, float16 or float32; try casting it")
+        raise ValueError(f"{found} is not supported; expected bfloat16, float16 or float32; try casting it")
     if param.is_meta:
-        raise ValueError(f"{what} has no storage; expected one on a device; try model.to_empty(device=...)")
+        raise ValueError(f"{found} has no storage; expected one on a device; try model.to_empty(device=...)")
     if is_absent(param):
         # Its bytes live elsewhere; who took them has had it checked before.
         return
     local = param.to_local() if isinstance(param, DTensor) else param
     if local.numel() and local.untyped_storage().nbytes() == 0:
         raise ValueError(
-            f"{what} has an empty storage; expected its memory; try constructing before it is freed"
+            f"{found} has an empty storage; expected its memory; try constructing before it is freed"
         )
     if local.numel() and not torch.ops.aten.is_non_overlapping_and_dense(local):
-        raise ValueError(f"{what} overlaps or leaves gaps in memory; expected a dense one; try .contiguous()")
+        raise ValueError(
+            f"{found} overlaps or leaves gaps in memory; expected a dense one; try .contiguous()"
+        )
     if isinstance(param, DTensor) and param.device_mesh.device_type != local.device.type:
         raise ValueError(
-            f"{what} is sharded over {param.device_mesh.device_type} but lives on {local.device.type}, as under "
+            f"{found} is sharded over {param.device_mesh.device_type} but lives on {local.device.type}, as under "
             "CPUOffloadPolicy; expected it on the mesh's device; try removing the offload policy"
         )
 
@@ -275,16 +277,16 @@ def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
     for param in params:
         if param in params_of_model:
             continue
-        what = f"a parameter of shape {tuple(param.shape)} is not in"
+        missing = f"a parameter of shape {tuple(param.shape)} is not in"
         if any(isinstance(each, DTensor) for each in params_of_model):
             raise ValueError(
-                f"{what} the sharded model; expected the parameters that its modules hold, which fully_shard and "
+                f"{missing} the sharded model; expected the parameters that its modules hold, which fully_shard and "
                 "load_state_dict(assign=True) replace; try making the optimizer after these"
             )
         raise ValueError(
-            f"{what} the {type(model).__name__} that is attached; expected a model that holds all that the optimizer "
-            "trains, not a copy or a part of it; try attach() of that model, or of torch.nn.ModuleList([...]) with "
-            "all modules that the optimizer trains"
+            f"{missing} the {type(model).__name__} that is attached; expected a model that holds all that the "
+            "optimizer trains, not a copy or a part of it; try attach() of that model, or of "
+            "torch.nn.ModuleList([...]) with all modules that the optimizer trains"
         )
 
 

@@ -28,13 +28,13 @@ def check_document(document: Any) -> tuple[Groups, Mapping[Any, Any]]:
     if not isinstance(document, Mapping):
         raise ValueError(
             f"the state_dict is of type {type(document).__name__}; expected a mapping with 'state' and 'param_groups'; "
-            "try what state_dict() returned"
+            "try the result of state_dict()"
         )
     for name, kind in (("param_groups", list | tuple), ("state", Mapping)):
         if not isinstance(document.get(name), kind):
             raise ValueError(
                 f"{name} is of type {type(document.get(name)).__name__}; expected a "
-                f"{'mapping' if name == 'state' else 'list'}; try what state_dict() returned"
+                f"{'mapping' if name == 'state' else 'list'}; try the result of state_dict()"
             )
     return document["param_groups"], document["state"]
 
@@ -45,7 +45,7 @@ def check_groups(saved: Groups, groups: Groups, algorithms: Sequence[AnyAlgorith
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
             raise ValueError(
                 f"param_groups[{index}] is {type(group).__name__} without a list of 'params'; expected a group; try "
-                "what state_dict() returned"
+                "the result of state_dict()"
             )
     sizes, expected = [[len(group["params"]) for group in each] for each in (saved, groups)]
     if sizes != expected:
@@ -56,7 +56,7 @@ def check_groups(saved: Groups, groups: Groups, algorithms: Sequence[AnyAlgorith
     keys = [key for group in saved for key in group["params"]]
     if not all(isinstance(key, int | str) for key in keys):
         raise ValueError(
-            "params of param_groups are neither numbers nor names; try what state_dict() returned"
+            "params of param_groups are neither numbers nor names; try the result of state_dict()"
         )
     if len(set(keys)) != len({id(param) for group in groups for param in group["params"]}):
         raise ValueError("params of param_groups name a parameter twice; expected each one once")
@@ -71,8 +71,8 @@ def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm)
     """Return the states of one parameter as they are to be written; nothing for a parameter without a step."""
     if not isinstance(saved, Mapping):
         raise ValueError(
-            f"{label} is of type {type(saved).__name__}; expected a mapping of names to tensors; try what state_dict() "
-            "returned"
+            f"{label} is of type {type(saved).__name__}; expected a mapping of names to tensors; try the result "
+            "of state_dict()"
         )
     # torch's SGD without momentum saves a buffer that is None.
     if all(value is None for value in saved.values()):

@@ -74,19 +74,19 @@ def guard_gradients(
 
 
 class _Guard:
-    """A hook that asks before the use `what`; a copy or a pickle of its module has one that does nothing."""
+    """A hook that asks before each `use`; a copy or a pickle of its module has one that does nothing."""
 
     # On a tensor that is pickled it is left out.
     __torch_unserializable__ = True
 
-    def __init__(self, refuse: Refuse, what: str) -> None:
-        self._refuse, self._what = weakref.WeakMethod(refuse), what
+    def __init__(self, refuse: Refuse, use: str) -> None:
+        self._refuse, self._use = weakref.WeakMethod(refuse), use
 
     def __call__(self, *_: Any) -> None:
         """Raise where it may not happen."""
         refuse = self._refuse()
         if refuse is not None:
-            refuse(self._what)
+            refuse(self._use)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Become the standard library's function that takes anything and does nothing."""

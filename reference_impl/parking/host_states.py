@@ -176,7 +176,7 @@ def _checked(mine: object, theirs: object) -> list[tuple[torch.Tensor, torch.Ten
 def _other_structure(theirs: object) -> ValueError:
     return ValueError(
         f"the states have another structure than this training ({len(tree_flatten(theirs)[0])} entries); expected "
-        "what state_dict() returned of the same one; try load_state_dict() of each after restore()"
+        "those of state_dict() of the same one; try load_state_dict() of each after restore()"
     )
 
 

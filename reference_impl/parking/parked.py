@@ -271,7 +271,8 @@ class ParkedTraining(Shown, ClosedAtExit):
         storages = [each for each in self._transfer.parked if not kinds or each.kind in kinds]
         if not storages:
             raise RuntimeError(
-                f"nothing of {', '.join(kinds or KINDS)} is parked; expected what park() has moved; try park() before"
+                f"nothing of {', '.join(kinds or KINDS)} is parked; expected tensors that park() has moved; try "
+                "park() before"
             )
         start_s = time.perf_counter()
         try:

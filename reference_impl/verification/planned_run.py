@@ -50,7 +50,7 @@ class PlanError(ValueError):
         problem, _, expected = str(error).partition("; expected ")
         return cls(
             f"{where}{problem.partition('; try ')[0]}",
-            expected=expected.partition("; try ")[0] or "what this release can carry out here",
+            expected=expected.partition("; try ")[0] or "a plan that this release can carry out here",
             attempt=attempt,
         )
 

@@ -117,14 +117,15 @@ def trace(
     run = partial(_traced, model, batch, loss or own_loss, checkpointing=checkpointing, attention=attention)
     ledger = TraceLedger(answer=usual, temporaries=temporaries)
     try:
-        what = "no padding and no packing" if usual else "padding"
-        return run(ledger, f"{what}: each such question of the forward was answered so")
+        assumed = "no padding and no packing" if usual else "padding"
+        return run(ledger, f"{assumed}: each such question of the forward was answered so")
     except UnknownValueError:
         raise
     except Exception as error:
         if ledger.assumed:
             answer, other = ("yes", "no") if usual else ("no", "yes")
-            said = f"what the forward asks of values was answered {other}: {answer} ended in {type(error).__name__}"
+            ended = f"{answer} ended in {type(error).__name__}"
+            said = f"the forward's questions about values were answered {other}: {ended}"
             with suppress(Exception):
                 return run(TraceLedger(answer=not usual, temporaries=temporaries), said)
         raise
@@ -151,7 +152,9 @@ def _traced(
     if checkpointing:
         _recompute(copied, blocks)
     assumptions = (
-        ["attention keeps what CUDA's flash or memory-efficient kernel keeps"] if attention == "flash" else []
+        ["attention keeps the tensors that CUDA's flash or memory-efficient kernel keeps"]
+        if attention == "flash"
+        else []
     )
     for param in trained:
         param.register_post_accumulate_grad_hook(lambda param: ledger.finish_gradient(param.grad))

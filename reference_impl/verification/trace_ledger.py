@@ -139,7 +139,7 @@ class TraceLedger(TorchDispatchMode):
         except NotImplementedError as error:
             # Torch says so of results that depend on values, and of kernels that nobody has described.
             if func.namespace == "aten":
-                raise _unknown(f"what `{func}` returns, which depends on the values of a tensor") from error
+                raise _unknown(f"the result of `{func}`, which depends on the values of a tensor") from error
             raise NoKernelError(
                 f"`{func}` has no fake implementation, which says the shapes of its results; expected one of each "
                 "custom kernel; try torch.library.register_fake"

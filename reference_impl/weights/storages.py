@@ -186,9 +186,9 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
                 )
             if _hides_what_it_holds(tensor):
                 raise ValueError(
-                    f"{full_name} is a {type(tensor).__name__}, which has no memory of its own and hides what it "
-                    "holds; expected plain weights, or quantized ones of torchao or bitsandbytes; try one of these, "
-                    "or leave streaming of weights out"
+                    f"{full_name} is a {type(tensor).__name__}, which has no memory of its own and hides the tensors "
+                    "that it holds; expected plain weights, or quantized ones of torchao or bitsandbytes; try one "
+                    "of these, or leave streaming of weights out"
                 )
             for inner_name, plain in unpacked(full_name, tensor):
                 if plain.layout is torch.strided and not plain.is_quantized:

@@ -144,7 +144,7 @@ PLAN = BudgetPlan(names=(), size_bytes=(), decisions=(), predicted_s=0.0, predic
     ],
 )
 def test_two_ways_of_choosing_are_refused(trainee, options, both):
-    with pytest.raises(ValueError, match=f"{both} each choose what moves"):
+    with pytest.raises(ValueError, match=f"{both} each choose the tensors that move"):
         ActivationOffloader(trainee.model, **options)
 
 
@@ -157,8 +157,11 @@ def test_two_ways_of_choosing_are_refused(trainee, options, both):
         ({"layers": "layers.1"}, r"'layers.1' is one name; expected a list of names"),
         ({"activations": False}, "activations=False leaves nothing to move"),
         ({"activations": False, "modules": ["down"]}, "activations=False leaves nothing to move"),
-        ({"budget_bytes": 2**30, "fraction": 0.5}, "fraction=0.5 and keep_last_bytes=0 choose what moves"),
-        ({"plan": PLAN, "keep_last_bytes": 8}, "keep_last_bytes=8 choose what moves"),
+        (
+            {"budget_bytes": 2**30, "fraction": 0.5},
+            "fraction=0.5 and keep_last_bytes=0 choose the tensors that move",
+        ),
+        ({"plan": PLAN, "keep_last_bytes": 8}, "keep_last_bytes=8 choose the tensors that move"),
         ({"budget_bytes": 2**30, "plan": PLAN}, "budget_bytes and plan|plan and budget_bytes"),
         ({"budget_bytes": 2**30, "weights": True}, "weights=True offloads the weights of whole layers"),
         ({"plan": PLAN, "weights": True}, "weights=True offloads the weights of whole layers"),

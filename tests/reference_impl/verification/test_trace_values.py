@@ -70,7 +70,10 @@ def test_a_test_that_rejects_what_it_is_given_is_answered_the_other_way():
 
     found = trace(Checks(), batch(), loss_of)
     assert found.peaks == trace(Model(), batch(), loss_of).peaks
-    assert found.assumptions[-1] == "what the forward asks of values was answered no: yes ended in IndexError"
+    assert (
+        found.assumptions[-1]
+        == "the forward's questions about values were answered no: yes ended in IndexError"
+    )
 
 
 def test_what_a_model_raises_whatever_is_answered_is_raised():
