@@ -193,8 +193,8 @@ class LayerStreamer(Shown, ClosedAtExit):
         self._loads.pop(block.index, None)
 
     def _enter_forward(self, block: StreamedBlock) -> None:
-        self._turns.begin_forward()
         try:
+            self._turns.begin_forward()
             self._loads[block.index].end_failed()
             self._before_forward(block)
         except BaseException:

@@ -9,8 +9,10 @@ Explained in docs/reliability.md.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +34,10 @@ class Turns:
         self._device = device
         # Held for a few lines; no finalizer waits for it.
         self._lock = UninterruptedLock()
-        # The thread in a block's forward, and the backwards that run, one inside another.
+        # The thread in a block's forward, and the backwards that run, one inside another, by the last call of each,
+        # which its graph alone keeps: with one that has failed it is gone.
         self._forward: int | None = None
-        self._backwards: set[int] = set()
+        self._backwards: dict[int, weakref.ref[functools.partial[Any]]] = {}
         # Who had the last turn, where.
         self._last_thread: int | None = None
         self._last_stream: Any = None
@@ -46,12 +49,12 @@ class Turns:
         Raises RuntimeError where the turn does not come.
         """
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
-            self._take(self._try_forward)
+            self._take(self._try_forward, self._drop_forward)
 
     def end_forward(self) -> None:
-        """Give the turn of a forward back. Again, it does nothing."""
+        """Give the turn of a forward back. Without one, as of a second call, it does nothing."""
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
-            self._forward = None
+            self._drop_forward()
             if self._waiting:
                 # Whoever waits would be late each time.
                 time.sleep(2 * _SLICE_S)
@@ -61,34 +64,51 @@ class Turns:
         task = torch._C._current_graph_task_id()
         if task == _NO_BACKWARD or task in self._backwards:
             return
-        # Made first: whatever fails from here on drops it.
-        end = _BackwardEnd(self._backwards, task)
-        self._take(lambda: self._try_backward(task))
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self._take(lambda: self._try_backward(task), lambda: self._backwards.pop(task, None))
 
-    def _take(self, try_to: Callable[[], bool]) -> None:
-        if not try_to():
-            self._wait(try_to)
-        thread = threading.get_ident()
-        if thread != self._last_thread:
-            self._hand_over(thread)
+    def _take(self, try_to: Callable[[], bool], give_back: Callable[[], object]) -> None:
+        try:
+            if not try_to():
+                self._wait(try_to)
+            thread = threading.get_ident()
+            if thread != self._last_thread:
+                self._hand_over(thread)
+        except BaseException:
+            give_back()
+            raise
 
     def _try_forward(self) -> bool:
         me = threading.get_ident()
         with self._lock:
             # An interrupted forward has not given it back.
-            if self._backwards or self._forward not in (None, me):
+            if self._is_in_backward() or self._forward not in (None, me):
                 return False
             self._forward = me
             return True
+
+    def _drop_forward(self) -> None:
+        # No other thread takes it from this one, so nothing comes between the two lines.
+        if self._forward == threading.get_ident():
+            self._forward = None
 
     def _try_backward(self, task: int) -> bool:
         with self._lock:
             if self._forward not in (None, threading.get_ident()):
                 return False
             self._forward = None
-            self._backwards.add(task)
-            return True
+            # An error that is kept, as a notebook's last one, keeps its frames, so none may keep the last call.
+            end = functools.partial(self._backwards.pop, task, None)
+            self._backwards[task] = weakref.ref(end)
+        # Behind all that the backward calls at its end.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(functools.partial(queue, end))
+        return True
+
+    def _is_in_backward(self) -> bool:
+        for task, end in list(self._backwards.items()):
+            if end() is None:
+                self._backwards.pop(task, None)
+        return bool(self._backwards)
 
     def _wait(self, try_to: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _DEADLINE_S
@@ -114,22 +134,3 @@ class Turns:
                 given = self._device.record()
             self._device.wait(given)
         self._last_thread, self._last_stream = thread, stream
-
-
-class _BackwardEnd:
-    """Gives the turn of a backward back behind all that it calls at its end, or when it is dropped, having failed."""
-
-    def __init__(self, backwards: set[int], task: int) -> None:
-        self._backwards = backwards
-        self._task = task
-        self._is_last = False
-
-    def __call__(self) -> None:
-        if self._is_last:
-            self._backwards.discard(self._task)
-        else:
-            self._is_last = True
-            torch.autograd.Variable._execution_engine.queue_callback(self)
-
-    def __del__(self) -> None:
-        self._backwards.discard(self._task)

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import counted
 from layers_trainee import batches, decoder
 
 from reference_impl import FrozenLayerStreamer, TrainableLayerStreamer
 from reference_impl.device import Device
 from reference_impl.verification.model import decoder_loss
+from reference_impl.weights.turns import Turns
 
 WAYS = ("frozen", "gradients", "update")
 # Of the test, where a thread that has to go on does not.
@@ -130,6 +135,44 @@ def test_a_turn_that_has_failed_comes_back(device: Device, fails: str) -> None:
         thread.start()
         thread.join(MOST_S)
         hook.remove()
+        with reading(lambda: model(ids).detach()) as found:
+            pass
+        assert len(found) >= 3
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_backward_gives_its_turn_back_while_its_error_is_kept() -> None:
+    """An error keeps its frames, and whatever these hold, as long as somebody keeps it: a notebook its last one."""
+    model, ids = decoder(Device.of("cpu")), batches(Device.of("cpu"), 1)[0]
+    kept: list[KeyboardInterrupt] = []
+    for layer in model.layers:
+        layer.requires_grad_(False)
+    with FrozenLayerStreamer(model) as streamer:
+        turns = streamer._turns
+        for nth in itertools.count(1):
+            loss = decoder_loss(model(ids), ids)
+            try:
+                with counted(nth, interrupt, of=lambda path: path.endswith("weights/turns.py")):
+                    loss.backward()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            assert not turns._is_in_backward(), f"interrupted before bytecode {nth}"
+            if len(kept) < nth:
+                break
+    assert len(kept) > 50
+
+
+def test_an_interrupted_forward_gives_its_turn_back(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would wait for it, as long as the interrupted one runs no other."""
+    model, ids = decoder(device), batches(device, 1)[0]
+    with streamed(model, "frozen", 0.0):
+        monkeypatch.setattr(Turns, "_hand_over", stop)
+        with pytest.raises(Stopped):
+            model(ids)
+        monkeypatch.undo()
         with reading(lambda: model(ids).detach()) as found:
             pass
         assert len(found) >= 3
