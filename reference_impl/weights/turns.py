@@ -97,7 +97,7 @@ class Turns:
                 return False
             self._forward = None
             # An error that is kept, as a notebook's last one, keeps its frames, so none may keep the last call.
-            end = functools.partial(self._backwards.pop, task, None)
+            end: functools.partial[Any] = functools.partial(self._backwards.pop, task, None)
             self._backwards[task] = weakref.ref(end)
         # Behind all that the backward calls at its end.
         queue = torch.autograd.Variable._execution_engine.queue_callback
