@@ -6,11 +6,15 @@ python examples/train_with_accelerate.py
 """
 
 import torch
-from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpu_offloading import HybridDeviceOptimizer
 from cpu_offloading.integrations.accelerate import offload
+
+try:
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

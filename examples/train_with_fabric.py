@@ -6,10 +6,14 @@ python examples/train_with_fabric.py
 """
 
 import torch
-from lightning import Fabric
 
 from cpu_offloading import CheckpointOffloader, HybridDeviceOptimizer
 from cpu_offloading.tiny import Decoder, DecoderShape, decoder_loss
+
+try:
+    from lightning import Fabric
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 fabric = Fabric(devices=1)
 model = Decoder(DecoderShape())

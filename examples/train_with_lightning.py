@@ -5,7 +5,11 @@ pip install -c constraints.txt '.[reference,trainers]' && python examples/train_
 """
 
 import torch
-from lightning import LightningModule, Trainer
+
+try:
+    from lightning import LightningModule, Trainer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 from cpu_offloading.integrations.lightning import OffloadCallback
 from cpu_offloading.tiny import Decoder, DecoderShape, decoder_loss

@@ -8,10 +8,14 @@ python examples/train_with_peft.py
 import tempfile
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from cpu_offloading.integrations.transformers import offload
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
 base = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))

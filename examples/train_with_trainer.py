@@ -10,9 +10,13 @@ Nothing is downloaded: the model is random, and so is the text.
 import tempfile
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from cpu_offloading.integrations.transformers import offload
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape))

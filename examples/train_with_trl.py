@@ -7,12 +7,15 @@ python examples/train_with_trl.py
 
 import tempfile
 
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
-
 from cpu_offloading.integrations.transformers import offload
+
+try:
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import DPOConfig, DPOTrainer
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}: pip install -c constraints.txt '.[reference,trainers]'") from None
 
 words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "why": 2, "because": 3, "never": 4}, "<pad>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -55,7 +55,17 @@ def test_a_trainer_offloads_by_one_line(name, capsys, monkeypatch, tmp_path):
     streamed = re.search(r"weights streamed: ([\d.]+) MB", report)
     assert float(next(filter(None, (streamed or offloaded).groups()))) > 0
     assert not list(tmp_path.iterdir())
-    assert len((EXAMPLES / f"train_with_{name}.py").read_text(encoding="utf-8").splitlines()) < 30
+    script = (EXAMPLES / f"train_with_{name}.py").read_text(encoding="utf-8").partition(" from None\n")[2]
+    assert 0 < len([line for line in script.splitlines() if line]) < 18
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_without_its_trainer_an_example_says_what_to_install(name, monkeypatch):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    for package in ("transformers", "datasets", "peft", "accelerate", "lightning"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit, match=r"pip install -c constraints.txt '.\[reference,trainers\]'"):
+        runpy.run_path(str(EXAMPLES / f"train_with_{name}.py"), run_name="__main__")
 
 
 def test_the_demo_lints_plans_and_verifies(capsys, monkeypatch):

@@ -75,6 +75,7 @@ def test_it_builds_without_a_broken_link(tmp_path: Path) -> None:
     site = tmp_path / "site"
     for page in ("rules", "rules/la-pp"):
         assert (site / page / "index.html").is_file()
+    assert not list(site.rglob("*.py")) + list(site.rglob("look.js")), "tools of ours are published"
     home = (site / "index.html").read_text(encoding="utf-8")
     assert "Out of GPU memory?" in home
     # Nothing asks another host: what is loaded, not what is linked to.

@@ -26,7 +26,13 @@ from reference_impl.optimizers.hosted import HostedOptimizer
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:  # the same code under its other name
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "OffloadCallback needs lightning or pytorch_lightning; neither is installed; try pip install lightning",
+            name=missing.name,
+        ) from None
 
 
 class OffloadCallback(Callback):  # type: ignore[misc]

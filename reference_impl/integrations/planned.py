@@ -6,7 +6,6 @@ Apart because options need none of this. Explained in docs/trainers.md.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from reference_impl.memory.pinned import limit_pinned_memory, pinned_book
 from reference_impl.verification.apply import activation_options, optimizer_options
-from reference_impl.verification.plan_document import execute_section
+from reference_impl.verification.plan_document import execute_section, read_document
 
 Plan = Mapping[str, Any] | str | Path
 
@@ -26,8 +25,8 @@ def planned(plan: Plan) -> dict[str, Any]:
     from here on. Raises ValueError for another document than a plan for PyTorch, OSError for a file that cannot be
     read, and RuntimeError where more is pinned already than the plan allows.
     """
-    execute = execute_section(plan)
-    document = plan if isinstance(plan, Mapping) else json.loads(Path(plan).read_text(encoding="utf-8"))
+    document = read_document(plan)
+    execute = execute_section(document)
     if "trained_layers" in execute:
         raise ValueError(
             "the plan streams trained layers, whose optimizer and placement a trainer wants to make itself; expected a "

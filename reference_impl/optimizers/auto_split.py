@@ -11,7 +11,6 @@ another machine is not used: the best split there may be the worst here. Explain
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -39,6 +38,7 @@ from offload_arithmetic.update_time import (
 from reference_impl.device import Device
 from reference_impl.distributed.ranks import RankGroup
 from reference_impl.memory.cores import local_ranks
+from reference_impl.memory.document import read_json
 from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.memory.rates import copy_rates, host_rate
 from reference_impl.optimizers.cpu.rate import cpu_update_rates
@@ -210,7 +210,7 @@ def _rates_of(hardware: Mapping[str, Any]) -> MachineRates:
 
 
 def _hardware(profile: Profile) -> Mapping[str, Any]:
-    document = profile if isinstance(profile, Mapping) else json.loads(Path(profile).read_text("utf-8"))
+    document = profile if isinstance(profile, Mapping) else _read(profile)
     hardware: Mapping[str, Any] = document.get("hardware", {})
     for name in ("gpu", "cpus", "duplex_total_GBs", "cpu_adam_fused_Gparam_s", *_UPDATES):
         if name not in hardware:
@@ -219,6 +219,10 @@ def _hardware(profile: Profile) -> Mapping[str, Any]:
                 "`offload probe`"
             )
     return hardware
+
+
+def _read(path: str | Path) -> Any:
+    return read_json(path, expected="what reference_impl.probe returns", attempt="`offload probe --out`")
 
 
 @cache

@@ -9,7 +9,6 @@ Explained in docs/choosing.md.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from offload_arithmetic.sizes import LEAST_PINNED_LIMIT_BYTES
+from reference_impl.memory.document import read_json
 from reference_impl.optimizers.options import States
 
 SECTIONS = frozenset(
@@ -168,13 +168,9 @@ def read_document(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 def _read(path: str | Path) -> Any:
     if not isinstance(path, str | Path):
         raise _wrong("plan", path, "a mapping, or the path of a JSON file", "json.load")
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is no JSON document ({type(error).__name__}: {error}); expected a plan; "
-            "try offload plan --framework pytorch --format json"
-        ) from error
+    return read_json(
+        path, expected="a plan", attempt="offload plan --framework pytorch --format json > plan.json"
+    )
 
 
 def _sharding(entry: str, found: Any) -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from skill_tools.commands.verify import add_device, chosen_device, reference
+from skill_tools.configs.files import check_writable, write_text
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import kept_profile
 from skill_tools.reports import measuring
@@ -33,23 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and write; raises `UnusableInput` without torch, room, or a folder to write to."""
     if args.disk:
-        _check_folder("--disk", args.disk, Path(args.disk))
+        _check_disk(args.disk)
     if args.out:
-        _check_folder("--out", args.out, Path(args.out).parent)
+        check_writable(args.out)
     probe = reference("reference_impl.verification.probe")
     device = chosen_device(args.device)
     try:
         with progress() as on_step:
             document = probe.probe(device, folder=args.disk, progress=on_step)
-        text = json.dumps(document, indent=2)
-        if args.out:
-            Path(args.out).write_text(text + "\n", encoding="utf-8")
     except (OSError, MemoryError) as error:
         raise UnusableInput(
             str(error),
             expected="room on disk and host",
             attempt="--disk with another folder, or an idle machine",
         ) from None
+    text = json.dumps(document, indent=2)
+    if args.out:
+        write_text(args.out, text + "\n")
     kept = kept_profile.keep(document) if device.is_accelerator else None
     if kept is not None:
         print(f"kept in {kept}: {COMMAND} plan finds it there", file=sys.stderr)
@@ -57,10 +58,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_folder(option: str, written: str, folder: Path) -> None:
-    if not folder.is_dir():
+def _check_disk(folder: str) -> None:
+    if not Path(folder).is_dir():
         raise UnusableInput(
-            f"{option} {written}: {folder} is no folder",
-            expected="a folder that exists",
-            attempt=f"mkdir {folder}",
+            f"--disk {folder} is no folder", expected="a folder that exists", attempt=f"mkdir {folder}"
         )

@@ -14,10 +14,10 @@ fault of this tool.
 import argparse
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from skill_tools.commands.verify import reference
+from skill_tools.configs.files import check_writable, write_text
 from skill_tools.errors import UnusableInput
 from skill_tools.planning.model import shape_sources
 from skill_tools.reports import measuring
@@ -61,17 +61,12 @@ def run(args: argparse.Namespace) -> int:
             raise UnusableInput(f"{option} {value}", expected="1 to 1048576", attempt=f"{option} 2048")
     if args.images is not None and not 0 <= args.images <= 2**10:
         raise UnusableInput(f"--images {args.images}", expected="0 to 1024", attempt="--images 1")
+    if args.out:
+        check_writable(args.out)
     with measuring.progress() as on_step:
         profile = _profile(args.config, args.dtype, args.lora_rank, args.images, on_step)
     if args.out:
-        try:
-            Path(args.out).write_text(as_text(profile), encoding="utf-8")
-        except OSError as error:
-            raise UnusableInput(
-                f"--out {args.out}: {error.strerror}",
-                expected="a file to write",
-                attempt="--out profile.json",
-            ) from None
+        write_text(args.out, as_text(profile))
     if args.format == "json":
         print(as_text(profile), end="")
     else:

@@ -130,13 +130,7 @@ def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which p
     target = os.path.realpath(path)
     temporary = ""
     try:
-        before = os.stat(target)
-        if not stat.S_ISREG(before.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        if before.st_nlink > 1:  # another name would go on holding the old text
-            raise OSError(errno.EMLINK, "it has a second name, a hard link")
-        if not os.access(target, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        before = _replaceable(target)
         descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(target), prefix=".offload-")
         with open(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
@@ -160,6 +154,41 @@ def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which p
                 os.unlink(temporary)
 
 
+def _replaceable(target: str) -> os.stat_result:
+    """Return what the file system says of `target`; raises OSError where it is not to be replaced."""
+    before = os.stat(target)
+    if not stat.S_ISREG(before.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if before.st_nlink > 1:  # another name would go on holding the old text
+        raise OSError(errno.EMLINK, "it has a second name, a hard link")
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return before
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise `UnusableInput` where `write_text` would, before the work that its text takes."""
+    try:
+        if os.path.exists(path):
+            _replaceable(os.path.realpath(path))
+        else:
+            folder = os.path.dirname(path) or os.curdir
+            os.scandir(folder).close()
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: str | Path, error: Exception) -> UnusableInput:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UnusableInput(
+        f"cannot write {str(path)!r} ({reason})",
+        expected="a file in a folder that may be written",
+        attempt="another path",
+    )
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Put `text` into the file at `path`, all of it or none; raises `UnusableInput` where it cannot be written."""
     try:
@@ -167,9 +196,5 @@ def write_text(path: str | Path, text: str) -> None:
             with open(path, "x", encoding="utf-8"):
                 pass
     except (OSError, ValueError) as error:
-        raise UnusableInput(
-            f"cannot write {str(path)!r} ({getattr(error, 'strerror', None) or error})",
-            expected="a file in a folder that may be written",
-            attempt="another path",
-        ) from error
+        raise _not_written(path, error) from error
     replace_text(path, text, attempt="another path")

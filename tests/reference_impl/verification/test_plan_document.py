@@ -12,6 +12,7 @@ import pytest
 import torch
 from for_each import for_each
 
+from reference_impl.integrations.planned import planned
 from reference_impl.verification.apply import apply_plan
 from reference_impl.verification.model import Decoder, DecoderShape
 from reference_impl.verification.plan_document import SECTIONS, execute_section
@@ -163,6 +164,15 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="expected"):
         execute_section(path)
+
+
+@pytest.mark.parametrize("read", [execute_section, planned])
+def test_a_file_that_is_not_there_is_refused_with_how_it_is_made(tmp_path, read):
+    with pytest.raises(
+        FileNotFoundError, match="expected a plan; try offload plan --framework pytorch"
+    ) as error:
+        read(tmp_path / "nosuch.json")
+    assert error.value.filename == str(tmp_path / "nosuch.json")
 
 
 def test_a_refused_plan_leaves_the_model_as_it_was():

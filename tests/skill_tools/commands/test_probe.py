@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 
 import jsonschema
 import pytest
@@ -57,4 +58,15 @@ def test_a_folder_that_is_not_there_is_one_line_and_costs_no_probe(option, tmp_p
     assert main(["probe", "--device", "cpu", option, str(tmp_path / "none" / "profile.json")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert f"{option} {tmp_path}" in error
+    assert str(tmp_path / "none") in error
+
+
+@pytest.mark.parametrize("command", ["probe --device cpu", "trace config.json"])
+def test_a_device_is_no_file_to_write_to_and_costs_no_measurement(command, tmp_path, capsys, monkeypatch):
+    """A file would take the place of /dev/null for every program, where root may do that."""
+    monkeypatch.setattr("reference_impl.verification.probe.probe", lambda *_, **__: pytest.fail("probed"))
+    monkeypatch.setattr("skill_tools.commands.trace._profile", lambda *_: pytest.fail("traced"))
+    os.mkfifo(tmp_path / "pipe")
+    assert main([*command.split(), "--out", str(tmp_path / "pipe")]) == 2
+    assert "(it is not a regular file); expected a file in a folder" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
