@@ -29,13 +29,13 @@ def _device(held: Held, plan: Planned | None) -> list[str]:
         lines.append(
             f"not there: {gib(held.wanted_bytes)} more, asked for at {held.place or 'no recorded line'}"
         )
-    lines += [f"  {owner:<24} {gib(size_bytes):>10}" for owner, size_bytes in held.by_owner().items()]
+    lines += [f"  {owner:<26} {gib(size_bytes):>10}" for owner, size_bytes in held.by_owner().items()]
     if plan is not None:
         lines.append(f"beside the plan ({plan.label}), {gib(plan.peak_bytes)} at its peak:")
         for owner, (seen_bytes, planned_bytes) in against(held, plan).items():
             more = seen_bytes - planned_bytes
             lines.append(
-                f"  {owner:<24} {gib(seen_bytes):>10}, planned {gib(planned_bytes)}"
+                f"  {owner:<26} {gib(seen_bytes):>10}, planned {gib(planned_bytes)}"
                 f" ({'+' if more >= 0 else '-'}{gib(abs(more))})"
             )
     lines.append("held most:")

@@ -23,7 +23,9 @@ _MOST_FRAMES = 200  # of a block that are looked at
 _EXPECTED = "a snapshot that torch.cuda.memory._dump_snapshot wrote"
 _ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")  # 2.0 says pending
 # Files whose lines are no user's.
-_LIBRARIES = re.compile(r"site-packages|dist-packages|/lib/python3|^<|^\?\?$|^$|\.(?:cpp|cc|h|cu)$|^torch/")
+_LIBRARIES = re.compile(
+    r"site-packages|dist-packages|/lib/python3|/torchinductor_|^<|^\?\?$|^$|\.(?:cpp|cc|h|cu)$|^torch/"
+)
 UNKNOWN = "before the recording began"
 
 
@@ -156,12 +158,15 @@ def _held(
             alive[event["addr"]] = _Block(_number(event["size"]), None, frames.of(event.get("frames")) or ())
         elif action == "free_requested" and (block := alive.get(event["addr"])) is not None:
             alive[event["addr"]] = block._replace(freed_by=frames.of(event.get("frames")) or ())
-    missing = {address for address, block in alive.items() if block.frames is None}
+    # A block without frames is backward's or older than the recording: the trace saw the one's allocation.
+    missing = {address for address, block in alive.items() if not block.frames}
     for event in reversed(trace[:moment]):
         if event["action"] == "alloc" and event["addr"] in missing:
             missing.discard(event["addr"])
             known = alive[event["addr"]]
             alive[event["addr"]] = known._replace(frames=frames.of(event.get("frames")) or ())
+    if trace:
+        alive.update((address, alive[address]._replace(frames=None)) for address in missing)
     by_holder: dict[Holder, tuple[int, int]] = {}
     for block in alive.values():
         holder = holder_of(block.frames, block.freed_by)
@@ -224,7 +229,7 @@ def holder_of(frames: tuple[Frame, ...] | None, freed_by: tuple[Frame, ...] | No
     """Return whose a block is, by the frames of its allocation and of its release.
 
     Backward runs in a thread without Python frames. Blocks that it leaves, freed by Python code or by nobody, are
-    gradients.
+    gradients. What an update makes and nobody frees is a state.
     """
     if frames is None:
         return Holder(UNKNOWN, "")
@@ -235,7 +240,8 @@ def holder_of(frames: tuple[Frame, ...] | None, freed_by: tuple[Frame, ...] | No
         return Holder("gradients" if stays else "work of backward", "")
     for owner, pattern in _OWNERS:
         if any(pattern.search(f"{frame.file}:{frame.name}") for frame in frames):
-            return Holder(owner, _place(frames))
+            stays = owner == "work of the update" and freed_by is None
+            return Holder("optimizer states" if stays else owner, _place(frames))
     return Holder("the rest", _place(frames))
 
 

@@ -87,7 +87,7 @@ def test_two_are_compared_and_a_plan_stands_beside_one(
     }}}}  # fmt: skip
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert main(["diagnose", one, "--plan", str(tmp_path / "plan.json")]) == 0
-    assert "optimizer states            0.1 GiB, planned 0.1 GiB (+0.2 MiB)" in capsys.readouterr().out
+    assert "optimizer states              0.1 GiB, planned 0.1 GiB (+0.2 MiB)" in capsys.readouterr().out
     assert main(["diagnose", one, "--plan", str(tmp_path / "plan.json"), "--format", "json"]) == 0
     (data,) = json.loads(capsys.readouterr().out)["snapshots"][0]
     assert data["against_plan"]["optimizer states"]["planned_bytes"] == 104 * MIB
@@ -125,6 +125,57 @@ def test_an_event_whose_beginning_was_overwritten_is_counted(tmp_path: Path) -> 
     (found,) = read_snapshot(str(path))
     assert found.by_owner() == {"before the recording began": 1000}
     assert found.is_cut
+
+
+def test_a_model_that_is_older_than_the_recording_is_no_gradient(tmp_path: Path) -> None:
+    """torch gives a block that it has not seen allocated an empty list of frames, as it does in backward's thread."""
+    whole = held("plain", tmp_path).by_owner()
+    snapshot = pickle.loads(unpacked("plain"))
+    (trace,) = (each for each in snapshot["device_traces"] if each)
+    begins = next(
+        index for index, event in enumerate(trace)
+        if event["action"] == "alloc" and any(frame["name"] == "forward" for frame in event["frames"])
+    )  # fmt: skip
+    del trace[:begins]
+    recorded = {event["addr"] for event in trace if event["action"] == "alloc"}
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"]:
+            if block["address"] not in recorded:
+                block["frames"] = []
+    path = tmp_path / "late.pickle"
+    path.write_bytes(pickle.dumps(snapshot))
+    (found,) = read_snapshot(str(path))
+    owners = found.by_owner()
+    assert owners.pop("before the recording began") == pytest.approx(2 * PARAMETERS, rel=0.001)
+    assert owners == {owner: whole[owner] for owner in owners}
+    assert owners["gradients"] > 0
+
+
+def test_what_a_user_s_own_optimizer_keeps_is_a_state_and_what_it_drops_is_work(tmp_path: Path) -> None:
+    frames = [
+        {"filename": "/home/user/adam.py", "line": 82, "name": "step"},
+        {
+            "filename": "/usr/lib/python3/dist-packages/torch/optim/optimizer.py",
+            "line": 490,
+            "name": "wrapper",
+        },
+    ]
+    dropped = {"addr": 4096, "size": 100, "frames": frames}
+    trace = [{"action": "alloc", **dropped}, {"action": "alloc", "addr": 64, "size": 700, "frames": frames}]
+    trace += [{"action": "free_requested", **dropped}, {"action": "free_completed", **dropped}]
+    block = {
+        "address": 64,
+        "size": 1024,
+        "requested_size": 700,
+        "state": "active_allocated",
+        "frames": frames,
+    }
+    path = tmp_path / "own.pickle"
+    path.write_bytes(
+        pickle.dumps({"segments": [{"address": 64, "blocks": [block]}], "device_traces": [trace]})
+    )
+    (found,) = read_snapshot(str(path))
+    assert found.by_owner() == {"optimizer states": 700, "work of the update": 100}
 
 
 class Harmful:
