@@ -3,7 +3,8 @@
 
 A way out is a fix, an option that is one release (`deepspeed>=0.19`) or an option that is one setting (`"stage": 2`).
 Each is taken on the rule's bad example, for every known release of the packages that have a say in the keys it changes.
-Options in words are for people; no test can take them.
+Options in words are for people; no test can take them. A fix that can be written is also read back from the file, by
+the reader of that release: one that lacks a key, or has another type for it, says so there.
 """
 
 import re
@@ -16,8 +17,11 @@ from rule_examples import CASES, config_of, name_of, serious
 from shipped import KEYS, RULES
 
 from skill_tools.configs.config import Config
+from skill_tools.configs.source import Source
+from skill_tools.dialects.read import read_sources
 from skill_tools.knowledge import index
 from skill_tools.rules.finding import LintResult, Severity
+from skill_tools.rules.fixes import repaired
 from skill_tools.rules.knowledge import Rule, RuleFix, by_key
 from skill_tools.rules.lint import lint
 from skill_tools.rules.remedies import applied
@@ -69,6 +73,61 @@ def test_a_fix_leads_to_no_fault_in_any_release(case: tuple[Rule, str]) -> None:
     example = rule.examples[framework]
     found = led_to(rule, config_of(example.bad, rule, framework), rule.fix, example.versions)
     assert not found, found
+
+
+def written_led_to(rule: Rule, framework: str, fix: RuleFix) -> dict[str, set[str]]:
+    """Return what `led_to` does of the files as `fix` leaves them, each release's own reader asked."""
+    example = rule.examples[framework]
+    config = config_of(example.bad, rule, framework)
+    found: dict[str, set[str]] = {}
+    of_reader = [{**example.versions, framework: each} for each in KNOWN.get(framework, ())]
+    for versions in (*releases(rule, config, {*fix.set, *fix.remove}, example.versions), *of_reader):
+        before = read_as(versions, {example.filename: example.bad}, framework)
+        verdict = judge(before, versions)
+        texts = repaired(before, fix, KEYS) if rule.id in {each.rule for each in verdict.findings} else {}
+        if texts:
+            for new in serious(judge(read_as(versions, texts, framework), versions)) - serious(verdict):
+                found.setdefault(new, set()).add(str(versions))
+    return found
+
+
+def read_as(versions: Mapping[str, str], texts: Mapping[str, str], framework: str) -> Config:
+    sources = [Source(name, text).stating(lambda: versions) for name, text in texts.items()]
+    return read_sources(sources, framework=framework)
+
+
+each_written_fix = for_each(
+    [
+        (rule, framework)
+        for rule, framework in CASES
+        if rule.fix.applicability != "manual" and rule.examples[framework].filename != "<overrides>"
+    ],
+    name_of,
+)
+
+
+@pytest.mark.slow
+@each_written_fix
+def test_a_written_fix_leads_to_no_fault_in_any_release(case: tuple[Rule, str]) -> None:
+    rule, framework = case
+    found = written_led_to(rule, framework, rule.fix)
+    assert not found, found
+
+
+def test_a_fix_that_leads_to_a_fault_is_seen() -> None:
+    rule = next(
+        rule for rule, framework in CASES if (rule.id, framework) == ("ax-fsdp-offload-8bit", "axolotl")
+    )
+    example = rule.examples["axolotl"]
+    config = config_of(example.bad, rule, "axolotl")
+    refused = RuleFix("safe", "", set={"fsdp_config.cpu_offload_pin_memory": False})
+    assert led_to(rule, config, refused, example.versions).keys() == {"ax-fsdp2-pin-version"}
+    mistyped = RuleFix("safe", "", set={"fsdp_config.reshard_after_forward": "maybe"})
+    assert not led_to(rule, config, mistyped, example.versions)
+    of_written = written_led_to(rule, "axolotl", mistyped)
+    assert of_written.keys() == {"wrong-type"}
+    assert str({"axolotl": "0.13.2"}) in of_written["wrong-type"]
+    assert str({"axolotl": "0.12.2"}) not in of_written["wrong-type"], "whose fsdp_config has no types"
 
 
 def setting(option: str, rule: Rule, framework: str) -> dict[str, object]:
