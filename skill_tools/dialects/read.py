@@ -254,7 +254,7 @@ def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
 
 
 def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
-    """Raise `UnusableInput` where `sources` hold nothing of the stated framework and plenty of another's.
+    """Raise `UnusableInput` where `sources` hold nothing of the stated framework, or what only another's files hold.
 
     A merely unclear dialect is the user's to state.
     """
@@ -272,15 +272,45 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
             attempt="no --framework for a TOML",
         )
     found = _evidence(sources)
-    if not found or dialect.name in found:
+    if dialect.name in found or not found.keys().isdisjoint(_embedded_by(dialect.name)):
         return
-    likely = max(found, key=lambda name: found[name].votes)
-    if found[likely].votes >= _PLENTY and likely not in _embedded_by(dialect.name):
+    others = {
+        name: each
+        for name, each in found.items()
+        if (each.votes >= _PLENTY or not each.yields) and not _is_kin(dialect, name)
+    }
+    names = ", ".join(source.name for source in sources)
+    if others:
+        likely = max(others, key=lambda name: others[name].votes)
         raise UnusableInput(
-            f"{', '.join(source.name for source in sources)} is no configuration of {dialect.name}",
-            expected=f"--framework {likely}, by what it holds",
+            f"{names} is no configuration of {dialect.name}",
+            expected=f"--framework {likely}, by what it holds ({others[likely].proof})",
             attempt=f"--framework {likely}, or none",
         )
+    are_scripts = any(each.kind in (Kind.PYTHON, Kind.SHELL) and each.text.strip() for each in sources)
+    if (found or are_scripts) and not _is_read_by(dialect, sources):
+        raise UnusableInput(
+            f"{names} holds nothing that {dialect.label} reads",
+            expected=f"a configuration of {dialect.label}, which has {dialect.looks_for}",
+            attempt="no --framework, to hear whose it is",
+        )
+
+
+def _is_kin(dialect: Dialect, name: str) -> bool:
+    """Return whether one of two dialects is made from the other, so that inputs of one may be meant for the other."""
+    other = registry.named(name)
+    return isinstance(dialect, type(other)) or isinstance(other, type(dialect))
+
+
+def _is_read_by(dialect: Dialect, sources: Sequence[Source]) -> bool:
+    """Return whether the dialect's reader finds a word of its own in `sources`, be it one to complain of."""
+    config = dialect.compose(sources, ())
+    text = "".join(source.text for source in sources)
+    own = (each for each in config.settings.values() if not each.key.startswith("env."))
+    return bool(
+        any(each.written.rpartition(".")[2] in text for each in own)
+        or config.unknown or config.wrong_types or config.faults or config.unresolved or config.missing_files
+    )  # fmt: skip
 
 
 def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:
