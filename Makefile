@@ -139,8 +139,8 @@ test-sources: setup
 	$(BIN)/python tests/judges/sources/fetch.py
 	$(BIN)/python tests/judges/sources/judge.py --configurations 5000
 
-# The newest release of each framework that pip finds, compared with what is recorded, in one table; PACKAGES=... narrows
-# it, also to releases: PACKAGES="deepspeed==0.18.3 deepspeed==0.19.8" finds each quote again in both.
+# The newest release of each framework, compared with what is recorded, in one table; PACKAGES=... narrows it, also to
+# releases (PACKAGES="deepspeed==0.18.3"). PACKAGES=recorded finds each quote again in each release that is recorded.
 PACKAGES ?=
 
 knowledge: setup

@@ -343,6 +343,8 @@ def _run(
 ) -> TrainingRun:
     check_gpus(args)
     dialect = registry.named(_stated(args, files) or config.framework)
+    if dialect.no_plan:  # nor has the one whose settings it reads
+        raise dialect.not_planned()
     return dialect.run(config, shape, gpus=gpus)
 
 

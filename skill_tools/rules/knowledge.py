@@ -236,7 +236,10 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         yields_to=tuple(entry.get("yields_to", ())),
         why=entry["why"],
         evidence=Evidence(*(entry["evidence"][part] for part in Evidence._fields)),
-        evidence_in=tuple(EvidenceIn(**each) for each in entry["evidence"].get("also", ())),
+        evidence_in=tuple(
+            EvidenceIn(each["versions"], *({**entry["evidence"], **each}[part] for part in ("ref", "quote")))
+            for each in entry["evidence"].get("also", ())
+        ),
         next=entry["next"],
         fix=_fix(entry["fix"]),
         given_examples=entry.get("examples", {}),

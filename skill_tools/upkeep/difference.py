@@ -12,6 +12,7 @@ from skill_tools.dialects.base import Dialect
 from skill_tools.knowledge import load_yaml
 from skill_tools.upkeep.summary import OFFLOAD, Summary
 
+_OFF = (["None"], ["False"], ["0"], ["0.0"])  # a default that is one of these is the same as another of them
 _SETTINGS = re.compile(r"Config|Arguments?|Args|Plugin|Schema|Params|Options|Settings|Kwargs|^[a-z_.]*$")
 
 
@@ -79,7 +80,7 @@ def other_defaults(summary: Summary, package: str) -> Iterator[Change]:
             ):
                 continue
             defaults = found.get(_bare(key.spelling[dialect.name]), [])
-            is_same = repr(recorded) in defaults or (recorded is None and defaults == ["False"])
+            is_same = repr(recorded) in defaults or (not recorded and defaults[:1] in _OFF)
             if len(defaults) == 1 and _is_plain(defaults[0]) and not is_same:
                 yield Change("fields", key.name, "recorded default", repr(recorded), defaults[0])
 

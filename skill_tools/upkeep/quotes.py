@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from skill_tools import knowledge
+from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis.texts import HOLE
 from skill_tools.rules.conditions import names_needed
 from skill_tools.rules.knowledge import load_rules
@@ -43,7 +44,11 @@ class Lost(NamedTuple):
 def cited(package: str, release: str) -> Iterator[Citation]:
     """Yield the citations of `package` for `release`: of rules and messages whose range has it."""
     for rule in load_rules():
-        ranges = [rule.versions, *({package: each} for each in _asked_releases(rule.tree, package))]
+        ranges = [
+            rule.versions,
+            *({package: each} for each in _asked_releases(rule.tree, package)),
+            *({package: each} for each in _lives(rule.tree, package)),
+        ]
         if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):
             of_release = (
                 each for each in rule.evidence_in if admits(each.versions.get(package, "<0"), release)
@@ -68,6 +73,21 @@ def _asked_releases(tree: list[Any], package: str) -> Iterator[str]:
         asked = RELEASE.match(name)
         if asked and asked[1] == package:
             yield asked[2]
+
+
+def _lives(tree: list[Any], package: str) -> set[str]:
+    """Return the ranges of the keys without which the condition of `tree` never holds: no other release has them.
+
+    Of alternatives these are the ranges that all of them have.
+    """
+    kind, *parts = tree or ["value"]
+    if kind == "name":
+        key = load_keys().get(str(parts[0]).removeprefix("is_set(").removesuffix(")"))
+        return {key.exists[package]} if key and package in key.exists else set()
+    if kind in ("value", "not"):
+        return set()
+    each = [_lives(part, package) for part in parts if isinstance(part, list)]
+    return set.intersection(*each) if kind == "or" else set().union(*each)
 
 
 def _is_of(versions: Mapping[str, str], package: str, release: str) -> bool:

@@ -100,7 +100,7 @@ def _write_flags(
         if flag.name in draft.table.by_negative:
             key = draft.table.by_negative[flag.name]
             draft.set_key(key.name, False if flag.known else UNREADABLE, flag.written, flag.place)
-            _refuse_left_over(draft, key.name, flag, flag.values)
+            refuse_left_over(draft, key.name, flag, "bool")
         elif draft.accepts(flag.name):
             _write_flag(draft, flag)
         elif (is_closed or "offload" in flag.name) and f'"{flag.name}"' not in _parser_above(folder):
@@ -130,25 +130,26 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
     key = draft.table.find(LM, flag.name)
     kind = key.type_in(LM) if key else "any"
     name = draft.canonical(flag.name)
-    value: object = flag.values[0] if len(flag.values) == 1 else list(flag.values)
+    draft.set_key(name, taken(flag, kind), flag.written, flag.place)
+    if kind != "list" or flag.joined:
+        refuse_left_over(draft, name, flag, kind)
+
+
+def taken(flag: Flag, kind: str) -> object:
+    """Return the value that argparse takes for a flag whose key is of `kind`: one word, or all for a list."""
     if not flag.known:
-        value = UNREADABLE
-    elif kind == "bool" or not flag.values:
-        value = True
-    elif kind == "list":
-        value = list(flag.values)
-    draft.set_key(name, value, flag.written, flag.place)
-    if kind == "bool":
-        _refuse_left_over(draft, name, flag, flag.values)
-    elif flag.joined and kind == "list":
-        _refuse_left_over(draft, name, flag, flag.values[1:])
+        return UNREADABLE
+    if kind == "bool" or not flag.values:
+        return True
+    return list(flag.values) if kind == "list" or (kind == "any" and len(flag.values) > 1) else flag.values[0]
 
 
-def _refuse_left_over(draft: Draft, name: str, flag: Flag, values: Sequence[str]) -> None:
-    """Note the values that argparse does not take for a flag; that a switch is meant is plain, unless one says off."""
-    if values and flag.known:
-        is_switch = values == flag.values
-        form = "a bare switch" if is_switch else "one value behind the equals sign"
+def refuse_left_over(draft: Draft, name: str, flag: Flag, kind: str) -> None:
+    """Note the words that argparse does not take for a flag; that a switch is meant is plain, unless one says off."""
+    is_switch = kind == "bool"
+    values = flag.values[not is_switch :]
+    if values and flag.known and kind != "any":
+        form = "a bare switch" if is_switch else "one word"
         is_known = is_switch and values[0].lower() not in _OFF
         draft.refuse_type(name, f"{form}: {values[0][:40]!r} is left over", is_known=is_known)
 

@@ -24,7 +24,7 @@ from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.megatron import LM
 from skill_tools.dialects.megatron.embedded import SHARED_CODE
-from skill_tools.dialects.megatron.lm_compose import is_slip
+from skill_tools.dialects.megatron.lm_compose import is_slip, refuse_left_over, taken
 
 _OVERRIDES = "<overrides>"
 _RAY_ENVIRONMENT = "runtime-env"  # Ray gives it to the trainer, beside the script's own
@@ -106,9 +106,10 @@ def _write(draft: Draft, program: Program, given: Iterable[Flag]) -> None:
         elif _is_known(draft, flag.name):
             key = draft.key(flag.name) or draft.table.find(LM, flag.name)
             kind = key.type_in(LM) if key else "any"
-            value: object = flag.values[0] if len(flag.values) == 1 and kind != "list" else list(flag.values)
-            written = UNREADABLE if not flag.known else True if not flag.values or kind == "bool" else value
-            draft.set_key(key.name if key else flag.name, written, flag.written, flag.place)
+            name = key.name if key else flag.name
+            draft.set_key(name, taken(flag, kind), flag.written, flag.place)
+            if program.is_closed and kind != "list":  # other programs drop a word that nobody takes
+                refuse_left_over(draft, name, flag, kind)
         elif not flag.name.startswith(program.passed_over or ("---",)) and _is_meant_for_it(
             program, flag.name
         ):

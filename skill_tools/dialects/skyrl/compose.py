@@ -121,7 +121,8 @@ def _value(text: str, file: str) -> object:
 def _write_value(draft: Draft, name: str, value: object, place: Place, *, sft: bool, is_closed: bool) -> None:
     spelling = _SFT + name if sft else name
     if not draft.accepts(spelling):
-        if is_closed or "offload" in name.rpartition(".")[2]:
+        section, _, field = spelling.rpartition(".")
+        if is_closed or ("offload" in field and _has_section(section)):
             nearest = tuple(each.removeprefix(_SFT) for each in load_vocabulary(SKYRL).nearest(spelling))
             draft.note_unknown(name, place, spelling=spelling, nearest=nearest)
         return
@@ -135,6 +136,11 @@ def _write_value(draft: Draft, name: str, value: object, place: Place, *, sft: b
         draft.faults.append(Fault("sky-text-is-true", f"{name}={value}", place))
         value = bool(value) or None
     draft.set_key(canonical, value, name, place)
+
+
+def _has_section(section: str) -> bool:
+    """Return whether a section is SkyRL's, and not one that the program's own classes add."""
+    return any(name.startswith(f"{section}.") for name in load_vocabulary(SKYRL).names)
 
 
 def _in_policy(name: str) -> str:

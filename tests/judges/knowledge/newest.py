@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares the newest published release of each framework with its record, and prints one table.
 
-    python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ...]        (make knowledge)
+    python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ... | recorded]        (make knowledge)
 
-pip fetches each package without its requirements into build/knowledge; nothing of it is installed or run. A row says
+pip fetches each package without its requirements into build/knowledge, and the archive of a tag is fetched where pip
+has none; nothing of it is installed or run. `recorded` stands for each release that is recorded of each. A row says
 until which release the package is recorded, which one is published, how many offload settings and defaults are not as
-recorded, and how many quotes of rules and messages are gone. The exit code is 1 if any row has one. Below stand the
-changes of other projects that `upstream.yaml` says to watch.
+recorded, and how many quotes of rules and messages are gone. The exit code is 1 if a row has one; settings and
+defaults count in the newest release alone. Below stand the changes of other projects, from `upstream.yaml`.
 """
 
 import json
@@ -16,6 +17,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,29 @@ import yaml
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "knowledge"
+RELEASES = ROOT / "skill_tools" / "knowledge" / "releases.yaml"
 WATCHED = ROOT / "skill_tools" / "knowledge" / "upstream.yaml"
 PACKAGES = (
     "transformers", "trl", "peft", "accelerate", "deepspeed", "axolotl", "megatron-core", "megatron-bridge",
     "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning", "nemo-automodel", "simpletuner",
     "oumi", "veomni", "maxtext", "unsloth", "openrlhf", "torchao", "skyrl", "areal",
 )  # fmt: skip
+# Whose repositories hold more than their wheels, or which no index has: the repository, and the tag of a release.
+TAGS = {
+    "megatron-core": ("NVIDIA/Megatron-LM", "core_v{}"), "megatron-bridge": ("NVIDIA-NeMo/Megatron-Bridge", "v{}"),
+    "nemo-rl": ("NVIDIA-NeMo/RL", "v{}"), "prime-rl": ("PrimeIntellect-ai/prime-rl", "v{}"),
+    "slime": ("THUDM/slime", "v{}"), "miles": ("radixark/miles", "v{}"),
+    "mindspeed-llm": ("Ascend/MindSpeed-LLM", "v{}"), "musubi-tuner": ("kohya-ss/musubi-tuner", "v{}"),
+    "sd-scripts": ("kohya-ss/sd-scripts", "v{}"), "roll": ("alibaba/ROLL", "v{}"),
+    "xtuner": ("InternLM/xtuner", "v{}"), "onetrainer": ("Nerogar/OneTrainer", "{}"),
+    "ai-toolkit": ("ostris/ai-toolkit", "{}"),
+}  # fmt: skip
+# The commits of the two that tag no release.
+COMMITS = {
+    "2026.7.5": "6fd9b7f6e559f05b29bff202b655be67a6c68d8f",
+    "2026.8.19": "23df3832e8f213d64c337e39f9365ba46e99fed0",
+    "0.12.26": "27a03a91f23eb1b757d5ec2e80ee3e129cfcc350",
+}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 PYTHON = "3.12"  # some releases have no wheel for an older one
 
@@ -51,10 +71,14 @@ def newest(name: str) -> str | None:
 
 
 def fetched(name: str, release: str) -> Path | None:
-    """Return the file that pip has of a release: a wheel, else a source archive; None where there is none."""
+    """Return the archive of a release's tag, else what pip has, a wheel or sources; None where there is none."""
+    if name in TAGS and (archive := tagged(name, release)):
+        return archive
+    if name not in PACKAGES:
+        return None
     stem = re.sub(r"[-_.]+", "[-_.]", name)
     for path in sorted(FOLDER.glob("*")):
-        if re.match(rf"{stem}-{re.escape(release)}[-.]", path.name, re.IGNORECASE):
+        if re.match(rf"{stem}-{re.escape(release)}([-.]|$)", path.name, re.IGNORECASE):
             return path
     wheel = ["--only-binary", ":all:", "--python-version", PYTHON]
     source = ["--no-binary", ":all:", "--no-build-isolation", "--ignore-requires-python"]
@@ -68,6 +92,35 @@ def fetched(name: str, release: str) -> Path | None:
                 (path,) = Path(folder).iterdir()
                 return Path(shutil.move(path, FOLDER / path.name))
     return None
+
+
+def tagged(name: str, release: str) -> Path | None:
+    """Return the archive of a release's tag; None where there is none."""
+    repository, form = TAGS[name]
+    path = FOLDER / f"{name}-{release}.tag.tar.gz"
+    tag = form.format(COMMITS.get(release, release))
+    try:
+        if not path.exists():
+            with urllib.request.urlopen(f"https://codeload.github.com/{repository}/tar.gz/{tag}") as answer:
+                path.write_bytes(answer.read())
+    except OSError:
+        return None
+    return path
+
+
+def recorded() -> Iterator[str]:
+    """Yield each release of a package above that is recorded."""
+    known = yaml.safe_load(RELEASES.read_text(encoding="utf-8"))["known"]
+    yield from (
+        f"{name}=={release}"
+        for name in dict.fromkeys((*PACKAGES, *TAGS))
+        for release in released(known[name])
+    )
+
+
+def released(known: list[str]) -> list[str]:
+    """Return the releases among those that are known, without snapshots of a branch."""
+    return [release for release in known if "dev" not in release]
 
 
 def compared(name: str, release: str, path: Path) -> dict[str, Any]:
@@ -89,26 +142,37 @@ def main() -> int:
         f"{'package':<18}{'recorded until':<16}{'published':<14}{'settings':>9}{'defaults':>9}{'quotes gone':>12}"
     )
     total = 0
-    for wanted in sys.argv[1:] or PACKAGES:
+    known = yaml.safe_load(RELEASES.read_text(encoding="utf-8"))["known"]
+    asked = (
+        [*recorded()]
+        if sys.argv[1:] == ["recorded"]
+        else sys.argv[1:] or [*dict.fromkeys((*PACKAGES, *TAGS))]
+    )
+    for wanted in asked:
         name, _, release = wanted.partition("==")
-        release = release or newest(name) or ""
+        release = release or (newest(name) if name in PACKAGES else released(known[name])[-1]) or ""
         path = fetched(name, release) if release else None
         if path is None:
-            print(f"{name:<18}not published where pip looks")
+            print(f"{name:<18}{'':<16}{release:<14}not to be had", flush=True)
             continue
         found = compared(name, release, path)
         if "refused" in found:
             print(f"{name:<18}{'':<16}{found['release']:<14}{found['refused']}")
             continue
         counts = [len(found[part]) for part in ("unknown", "defaults", "lost")]
-        total += sum(counts)
         until = found["recorded_until"] or "nothing"
-        print(f"{name:<18}{until:<16}{found['release']:<14}{counts[0]:>9}{counts[1]:>9}{counts[2]:>12}")
-        for each in found["unknown"]:
+        if release in known.get(name, ()) and release != until:
+            counts[:2] = 0, 0
+        total += sum(counts)
+        print(
+            f"{name:<18}{until:<16}{release:<14}{counts[0]:>9}{counts[1]:>9}{counts[2]:>12}",
+            flush=True,
+        )
+        for each in found["unknown"] if counts[0] else ():
             print(f"    not recorded: {each['name']} = {each['now']}")
         for each in found["lost"]:
             print(f"    {each['what']} gone: {each['id']} ({each['ref']})")
-    print("\nnot merged when they were last read, and would change what is recorded:")
+    print("\nchanges of other projects, as they were last read:")
     for each in yaml.safe_load(WATCHED.read_text(encoding="utf-8")):
         print(f"    {each['thread']} ({each['seen']}): {each['what']}")
     return int(total > 0)

@@ -12,7 +12,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.upkeep import quotes
-from skill_tools.upkeep.difference import between
+from skill_tools.upkeep.difference import between, other_defaults
 from skill_tools.upkeep.summary import Summary, summarize
 
 # What was written into rules and keys by hand when these releases were read, by kind, name and how it changed.
@@ -123,6 +123,22 @@ def test_a_rule_that_asks_for_a_release_is_cited_in_no_other() -> None:
         release: {each.id for each in quotes.cited("torchtitan", release)} for release in ("0.2.2", "0.3.0")
     }
     assert ("titan-toml-gone" in cited["0.2.2"], "titan-toml-gone" in cited["0.3.0"]) == (False, True)
+
+
+def test_a_rule_is_cited_in_the_releases_that_have_the_keys_it_needs() -> None:
+    cited = {
+        release: {each.id for each in quotes.cited("megatron-core", release)}
+        for release in ("0.10.0", "0.11.0", "0.12.0")
+    }
+    for rule, since in (("oc-host-memory", "0.12.0"), ("oc-nonpao-dtypes", "0.11.0"), ("la-pp", "0.10.0")):
+        assert [release for release in cited if rule in cited[release]][:1] == [since], rule
+
+
+def test_another_form_of_off_is_the_same_default() -> None:
+    text = "class SwapConfig:\n    blocks_to_swap: int = {}\n"
+    for default, differs in (("None", False), ("2", True)):
+        changes = other_defaults(summarize({"library/a.py": text.format(default)}), "sd-scripts")
+        assert bool([*changes]) is differs, default
 
 
 def test_each_release_is_asked_for_the_words_that_it_has() -> None:

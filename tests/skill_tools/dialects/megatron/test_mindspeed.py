@@ -41,8 +41,21 @@ def test_rules_about_megatrons_code_apply_to_it() -> None:
     assert "oc-needs-precision-aware" in found("--optimizer-cpu-offload")
 
 
+def test_an_option_takes_one_word_and_the_next_ends_the_run() -> None:
+    assert found('--load "my model"') == set()
+    config = mindspeed("--load my model")
+    assert config.value("load") == "my"
+    (finding,) = lint(config).findings
+    assert finding.rule == "wrong-type"
+    assert finding.message.endswith("expected one word: 'model' is left over")
+
+
 def test_npus_are_not_planned_for(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "run.sh"  # type: ignore[operator]
-    script.write_text(f"{START}\n")
-    assert main(["plan", str(script)]) == 2
-    assert "trains on NPUs" in capsys.readouterr().err
+    for sizes in (
+        "",
+        "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1",
+    ):
+        script.write_text(f"{START} {sizes}\n")
+        assert main(["plan", str(script), "--gpu", "h100", "--host-memory", "1TB"]) == 2
+        assert "trains on NPUs" in capsys.readouterr().err

@@ -44,7 +44,9 @@ def test_a_name_of_no_class_ends_the_run_and_one_of_a_subclass_does_not() -> Non
 def test_a_module_that_takes_over_has_classes_of_its_own() -> None:
     config = skyrl("trainer.override_entrypoint=mine.entrypoint trainer.mine.offload=true")
     assert config.value("skyrl.program") == "rl"
-    assert found(skyrl("trainer.override_entrypoint=mine.entrypoint trainer.mine.rank=8")) == set()
+    mine = "trainer.override_entrypoint=mine.entrypoint"
+    assert found(skyrl(f"{mine} trainer.mine.rank=8 trainer.mine.offload_optimizer=true")) == set()
+    assert found(skyrl(f"{mine} {FSDP}.param_offload=true")) == {"sky-unknown-key"}
 
 
 def test_a_plus_is_refused_by_the_trainer_of_rl_alone() -> None:
