@@ -117,18 +117,23 @@ class Ring:
     def __init__(self, device: Device, size_bytes: int) -> None:
         """Pin the buffers. Raises HostMemoryError, and errors of the driver."""
         self._device = device
-        self._slab = Slab(
-            device, size_bytes, remedy="try a smaller limit", for_ring=True, most_bytes=size_bytes
-        )
-        buffers = self._slab.bytes.split(size_bytes // (2 * _BUFFERS))[: 2 * _BUFFERS]
-        self._out, self._in = _Buffers(()), _Buffers(buffers)
-        self._copiers = Copiers("host-copies")
-        # Waits for buffers that are being filled by the device.
-        self._worker = Worker("staged-copies")
         # Copies on their way to the host, and lost ones: first and last address, and the event of the arrival.
         self._landing: deque[tuple[int, int, Landing]] = deque()
         self._lost: list[tuple[int, int, Landing]] = []
         self._putting_away = UninterruptedLock()
+        self._slab = Slab(
+            device, size_bytes, remedy="try a smaller limit", for_ring=True, most_bytes=size_bytes
+        )
+        try:
+            buffers = self._slab.bytes.split(size_bytes // (2 * _BUFFERS))[: 2 * _BUFFERS]
+            self._out, self._in = _Buffers(()), _Buffers(buffers)
+            self._copiers = Copiers("host-copies")
+            # Waits for buffers that are being filled by the device.
+            self._worker = Worker("staged-copies")
+        except BaseException:
+            # An error that is kept would keep the pages, and with them the ring's part of the limit.
+            self._slab.close()
+            raise
 
     def serve(self, slab: Slab) -> None:
         """Take over the copies of a pageable slab until it is forgotten."""
@@ -256,15 +261,17 @@ def ring_of(device: Device) -> Ring:
     """Return the ring of `device`, made where there is none yet. Raises as `Ring`."""
     with _making:
         if device not in _rings:
-            _rings[device] = Ring(device, pinned_book.ring_bytes)
+            # First, so that a ring is sure to be closed.
             at_end_of_limit.append(partial(_close_ring, device))
+            _rings[device] = Ring(device, pinned_book.ring_bytes)
         return _rings[device]
 
 
 def _close_ring(device: Device) -> None:
     with _making:
-        _rings[device].close()
-        del _rings[device]
+        if device in _rings:
+            _rings[device].close()
+            del _rings[device]
 
 
 def _begin_landing(copiers: Copiers, part: torch.Tensor, buffer: torch.Tensor, copied: Event) -> Copy:

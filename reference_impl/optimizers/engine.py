@@ -254,16 +254,17 @@ class Engine:
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:
         """Hear that `step(closure)` raises, or a hook in front of it.
 
-        Finishes the update that backward has begun; waits for weights where no forward would.
+        Finishes the update that backward has begun; waits for weights where no forward would, and lets users wait.
         """
         if closure is None:
             self.gradients.note_rest(self.members.values(), checks_used=False)
         rest = self.gradients.rest
         if rest is not None:
             rest.be_awaited()
+        # First, because `synchronize` may fail as the step has, and no module waits for weights; where modules do, the
+        # begun step may have failed as it let users wait.
+        self.let_users_wait(self.members.values())
         if rest is not None or not self.returns_early:
-            # First, because `synchronize` may fail as the step has, and no module waits for weights.
-            self.let_users_wait(self.members.values())
             with suppress(Exception):
                 self.synchronize()
 

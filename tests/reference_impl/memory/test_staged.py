@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from reference_impl import limit_pinned_memory
+from reference_impl.memory import staged
+from reference_impl.memory.pinned import pinned_book
 from reference_impl.memory.staged import Ring, _Buffers, ring_of
 
 LIMIT_BYTES = 2**20
@@ -43,3 +45,24 @@ def test_half_of_the_buffers_are_on_their_way_while_the_others_are_filled(device
     assert torch.equal(target.cpu(), pageable)
     assert waits
     assert min(waits) >= ring._in.count // 2 - 1
+
+
+@pytest.mark.parametrize("lacking", ["_Buffers", "Copiers", "Worker"])
+def test_a_ring_that_could_not_be_made_gives_its_part_of_the_limit_back_while_its_error_is_kept(
+    device, monkeypatch, lacking
+):
+    with limit_pinned_memory(LIMIT_BYTES):
+        before_bytes = pinned_book.pinned_bytes
+        with monkeypatch.context() as patch:
+            patch.setattr(staged, lacking, lacks_memory)
+            with pytest.raises(MemoryError) as kept:
+                ring_of(device)
+        assert pinned_book.pinned_bytes == before_bytes
+        assert ring_of(device) is ring_of(device)
+        assert pinned_book.pinned_bytes > before_bytes
+        del kept
+    assert pinned_book.pinned_bytes == before_bytes
+
+
+def lacks_memory(*_):
+    raise MemoryError

@@ -442,6 +442,38 @@ def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkey
         assert_same_weights(model, plain)
 
 
+def test_a_step_that_has_begun_and_lacks_memory_for_its_users_lets_them_wait(device, monkeypatch):
+    """A weight that somebody writes behind it is the new one."""
+    model, data = twins(device)[0], batches(device.torch_device, 2)
+    plain = twins(device)[0]
+    for each, steps_twice in ((model, True), (plain, False)):
+        with hybrid(each) as optimizer:
+            if steps_twice:
+                optimizer.attach(each)
+            each(data[0]).backward()
+            with monkeypatch.context() as patch:
+                if steps_twice:
+                    lets_wait, lacks = engine.Engine.let_users_wait, iter([True])
+
+                    def fail(self, members, lets_wait=lets_wait, lacks=lacks):
+                        if next(lacks, False):
+                            raise MemoryError
+                        lets_wait(self, members)
+
+                    patch.setattr(engine.Engine, "let_users_wait", fail)
+                    with pytest.raises(MemoryError):
+                        optimizer.step()
+                    assert optimizer.status == "begun"
+                else:
+                    optimizer.step()
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.clamp_(-0.05, 0.05)
+            optimizer.zero_grad()
+            train(each, optimizer, data[1:])
+    assert_same_weights(model, plain)
+
+
 def test_gradients_that_somebody_has_set_to_zero_lose_the_rest_of_an_update_by_name(device, monkeypatch):
     model, data = twins(device)[0], batches(device.torch_device, 1)
     with hybrid(model, **UPDATING) as optimizer:
