@@ -21,6 +21,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import READ
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
+from skill_tools.diagnosis.newer import with_release
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import moments, rows
 from skill_tools.diagnosis.residency.moments import Moment
@@ -47,6 +48,10 @@ _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 def conclude(evidence: Evidence) -> Conclusion | None:
     """Return the conclusion, or None where nothing failed and nothing in the log is known."""
+    return with_release(_conclusion(evidence), evidence)
+
+
+def _conclusion(evidence: Evidence) -> Conclusion | None:
     inside = _of_what_ended_it(evidence)
     if inside is not None:
         return inside
@@ -146,6 +151,8 @@ def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
     if own is not None or not evidence.dialects:
         return of_rule((own or errors[0]).rules[0])
     rule = errors[0].rules[0]
+    if said := evidence.failure and own_words.refusal(evidence.failure, evidence.said, evidence.texts):
+        return Conclusion(f"{rule.title}; {said.cause}", "", said.change)
     where = code.of(evidence.failure) if evidence.failure is not None else None
     newer = tuple(
         f"{package} {bound[1]} or newer"

@@ -24,6 +24,7 @@ from skill_tools.diagnosis import (
     memory_owners,
     messages,
     model_in_log,
+    newer,
     no_effect,
     phases,
     steps,
@@ -31,7 +32,7 @@ from skill_tools.diagnosis import (
 )
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
-from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
+from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect, of_finding
 from skill_tools.diagnosis.exceptions import native
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
@@ -55,7 +56,7 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
-_MOST_SUSPECTS = 2  # faults without a sign in the log that an answer names
+_MOST_SUSPECTS = 3  # faults without a sign in the log that an answer names
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(
     r"(?i)\bpin_memory\b|page-lock|pinned"
@@ -208,6 +209,7 @@ def diagnose(
         mended=fixes.shown_by(failure, said or log.text, phase, texts, releases),
         around=around.find(log),
         inert=inert.find(log),
+        releases=releases,
     )
     parameters = model_in_log.parameters(log)
     conclusion = conclude(evidence)
@@ -260,8 +262,21 @@ def _suspects(
     """Return silent faults that are possible under the run's offloads; nothing where it failed."""
     if evidence.failure is not None:
         return ()
+    own = (_of_a_finding(each) for each in evidence.findings if each.effect == "wrong-numerics")
     faults = (_suspect(each) for each in numbers.suspects(evidence.offloads, texts, releases))
-    return (*no_effect.rest(evidence), *faults)[:_MOST_SUSPECTS]
+    found = (*own, *no_effect.rest(evidence), *faults)[:_MOST_SUSPECTS]
+    library = newer.library(evidence)
+    return (
+        tuple(Suspect(each.cause, *newer.named([each.check], library)) for each in found)
+        if library
+        else found
+    )
+
+
+def _of_a_finding(finding: Finding) -> Suspect:
+    """Return what the configuration's own finding says of a run that goes wrong without a word, and its change."""
+    told = of_finding(finding)
+    return Suspect(f"{told.cause}: {finding.message}", f"then {' or '.join(told.change)}")
 
 
 def _suspect(found: numbers.Found) -> Suspect:

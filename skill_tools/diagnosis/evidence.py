@@ -31,7 +31,7 @@ class Evidence(NamedTuple):
     kind of offload of the run.
     `anomalies` are the faults of its numbers, `faults` those that are known to give such. `mended` are faults of
     libraries that the failure shows, and that a later release mends. `around` is the GPU memory before and after the
-    offload, `inert` a line that says that an offload does nothing.
+    offload, `inert` a line that says that an offload does nothing, `releases` are those that ran.
     """
 
     failure: Failure | None
@@ -56,6 +56,7 @@ class Evidence(NamedTuple):
     mended: Sequence[Shown] = ()
     around: Around | None = None
     inert: Inert | None = None
+    releases: Mapping[str, str] = MappingProxyType({})
 
     @property
     def states_on_nvme(self) -> bool:

@@ -16,7 +16,9 @@ from skill_tools.diagnosis.log import Log
 
 # The prefix of a line: a timestamp or the name of the container, a rank of torchrun, a Ray actor and the
 # engine in it, a task of Slurm or MPI, and the head of a logger that prints each line of a traceback.
-_PROCESS = r"\(\w[^()\n]{0,80}?pid=\d+[^()\n]{0,60}\)"
+_PROCESS = (
+    r"[(\[]\w[^()\[\]\n]{0,80}?(?:\[[^()\[\]\n]{1,30}\])?[^()\[\]\n]{0,20}?pid=\d+[^()\[\]\n]{0,60}[)\]]"
+)
 _PREFIX = re.compile(
     r"(?:\d{4}-\d\d-\d\dT[\d:.]+Z (?:std(?:err|out) F )?)?"
     rf"(?P<rank>(?:\[(?:rank|default)\d+\]:|{_PROCESS}(?: \[repeated [^\]\n]{{1,90}}\])?(?: {_PROCESS})?"

@@ -23,6 +23,7 @@ _BARE = re.compile(r"[\w.]+(?:: ?'?\{\.\.\}'?)?$|'\w+'$")
 _ANY_NAME = re.compile(
     r"(?:got an unexpected keyword argument '{0,2}|unrecognized arguments: )\{\.\.\}'{0,3}$"
 )
+_LONGEST_PATH = 400  # characters
 _SHARED = 3  # rules shown when nothing tells those with the same text apart
 
 
@@ -129,11 +130,20 @@ def _frameworks(text: str) -> tuple[str, ...]:
 
 
 def _goes_through(text: str, package: str) -> bool:
-    """Return whether `package/` stands in `text` as a folder's whole name; `re` would take a hundred times as long."""
+    """Return whether `package/` stands in `text` as a folder's whole name; `re` would take a hundred times as long.
+
+    A folder of that name inside of an installed package is another's: torch has an `nn/modules`.
+    """
     start = text.find(f"{package}/")
-    while start > 0 and (text[start - 1].isalnum() or text[start - 1] in "_.-"):
+    while start > 0 and (text[start - 1].isalnum() or text[start - 1] in "_.-" or _is_inside(text, start)):
         start = text.find(f"{package}/", start + 1)
     return start >= 0 and text[start + len(package) + 1 : start + len(package) + 2].isidentifier()
+
+
+def _is_inside(text: str, start: int) -> bool:
+    """Return whether the folder whose path goes on at `start` belongs to another package than itself."""
+    path = text[max(text.rfind("\n", 0, start), text.rfind('"', 0, start), start - _LONGEST_PATH) + 1 : start]
+    return path.endswith("/nn/") or ("-packages/" in path and not path.endswith("-packages/"))
 
 
 def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:

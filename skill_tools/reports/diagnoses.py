@@ -72,16 +72,13 @@ def _suspects(found: Diagnosis) -> list[str]:
 def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
     """Return the configuration's findings that the conclusion does not tell already.
 
-    Of those that are no more than information the ones about wrong numbers count, where nothing failed: what is wrong
-    in silence shows nowhere else.
+    Those about wrong numbers that are no more than information are suspects, where nothing failed.
     """
     told = found.conclusion.rule if found.conclusion else ""
-    silent = found.failure is None
     return tuple(
         finding
         for finding in found.findings
-        if finding.rule != told
-        and (finding.severity is not Severity.INFO or (silent and finding.effect == "wrong-numerics"))
+        if finding.rule != told and finding.severity is not Severity.INFO
     )
 
 

@@ -38,7 +38,6 @@ LACKING = {
     "soup-failed-page-lock": "partly",
     "swift-grpo-no-grad-forward": "partly",
     "unirl-counter-on-the-gpu": "silent",
-    "verl-fsdp2-load-reserves": "partly",
     "xtuner-ignored-parameters": "partly",
 }
 

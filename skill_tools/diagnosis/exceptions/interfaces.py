@@ -9,6 +9,7 @@ line of source that a traceback shows say who called whom with which arguments.
 import re
 from collections.abc import Sequence
 
+from skill_tools import knowledge
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.exceptions import signatures
 from skill_tools.diagnosis.exceptions.own_words import Said
@@ -164,10 +165,12 @@ def trainer(failure: Failure) -> str:
         path = frame.path.replace("\\", "/")
         if _COMMUNICATES in path:
             continue
+        owner = signatures.home(frame)
+        if owner in knowledge.index()["releases"]["known"] and owner not in _BELOW_TRAINERS:
+            return owner  # before its code, which a fork of another trainer may share
         known = code.of(failure._replace(frames=(frame,)))
         if known is not None and known.code.package != "torch":
             return known.code.package
-        match = _SITE.search(path)
-        if match and match["package"] not in _BELOW_TRAINERS:
-            return match["package"].replace("_", "-")
+        if owner and owner not in _BELOW_TRAINERS:
+            return owner
     return ""

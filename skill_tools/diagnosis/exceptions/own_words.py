@@ -18,13 +18,14 @@ _REFUSES = (
     "RuntimeError",
     "TypeError",
     "ValidationError",
+    "ZeRORuntimeException",
 )
 _OFFLOADS = re.compile(
     r"(?i)off-?load|\bswap|nvme|pin[_ ]memory|zero[ -]?(?:stage ?)?[123]|sleep[_ ]mode|cpu_adam|on (?:the )?cpu"
 )
 _DIRECTS = (
-    r"please (?:set|use|enable|disable|remove)|set .{1,40} to |use .{1,40} instead|is required|requires? "
-    r"|make sure (?:to|that) |supported only |only supported "
+    r"please (?:either )?(?:set|use|enable|disable|remove)|can also (?:set|use) |set .{1,40} to "
+    r"|use .{1,40} instead|is required|requires? |make sure (?:to|that) |supported only |only supported "
 )
 _FORBIDS = re.compile(
     r"(?i)not (?:yet |currently )?(?:supported|compatible|implemented|allowed|work)|unsupported|incompatible"
@@ -35,7 +36,7 @@ _FORBIDS = re.compile(
 _DIRECTIVE = re.compile(rf"(?i)[^.;]*(?:{_DIRECTS})[^;]*?(?=\.\s|\.$|;|$)")
 # An option, as texts name them: with an underscore or two hyphens, or in quotes.
 _OPTION = re.compile(r"--[a-z][\w-]{3,60}|\b[a-z]+(?:_[a-z0-9]+){1,8}\b|[`'\"]([A-Za-z][\w.-]{3,60})[`'\"]")
-_MOST_OPTIONS = 3
+_MOST_OPTIONS, _MOST_ASKED = 3, 2
 _LONGEST = 400
 
 
@@ -48,7 +49,8 @@ class Said(NamedTuple):
 
 def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Said | None:
     """Return the combination refused by `failure`, if its words (`said`) name an offload; `texts` are run files."""
-    words = " ".join(said.split("\n\n")[0].split())[:_LONGEST]
+    whole = " ".join(said.split("\n\n")[0].split())
+    words = whole[:_LONGEST]
     if (
         failure.error.rpartition(".")[2] not in _REFUSES
         or not _OFFLOADS.search(words)
@@ -60,11 +62,11 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
     there = [sign for name in named if (sign := sign_in([name], read))][:_MOST_OPTIONS]
     where = f", raised in {_place(failure)}" if failure.frames else ""
     cause = f"a library refuses this combination{where}, in its own words: {words}"
-    asked = _DIRECTIVE.search(words.partition(": ")[2])
-    change = f"as it says: {asked[0].strip()}" if asked else "what these words name, one without the other"
+    asked = [f"as it says: {match[0].strip()}" for match in _DIRECTIVE.finditer(whole.partition(": ")[2])]
+    change = (*(asked[:_MOST_ASKED] or ["what these words name, one without the other"]),)
     if there:
-        return Said(f"{cause}; this run has {', '.join(there)}", (change, f"or without {there[0]}"))
-    return Said(cause, (change,))
+        return Said(f"{cause}; this run has {', '.join(there)}", (*change, f"or without {there[0]}"))
+    return Said(cause, change)
 
 
 def _place(failure: Failure) -> str:

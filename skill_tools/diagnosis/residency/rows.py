@@ -7,6 +7,7 @@ was used, and when. A row of `knowledge/residency.yaml` that has all of it for a
 second one, of another offload, is told with the difference of the two.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,10 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "states-that-differ": ("record",),
 }
 _NO_PLACES = ("record", "gpu", "collective")  # of rows that say nothing of where a tensor is for itself
+# Of a library that nobody here has read: one sentence about a tensor that names the CPU and an accelerator.
+_OF_BOTH = re.compile(
+    r"(?i)^(?=.*\b(?:tensor|device|weight|parameter|storage|buffer)s?\b)(?=.*\b(?:cuda|gpu|npu|xpu|hpu|musa)\b).*\bcpu\b"
+)
 _LOOKUPS = (
     "KeyError",
     "IndexError",
@@ -166,6 +171,8 @@ def _places(failure: Failure, said: str) -> tuple[str, ...]:
     found = [
         place for kind in load_symptoms() if shows(kind, failure, said) for place in PLACES.get(kind.id, ())
     ]
+    if not found and _OF_BOTH.search(said):
+        found = ["cpu"]
     found.sort(key=lambda place: place not in said)
     if is_between_gpus(said):
         found = [place for place in found if place != "cpu"]

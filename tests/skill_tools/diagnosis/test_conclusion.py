@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from skill_tools.__main__ import main
+from skill_tools.diagnosis import known_errors
+from skill_tools.diagnosis.log import Log
 
 Say = Callable[..., tuple[int, str]]
 OMP = (
@@ -170,6 +172,43 @@ def test_a_text_of_torch_s_is_told_by_its_message_where_the_run_is_no_rule_s_fra
         assert "the parameter lies on the CPU and its gradient on the GPU" in out
     _, out = say(GRADIENT.format("verl/trainer/fsdp_sft_trainer.py"))
     assert "verl-sft-cpu-offload" in out
+
+
+def test_torch_s_own_modules_are_no_framework_s(say: Say) -> None:
+    """OneTrainer's package is a folder `modules`, and torch has one too: its users' changes are not OneTrainer's."""
+    inside = 'Traceback (most recent call last):\n  File "/e/site-packages/torch/nn/modules/module.py", line 9, in f\n'
+    assert known_errors.frameworks(Log("log", inside)) == ()
+    its_own = inside.replace(
+        "site-packages/torch/nn/modules/module", "OneTrainer/modules/trainer/GenericTrainer"
+    )
+    assert known_errors.frameworks(Log("log", its_own)) == ("onetrainer",)
+
+
+def test_a_silent_fault_of_the_configuration_is_the_first_suspect_with_its_change(say: Say) -> None:
+    loop = (
+        "import torch\nfrom torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\n"
+        "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"
+        "for p in model.parameters():\n    p.register_post_accumulate_grad_hook(update)\n"
+    )
+    code, out = say("step 10 loss 4.1\nstep 20 loss 3.9\n", loop_py=loop)
+    assert "no failure in this log" in out
+    assert "then torch 2.13 or later or CPUOffloadPolicy(pin_memory=False)" in out
+    assert code == 0
+
+
+def test_a_sentence_about_a_tensor_on_the_cpu_and_a_gpu_is_compared_with_where_the_offload_keeps_it(
+    say: Say,
+) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/e/site-packages/own/model.py", line 9, in forward\n'
+        "ValueError: this kernel wants its weight on cuda:0, not on cpu\n"
+    )
+    loop = (
+        "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\n"
+        "fully_shard(m, offload_policy=CPUOffloadPolicy())\n"
+    )
+    _, out = say(log, loop_py=loop)
+    assert "weights are shards on the CPU" in out
 
 
 def test_nothing_in_the_place_of_a_gradient_is_no_misfit_of_releases(say: Say) -> None:

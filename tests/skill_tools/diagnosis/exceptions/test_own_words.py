@@ -30,6 +30,17 @@ def test_a_refusal_is_told_in_its_own_words_with_what_the_run_has() -> None:
     )
 
 
+def test_each_way_out_that_a_refusal_offers_is_told() -> None:
+    found = concluded(
+        "ZeRORuntimeException: cpu_offload is slow with it. Please either use DeepSpeedCPUAdam or set another. "
+        'You can also set "force_cpu_optimizer": false in your file.'
+    )
+    assert found.change[:2] == (
+        "as it says: Please either use DeepSpeedCPUAdam or set another",
+        'as it says: You can also set "force_cpu_optimizer": false in your file',
+    )
+
+
 @pytest.mark.parametrize(
     "error",
     [
