@@ -17,11 +17,11 @@ def _rules() -> Iterable[str]:
     return (rule.id for rule in load_rules())
 
 
-# Names that an argument takes, by the argument's name.
+# Names that an argument takes, by the argument's name. Of a dict argcomplete shows the values, as what the names mean.
 NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
     "rules": _rules,
-    "model": lambda: knowledge.index()["models"],
-    "gpu": lambda: knowledge.index()["hardware"]["gpus"],
+    "model": lambda: list(knowledge.index()["models"]),
+    "gpu": lambda: list(knowledge.index()["hardware"]["gpus"]),
 }
 
 

@@ -12,11 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 CALL = "from skill_tools.__main__ import process; process()"
 
 
-def completed(line: str, folder: Path) -> list[str]:
+def completed(line: str, folder: Path, shell: str = "bash") -> list[str]:
     """What argcomplete hands the shell behind `line`, whose cursor stands at the end."""
     answer = folder / "answer"
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
     asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "PYTHONPATH": str(ROOT)}
+    asked["_ARGCOMPLETE_SHELL"] = shell
     subprocess.run([sys.executable, "-c", CALL], env={**os.environ, **asked}, cwd=folder, check=True)
     return [word.strip() for word in answer.read_text().split("\n")]
 
@@ -33,3 +34,6 @@ def test_words_are_completed(tmp_path: Path) -> None:
         ("offload lint brok", "broken.yaml"),
     ):
         assert word in completed(line, tmp_path), line
+    described = completed("offload plan --gpu h1", tmp_path, "zsh")
+    assert "h100" in [word.partition(":")[0] for word in described]
+    assert "{" not in "".join(described), "zsh shows the record of each GPU behind its name"
