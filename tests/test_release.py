@@ -45,6 +45,25 @@ def test_only_the_job_that_publishes_may() -> None:
         assert "secrets." not in text, name
 
 
+def test_the_skill_is_signed_scanned_and_published_as_the_page_says_that_it_is_verified() -> None:
+    build, release = (jobs("release.yml")[name] for name in ("build", "release"))
+    assert build["permissions"] == {"contents": "read", "id-token": "write", "attestations": "write"}
+    steps = [str(step.get("run") or step.get("with")) for step in build["steps"]]
+    order = [
+        "make skill",
+        "model_signing sign sigstore",
+        "skill-scanner scan",
+        "build/skill/skill.oms.sig\\n",
+    ]
+    places = [max(index for index, step in enumerate(steps) if words in step) for words in order]
+    assert places == sorted(places)
+    assert "gh release create" in str(release["steps"])
+    assert "dist/* skill/*" in str(release["steps"])
+    page = (ROOT / "SECURITY.md").read_text("utf-8")
+    assert "gh attestation verify cpu-offloading.zip" in page
+    assert "workflows/release.yml@refs/tags/TAG" in page
+
+
 def test_forms_ask_for_what_diagnose_needs() -> None:
     """A log, the configuration, the releases and the machine; ids are unique, and forms valid by GitHub's rules."""
     for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
