@@ -94,8 +94,8 @@ def _heading(finding: Finding, paper: Paper, *, is_first: bool) -> str:
 
 def _block(finding: Finding, message: str, others: int, paper: Paper, explain: bool) -> Iterator[str]:
     yield paper.wrapped(message, _INDENT)
-    for text in finding.text:
-        yield _part(paper, "the framework says", text)
+    for number, text in enumerate(finding.text):
+        yield _part(paper, "or" if number else "the framework says", text)
     for condition in _conditions(finding, others):
         yield paper.wrapped(condition, _INDENT)
     if explain:

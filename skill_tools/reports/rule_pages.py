@@ -47,7 +47,7 @@ def brief(rule: Rule) -> str:
     lines = [
         f"{rule.id}: {rule.title}",
         f"  {rule.severity}, {CONSEQUENCES[rule.effect]}; {', '.join(rule.dialects)}; {_versions(rule).rstrip('.')}",
-        *(f"  the framework says: {text}" for text in rule.text),
+        *(f"  {'or' if number else 'the framework says'}: {text}" for number, text in enumerate(rule.text)),
         f"  why: {' '.join(rule.why.split())}",
         f"  change: {rule.next}",
     ]

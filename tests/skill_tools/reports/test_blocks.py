@@ -69,6 +69,8 @@ def test_a_block_says_where_what_happens_the_frameworks_text_and_the_change() ->
     ):
         assert part in text
     assert "why:" not in text
+    several = shown(finding()._replace(text=("no support for …", "not supported: …")))
+    assert "\n  the framework says: no support for …\n  or: not supported: …\n" in several
     assert "\n  why: Because.\n  source: a.py::f\n" in shown(finding(), explain=True)
     assert lines[-1] == "1 error in 1 input"
 
