@@ -141,7 +141,7 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
     section = _OF_ROLE.match(written)
     if section is None or (section["engine"] or "dp") == base.engine:
         return False
-    if _is_added(section[0] if sign else written.partition("=")[0], base) or section[0] in base.added:
+    if _is_added(section[0] if "+" in sign else written.partition("=")[0], base) or section[0] in base.added:
         return False
     if base.fork is None:
         return True

@@ -79,6 +79,10 @@ TABLE: list[dict[str, Any]] = [
             "ppo_trainer",
             "critic.model.enable_activation_offload=null +critic.model.enable_activation_offload=007",
         ),
+        (
+            "ppo_trainer",
+            f"model_engine=veomni +{_REF}.fsdp_config.reshard_after_forward=0 ~{_REF}.fsdp_config.param_offload",
+        ),
     )
 ]
 

@@ -256,6 +256,9 @@ def test_python_is_refused() -> None:
         read_text("import verl\n", "main.py", framework="verl")
 
 
+REF = "actor_rollout_ref.ref.fsdp_config"
+
+
 @pytest.mark.parametrize(
     ("words", "is_refused"),
     [
@@ -267,6 +270,8 @@ def test_python_is_refused() -> None:
         (f"actor@actor_rollout_ref.actor=megatron_actor {ACTOR}.megatron.param_offload=True", False),
         (f"--config-name=mine {ACTOR}.megatron.param_offload=True", False),
         (f"{ACTOR}.strategy=megatron +{ACTOR}.megatron.param_offload=True", False),
+        (f"model_engine=veomni +{REF}.reshard_after_forward=0 ~{REF}.reshard_after_forward", False),
+        (f"model_engine=veomni +{REF}.reshard_after_forward=0 ~{REF}.param_offload", True),
     ],
 )
 def test_a_key_of_another_engine_is_refused(words: str, is_refused: bool) -> None:
