@@ -58,7 +58,7 @@ class Base(NamedTuple):
 
     `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
     nothing states it. `knows_values` says that the keys with a value in it are known. `removed` are the names
-    that a `~`, or a value in place of a section, has taken out so far, `added` the keys in sections of other
+    that a `~` has taken out so far, with a dot at the end those below a section that a value stands for, `added` the keys in sections of other
     engines that a plus has brought.
     """
 
@@ -103,10 +103,12 @@ def _follow(word: Argument, base: Base) -> None:
     """Note the keys that an override takes out, and those that one with a plus brings back."""
     sign, written = _split(word.text)
     name, _, value = written.partition("=")
-    if sign == "~" or (_OF_ROLE.fullmatch(name) and not value.startswith(("{", "$"))):
-        base.removed.add(name)
+    if sign == "~":
+        base.removed.update((name, f"{name}."))
+    elif _OF_ROLE.fullmatch(name) and not value.startswith(("{", "$")):
+        base.removed.add(f"{name}.")
     elif word.text.startswith("+"):
-        base.removed.discard(name)
+        base.removed.difference_update((name, f"{name}."))
         section = _OF_ROLE.match(name)
         if section is not None and (section["engine"] or "dp") != base.engine:
             base.added.add(name)
@@ -225,7 +227,7 @@ def _is_added(key: str, base: Base) -> bool:
 
 
 def _is_gone(key: str, base: Base) -> bool:
-    return any(f"{key}.".startswith(f"{name}.") for name in base.removed)
+    return key in base.removed or any(key.startswith(name) for name in base.removed if name.endswith("."))
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -83,6 +83,9 @@ TABLE: list[dict[str, Any]] = [
             "ppo_trainer",
             f"model_engine=veomni +{_REF}.fsdp_config.reshard_after_forward=0 ~{_REF}.fsdp_config.param_offload",
         ),
+        ("ppo_trainer", f"{_REF}.fsdp_config=null {_REF}.fsdp_config={{}}"),
+        ("ppo_trainer", f"{_REF}.fsdp_config=null {_REF}.fsdp_config.param_offload=True"),
+        ("ppo_trainer", f"{_REF}.fsdp_config.param_offload=???"),
     )
 ]
 
