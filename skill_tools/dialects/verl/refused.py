@@ -58,8 +58,8 @@ class Base(NamedTuple):
 
     `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
     nothing states it. `knows_values` says that the keys with a value in it are known. `removed` are the names
-    that a `~` has taken out so far, with a dot at the end those below a section that a value stands for, `added` the keys in sections of other
-    engines that a plus has brought.
+    that a `~` has taken out so far, with a dot at the end those below a section that a value stands for. `added`
+    are the keys in sections of other engines that a plus has brought.
     """
 
     engine: str | None
