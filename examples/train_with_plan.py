@@ -26,6 +26,8 @@ try:
     plan = {"execute": execute_section(path)}
 except (OSError, ValueError) as error:
     parser.error(str(error))
+if "sharding" in plan["execute"]:
+    parser.error("the plan is for several processes; try train_sharded.py, or offload plan --gpus 1")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = Decoder(DecoderShape(layers=32))
@@ -33,10 +35,10 @@ if "weights" in plan["execute"]:
     add_lora(model)
 model.to(device)
 trained = [param for param in model.parameters() if param.requires_grad]
-ids = torch.randint(0, 512, (2, 64), device=device)
+ids = torch.randint(0, 512, (2, 768), device=device)
 
 with apply_plan(model, torch.optim.AdamW(trained, lr=1e-3), plan) as applied:
-    for step in range(10):
+    for step in range(5):
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
         loss.backward()
         applied.optimizer.step()

@@ -125,6 +125,18 @@ def test_an_example_refuses_a_plan_that_nobody_can_carry_out(name, plan, said, c
     assert said in capsys.readouterr().err
 
 
+def test_a_plan_for_several_gpus_is_another_example_s(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")
+    path = tmp_path / "plan.json"
+    words = ["plan", "--framework", "pytorch", "--model", "llama-3-8b", "--gpu", "h100", "--gpus", "4"]
+    assert main([*words, "--overrides", "sharding=fsdp2", "--format", "json"]) == 0
+    path.write_text(capsys.readouterr().out)
+    with pytest.raises(SystemExit) as ended:
+        printed("train_with_plan.py", [str(path)], capsys, monkeypatch)
+    assert ended.value.code == 2
+    assert "try train_sharded.py" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_model_larger_than_the_gpu_learns(capsys, monkeypatch):
     torch = pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt '.[reference]'")

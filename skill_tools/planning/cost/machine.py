@@ -31,6 +31,8 @@ _RATES = (
 _UPDATE_RATES = ("cpu_with_copies_Gparam_s", "streamed_Gparam_s", "both_Gparam_s", "both_cpu_share")
 _PROFILE_BYTES = 1 << 20
 _SHOWN = 60
+# A card's memory in the place of its name.
+_AMOUNT = re.compile(r"\d+(?:\.\d+)?\s*(?:g|gb|gib)?", re.IGNORECASE)
 _SIZES = (
     "hbm_GBs",
     "peer_GBs",
@@ -117,7 +119,9 @@ def known(name: str, *, ranks_on_node: int | None = None) -> Machine:
     raise UnusableInput(
         f"GPU {name[:_SHOWN]!r} is not known",
         expected=f"one of {len(data['gpus'])} names, such as {', '.join(near)}, or its four numbers",
-        attempt="--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350 (dense bf16; one way, pinned; a GPU's share)",
+        attempt=f"--gpu-memory {name}"
+        if _AMOUNT.fullmatch(name)
+        else "--gpu tflops=989,link_GBs=55,dram_GBs=57,hbm_GBs=3350 (dense bf16; one way, pinned; a GPU's share)",
     )
 
 

@@ -156,3 +156,6 @@ def test_a_gpu_without_a_name_is_none(capsys: pytest.CaptureFixture[str]) -> Non
     """As where a variable of a script is empty."""
     assert main(["plan", "--model", "llama-3-8b", "--framework", "pytorch", "--gpu", ""]) == 2
     assert "GPU '' is not known" in capsys.readouterr().err
+    for amount in ("12GB", "24", "79.2GiB"):
+        assert main(["plan", "--framework", "pytorch", "--model", "llama-3-8b", "--gpu", amount]) == 2
+        assert f"try --gpu-memory {amount}\n" in capsys.readouterr().err
