@@ -112,19 +112,23 @@ def find(
             if not any(each is lies_on_it for _, each in found.tensors):
                 found.tensors.append((name, lies_on_it))
     for name, wrapper in wrappers:
-        add_wrapper(by_storage, name, wrapper)
+        for found in add_wrapper(by_storage, name, wrapper):
+            # Of a trained shard the part with the memory requires no gradient.
+            found.may_change |= wrapper.requires_grad or id(wrapper) in trained
     ordered = sorted(by_storage.values(), key=lambda found: KINDS.index(found.kind))
     return Found(device, ordered, unmovable)
 
 
-def add_wrapper(by_storage: Mapping[int, FoundStorage], name: str, wrapper: torch.Tensor) -> bool:
-    """Add `wrapper` to the storages on which its parts lie, and return whether there are any."""
+def add_wrapper(
+    by_storage: Mapping[int, FoundStorage], name: str, wrapper: torch.Tensor
+) -> Sequence[FoundStorage]:
+    """Add `wrapper` to the storages on which its parts lie, and return these."""
     parts = [part for part in parts_of_wrapper(wrapper) if part.layout is torch.strided]
     on = [found for part in parts if (found := _under(by_storage, part)) is not None]
     for found in on:
         if not any(each is wrapper for _, each in found.wrappers):
             found.wrappers.append((name, wrapper))
-    return bool(on)
+    return on
 
 
 def _named(

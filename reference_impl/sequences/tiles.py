@@ -26,6 +26,8 @@ from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
 from reference_impl.sequences.positions import Leading
 from reference_impl.sequences.tiled_call import TiledCall
 
+# A norm takes a few bytes a position, and its kernels less time than the host needs to launch a tile of them.
+_TILES_OF_NORMS = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -55,7 +57,8 @@ class SequenceTiles(DividedCalls):
             they are found inside the model's blocks (its outermost `nn.ModuleList`), each when it is first called for
             training with more positions than a tile: one that is not position-wise, or saves no more than its inputs,
             runs as it is, and the modules inside it are tried.
-        tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter.
+        tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
+            matrices, as norms, have up to four times as many, where they still have four tiles.
 
     Raises ValueError for an ending that matches nothing, a module without a forward, one inside another that is named
     too, a model without blocks to find modules in, or `tile_tokens` below 1.
@@ -101,8 +104,15 @@ class SequenceTiles(DividedCalls):
     ) -> Callable[[], Any] | None:
         if not self._tries(name, forward, module, leaves, structure, leading):
             return None
-        call = TiledCall(name, module, A_PART.around(forward), leaves, structure, leading, self.tile_tokens)
+        tile_tokens = self._tile_tokens_of(module, leading)
+        call = TiledCall(name, module, A_PART.around(forward), leaves, structure, leading, tile_tokens)
         return partial(uncompiled(call.run), leaves)
+
+    def _tile_tokens_of(self, module: nn.Module, leading: Leading) -> int:
+        if any(param.dim() > 1 for param in module.parameters()):
+            return self.tile_tokens
+        most = _TILES_OF_NORMS * self.tile_tokens
+        return max(self.tile_tokens, min(most, -(-leading.count // _TILES_OF_NORMS)))
 
     def _tries(
         self,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors that wrap others, as DTensors, nested tensors and quantized states do: a kernel meets their parts alone."""
 
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 from reference_impl import park
+from reference_impl.parking.storage import Fingerprints
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
@@ -119,6 +121,21 @@ def test_what_wraps_parked_tensors_refuses_too(mesh):
             torch.testing.assert_close(after, [*before, before[1], before[0]], rtol=0, atol=0)
             assert (alias + 1).shape == model.weight.shape
         parked.close()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_shards_that_are_trained_are_copied_without_asking_the_device_whether_they_have_changed(
+    mesh, monkeypatch, trained
+):
+    """The part with their memory requires no gradient; to ask keeps the link waiting, for nothing."""
+    model = Net(distribute_tensor(torch.arange(12.0).reshape(3, 4), mesh), None).requires_grad_(trained)
+    asked = []
+    monkeypatch.setattr(Fingerprints, "of", lambda *_: asked.append(1))
+    with closing(park(model)) as parked:
+        for _ in range(2):
+            with parked:
+                pass
+    assert len(asked) == (0 if trained else 2)
 
 
 def test_parts_come_back_one_kind_at_a_time(mesh):

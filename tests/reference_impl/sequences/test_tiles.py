@@ -229,6 +229,27 @@ def test_evaluation_runs_in_tiles_and_saves_nothing(device, tokens):
     assert_close([out], [expected])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "tiles"), [(512, [128] * 4), (100, [25] * 4), (40, [16, 16, 8]), (1000, [64] * 15 + [40])]
+)
+def test_a_module_without_matrices_has_four_tiles_where_they_are_no_longer_than_four_of_a_matrix(
+    device, tokens, tiles
+):
+    """Its kernels take less time than the host needs to launch a tile of them."""
+    model = Holder(nn.LayerNorm(32)).to(device.torch_device)
+    sizes = []
+    model.inner.forward = (lambda forward: lambda x: (sizes.append(x.shape[1]), forward(x))[1])(
+        model.inner.forward
+    )
+    longest = {512: 32}.get(tokens, 16)
+    with SequenceTiles(model, ["inner"], tile_tokens=longest), torch.no_grad():
+        x = torch.randn(2, tokens, 32, device=device.torch_device)
+        model(x)
+        sizes.clear()
+        model(x)
+    assert sizes == tiles
+
+
 def test_a_tile_is_contiguous_where_its_input_is(device):
     """Experts ask for a view of all tokens; of two sequences a part of each is none."""
 
