@@ -37,7 +37,14 @@ from skill_tools.diagnosis import diagnosis, memory_owners, releases_in_log
 from skill_tools.diagnosis.diagnosis import Diagnosis
 from skill_tools.diagnosis.log import Log, read_log
 from skill_tools.dialects.assumptions import Assumption
-from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput, printable_json, printable_lines
+from skill_tools.errors import (
+    NotPlannedError,
+    OwnLoop,
+    Unrecognised,
+    UnusableInput,
+    printable_json,
+    printable_lines,
+)
 from skill_tools.planning.model import known_models
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search.planner import Plan
@@ -273,7 +280,9 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
             note += _less_of_the_host(args, found, predicted)
         return plan_request.make_plan(args, args.inputs), note, ""
     except UnusableInput as problem:
-        print(f"offload: no plan: {problem}", file=sys.stderr)
+        answers_a_lora = isinstance(problem, NotPlannedError) and found.may_plan  # the command that follows
+        if not answers_a_lora:
+            print(f"offload: no plan: {problem}", file=sys.stderr)
         return None, "", ""
 
 

@@ -334,8 +334,7 @@ def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequ
 
 def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
     """Return the framework that is said, or stands for a model that was named without any file."""
-    stated: str | None = args.framework or (None if files else registry.WITHOUT_FILES)
-    return stated
+    return str(args.framework) if args.framework else None if files else registry.WITHOUT_FILES
 
 
 def _run(

@@ -76,7 +76,8 @@ class Diagnosis:
     the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
     where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
     the failing code's package which release ran and which are known. `suspects` are faults that show in no log, which
-    are the first to look at where nothing failed and results are wrong.
+    are the first to look at where nothing failed and results are wrong. `may_plan` says that runs of the
+    configuration's framework have a plan.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Diagnosis:
     in_use: tuple[int, int] | None
     releases: str
     suspects: tuple[Suspect, ...] = ()
+    may_plan: bool = True
 
     @property
     def recognised(self) -> bool:
@@ -242,6 +244,7 @@ def diagnose(
         in_use=memory_owners.in_use(log),
         releases=code.release(where.code.package, releases) if where else "",
         suspects=_suspects(evidence, texts, releases) if conclusion is None else (),
+        may_plan=not framework or registry.named(framework).is_planned,
     )
 
 
@@ -357,7 +360,7 @@ def _plan_command(found: Diagnosis) -> str:
         words.append(f"--host-memory {f'{found.host_bytes / GIB:.1f}GiB' if found.host_bytes else 'AMOUNT'}")
     loop, machine = registry.named(registry.WITHOUT_FILES), " ".join(words)
     model = f" --model {found.model}" if found.model else ""
-    return (
-        f"{COMMAND} plan FILE{model} {machine}; for {loop.label}, which has no FILE: "
-        f"{COMMAND} plan --framework {loop.name}{model or ' --model NAME'} {machine}"
-    )
+    of_loop = f"{COMMAND} plan --framework {loop.name}{model or ' --model NAME'} {machine}"
+    if not found.may_plan:
+        return f"{of_loop}, for the training alone"
+    return f"{COMMAND} plan FILE{model} {machine}; for {loop.label}, which has no FILE: {of_loop}"

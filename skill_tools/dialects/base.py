@@ -110,6 +110,11 @@ class Dialect(ABC):
         return self.name.replace("-", "_")
 
     @property
+    def is_planned(self) -> bool:
+        """Whether a plan answers for a run of this framework, if only for a LoRA whose blocks wait on the host."""
+        return not self.no_plan or type(self).block_swap is not Dialect.block_swap
+
+    @property
     def heading(self) -> str:
         """How a column of a table is called that is about this framework."""
         return self.label

@@ -287,6 +287,23 @@ def test_the_sizes_of_a_model_are_enough_for_a_plan(
     assert err.startswith("offload: no plan: ")
 
 
+def test_a_plan_is_advised_where_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """None for rollouts, whose framework has none; one for a LoRA whose layers may wait on the host."""
+    log = tmp_path / "train.log"
+    log.write_text(OOM, encoding="utf-8")
+    rollouts = (
+        "-m skyrl.train.entrypoints.main_base trainer.policy.model.path=a trainer.placement.colocate_all=true"
+    )
+    lora = '{"training_method": "LORA", "model_type": "Z_IMAGE", "__version": 11}'
+    for name, text, is_planned in (("run.sh", f"python {rollouts}", False), ("config.json", lora, True)):
+        run = tmp_path / name
+        run.write_text(f"{text}\n", encoding="utf-8")
+        assert main(["diagnose", str(log), str(run)]) == 1
+        out, err = capsys.readouterr()
+        assert ("plan FILE" in out) is is_planned, name
+        assert ("no plan: " in err) is not is_planned, name
+
+
 def test_a_log_that_the_overrides_took_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "train.log"
     log.write_text(OOM, encoding="utf-8")
