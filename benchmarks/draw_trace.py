@@ -106,7 +106,7 @@ def svg(found: dict[str, list[Interval]], title: str) -> str:
     for index, (name, colour) in enumerate(drawn):
         top = 36 + LANE * index
         parts.append(f'<text x="{LEFT - 8}" y="{top + 15}" text-anchor="end">{name}</text>')
-        parts += rectangles(found[name], scale, top, colour)
+        parts += rectangles(name, found[name], scale, top, colour)
     bottom = 36 + LANE * len(drawn)
     for mark in range(0, int(end_ms) + 1, 50 if end_ms < 800 else 100 if end_ms < 1600 else 500):
         x = LEFT + mark * scale
@@ -117,15 +117,15 @@ def svg(found: dict[str, list[Interval]], title: str) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def rectangles(intervals: Iterable[Interval], scale: float, top: int, colour: str) -> list[str]:
-    """Return one bar an interval; those less than half a pixel apart are one."""
+def rectangles(name: str, intervals: Iterable[Interval], scale: float, top: int, colour: str) -> list[str]:
+    """Return one bar an interval, with its times to point at; those less than half a pixel apart are one."""
     half = 0.5 / scale
     joined = [
         (start, stop - half) for start, stop in merge((start, stop + half) for start, stop in intervals)
     ]
     return [
         f'<rect x="{LEFT + start * scale:.1f}" y="{top}" width="{max((stop - start) * scale - 0.6, 0.4):.1f}" '
-        f'height="{BAR}" fill="{colour}"/>'
+        f'height="{BAR}" fill="{colour}"><title>{name}, {start:.1f} to {stop:.1f} ms</title></rect>'
         for start, stop in joined
     ]
 

@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -55,6 +56,9 @@ def test_a_drawing_has_a_lane_for_each_of_them(load, tmp_path):
     load("draw_trace").draw(trace, figure, "ours 100%, 8192 tokens a step")
     texts = [text.text for text in ElementTree.fromstring(figure.read_text()).iter(f"{SVG}text")]
     assert texts[:5] == ["ours 100%, 8192 tokens a step", "kernels", "H2D", "D2H", "CPU update"]
+    values = [text.text for text in ElementTree.fromstring(figure.read_text()).iter(f"{SVG}title")]
+    assert {value.partition(",")[0] for value in values} == {"kernels", "H2D", "D2H", "CPU update"}
+    assert all(re.fullmatch(r"[\w ]+, \d+\.\d to \d+\.\d ms", value) for value in values)
 
 
 def test_a_trace_without_work_is_named(load, tmp_path):

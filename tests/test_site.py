@@ -87,6 +87,8 @@ def test_it_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert 'rel="preconnect"' not in home
     assert "<title>as it is: weights 14." in home, "the figure has no values to point at"
     assert 'aria-label="Memory of one GPU' in home
+    for page in ("layer-streaming", "distributed"):
+        assert " ms</title>" in (site / page / "index.html").read_text(encoding="utf-8"), page
     planner = (site / "planner" / "index.html").read_text(encoding="utf-8")
     plans = json.loads(re.findall(r'id="plan-data">(.*?)</script>', planner)[0])
     assert len(plans) > 200

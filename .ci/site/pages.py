@@ -27,7 +27,7 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")
 _RULE = re.compile(r"(?<!\[)`([a-z0-9]+(?:-[a-z0-9]+)+)`(?!\])")
 _FENCE = re.compile(r"(?ms)^(`{3,}).*?^\1\s*$")
 _OPTION = re.compile(r"<!-- /?(?:run|card):.*?-->|<!-- /(?:run|card) -->\n?")
-_FIGURE = re.compile(r'<img alt="([^"]+)" src="(?:\.\./)*figures/plan\.svg" />')
+_FIGURE = re.compile(r'<img alt="([^"]+)" src="(?:\.\./)*figures/([\w-]+\.svg)" />')
 _ORDER = {"index.md": 4, "faq.md": 3, "choosing.md": 3, "configuration.md": 0.3, "changelog.md": 0.2}
 
 
@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the plan's figure into the page itself, where it has its values under the pointer and the page's colours."""
+    """Put a figure that has values into the page itself, where they are under the pointer."""
     return _FIGURE.sub(_inlined, html)
 
 
@@ -80,7 +80,9 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def _inlined(image: re.Match[str]) -> str:
-    drawn = (ROOT / "docs" / "figures" / "plan.svg").read_text(encoding="utf-8")
+    drawn = (ROOT / "docs" / "figures" / image[2]).read_text(encoding="utf-8")
+    if not re.search(r"<title>.*\d", drawn):
+        return image[0]
     drawn = re.sub(
         r"<style>svg\{.*?</style>|<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL
     )
