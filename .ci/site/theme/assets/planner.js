@@ -19,7 +19,7 @@ function show(plans, hosts, fields) {
   const command = document.createElement("pre")
   command.textContent = `offload plan --framework pytorch --model ${model} --gpu ${card} --host-memory ${hosts[card]} --overrides seq_length=${tokens} micro_batch_size=1`
   if (typeof found === "string") {
-    said.textContent = found
+    said.textContent = `Nothing fits: ${found}. The command says what would.`
     answer.replaceChildren(said, command)
     return
   }
@@ -44,10 +44,13 @@ if (answer) {
   const fields = ["model", "card", "tokens"].map((name) => document.getElementById(`plan-${name}`))
   const asked = new URLSearchParams(location.hash.slice(1))
   const first = { model: "llama-3-8b", card: "rtx4090", tokens: "2048" }
+  const absent = []
   for (const field of fields) {
     const name = field.id.slice(5)
     const wanted = asked.get(name) || first[name]
-    if ([...field.options].some((option) => option.value === wanted)) field.value = wanted
+    const isHere = [...field.options].some((option) => option.value === wanted)
+    if (!isHere) absent.push(`${name} ${wanted}`)
+    field.value = isHere ? wanted : first[name]
     field.addEventListener("change", () => {
       const chosen = fields.map((one) => [one.id.slice(5), one.value])
       history.replaceState(null, "", `#${new URLSearchParams(chosen)}`)
@@ -55,4 +58,9 @@ if (answer) {
     })
   }
   show(plans, hosts, fields)
+  if (absent.length) {
+    const said = document.createElement("p")
+    said.textContent = `This page has no ${absent.join(", ")}; offload plan knows more.`
+    answer.prepend(said)
+  }
 }
