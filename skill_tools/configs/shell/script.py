@@ -19,7 +19,7 @@ from skill_tools.configs.shell.variables import (
     Assignment,
     Variables,
     as_argument,
-    words_inside,
+    commands_inside,
 )
 from skill_tools.configs.shell.words import OPAQUE, Word, split
 from skill_tools.errors import UnusableInput
@@ -279,11 +279,11 @@ class _Script:
                 self._exported.pop(argument.text, None)
                 self._variables.unset(argument.text)
             return
-        if name in ("eval", "env") or any(argument.text == "-c" for argument in arguments):
-            arguments = words_inside(fields)
+        inside = name in ("eval", "env") or any(argument.text == "-c" for argument in arguments)
         environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
-        given = {**self._exported, **environment, **_given_by_env(arguments)}
-        self.commands.append(Command(tuple(arguments), given, tuple(self._missing)))
+        for words_of_one in commands_inside(fields) if inside else [arguments]:
+            given = {**self._exported, **environment, **_given_by_env(words_of_one)}
+            self.commands.append(Command(tuple(words_of_one), given, tuple(self._missing)))
 
     def _source(self, path: Argument) -> None:
         """Follow a file that is sourced, as if it stood in place of the command; note one that is not there."""

@@ -20,6 +20,7 @@ MAX_DEPTH = 20
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 _BLANKS = re.compile(r"\s+|\S+")
+_BETWEEN_COMMANDS = frozenset({";", "&", "&&", "|", "||"})
 _AROUND = re.compile(r"[`\"';]|\$\(|\)")
 _ABOVE = re.compile(r"(?:/\.\.)+/?")
 _SCRIPT = frozenset(
@@ -66,11 +67,34 @@ def as_argument(field: Field, *, certain: bool = True) -> Argument:
     )
 
 
-def words_inside(fields: Iterable[Field]) -> list[Argument]:
-    """Return the words of the command lines that stand in `fields`, as the shell that gets them as text splits them.
+def commands_inside(fields: Iterable[Field]) -> list[list[Argument]]:
+    """Return the commands in the text that `fields` hand to another shell, each behind the words before that text.
 
-    Their quotes are gone and their variables not known. The output of a `$(..)` is one word, whatever blanks it holds.
+    Their quotes are gone and their variables not known, nor what an `export` among them says. A line's end parts no
+    commands: it may go on.
     """
+    words = _words_inside(fields)
+    start = next((at for at, word in enumerate(words) if word.text == "-c"), 0) + 1
+    commands: list[list[Argument]] = [[]]
+    quotes = 0
+    for word in words[start:]:
+        quotes += word.text.count('"')
+        ends = quotes % 2 == 0 and (word.text in _BETWEEN_COMMANDS or word.text.endswith(";"))
+        bare = word.text.rstrip(";&|") if ends else word.text
+        if bare:
+            commands[-1].append(word._replace(text=bare))
+        if ends:
+            commands.append([])
+    before = words[:start]
+    return [
+        [_unquoted(word) for word in (*before, *each)]
+        for each in commands
+        if each and each[0].text != "export"
+    ] or [before]
+
+
+def _words_inside(fields: Iterable[Field]) -> list[Argument]:
+    """Return the words in `fields`; the output of a `$(..)` is one, whatever blanks it holds."""
     found: list[Argument] = []
     depth = 0
     for word in (as_argument(part) for field in fields for part in split_field(field)):
@@ -82,7 +106,7 @@ def words_inside(fields: Iterable[Field]) -> list[Argument]:
             found.append(word)
         if depth or "$(" in word.text:
             depth = max(0, depth + word.text.count("(") - word.text.count(")"))
-    return [_unquoted(word) for word in found]
+    return found
 
 
 def _unquoted(argument: Argument) -> Argument:

@@ -137,18 +137,23 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
 
 def taken(flag: Flag, kind: str) -> object:
     """Return the value that argparse takes for a flag whose key is of `kind`: one word, or all for a list."""
-    if not flag.known:
+    if not flag.known or _is_to_fill_in(flag):
         return UNREADABLE
     if kind == "bool" or not flag.values:
         return True
     return list(flag.values) if kind == "list" or (kind == "any" and len(flag.values) > 1) else flag.values[0]
 
 
+def _is_to_fill_in(flag: Flag) -> bool:
+    """Return whether the words of a flag say what somebody is to put there: `your model path`."""
+    return len(flag.values) > 1 and flag.values[0].lower() == "your"
+
+
 def refuse_left_over(draft: Draft, name: str, flag: Flag, kind: str) -> None:
     """Note the words that argparse does not take for a flag; that a switch is meant is plain, unless one says off."""
     is_switch = kind == "bool"
     values = flag.values[not is_switch :]
-    if values and flag.known and kind != "any":
+    if values and flag.known and kind != "any" and not _is_to_fill_in(flag):
         form = "a bare switch" if is_switch else "one word"
         is_known = is_switch and values[0].lower() not in _OFF
         draft.refuse_type(name, f"{form}: {values[0][:40]!r} is left over", is_known=is_known)

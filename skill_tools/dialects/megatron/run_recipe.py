@@ -89,7 +89,7 @@ def write_arguments(draft: Draft, words: Sequence[Argument], file: str, folder: 
             _write_option(draft, option, value, place)
         elif looks_like_override(option.text) and _names_section(draft, option.text):
             _write_override(draft, overrides, option, place)
-        elif draft.accepts(option.text.lstrip("-")) and option.certain:
+        elif "." in option.text and draft.accepts(option.text.lstrip("-")) and option.certain:
             overrides.refuse(f"{option.text}: an override has no dashes and a value, as model.x=true", place)
 
 

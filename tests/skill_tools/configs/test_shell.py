@@ -100,6 +100,25 @@ def test_words(script: str, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "cd x; train --a 1 $O; echo done",
+        "cd x && train --a 1 $O && echo done",
+        'export P=\\"$O; $O\\"; cd x; train --a 1 $O;',
+        "cd x; train --a 1 $O | tee log; exit ",
+    ],
+)
+@pytest.mark.parametrize("shell", ["srun -N 2 bash -c", "eval"])
+def test_a_text_for_another_shell_holds_several_commands(shell: str, text: str) -> None:
+    script = f'O="--b 2"\n{shell} "{text}"\n'
+    commands = [[word.text for word in command.words] for command in run(script, name="run.sh")]
+    before = shell.split()
+    assert [*before, "train", "--a", "1", "--b", "2"] in commands
+    assert [*before, "cd", "x"] in commands
+    assert not any(word.endswith(";") for command in commands for word in command)
+
+
+@pytest.mark.parametrize(
     ("condition", "branch"),
     [
         ('[ "$A" = "4" ]', "yes"),

@@ -19,6 +19,7 @@ _MEGATRON = "torchrun pretrain_gpt.py --num-layers 4 --bf16 --eval-iters 1 --lr-
 SILENT = {
     "placeholder.sh": ("megatron-lm", f"{_MEGATRON} --load <some dir>/a --seq-length <length> --bf16\n"),
     "quoted_placeholder.sh": ("megatron-lm", f'A="--seq-length <your length> --num-layers 2"\n{_MEGATRON} $A\n'),
+    "your.sh": ("megatron-lm", f'A="your model path"\n{_MEGATRON} --load $A --save ${{A}} --seq-length $A\n'),
     "string.sh": ("megatron-lm", f"bash -c '{_MEGATRON} \\\n $([ $D ] && echo --deterministic-mode) \\\n --profile'\n"),
     "variables.sh": ("megatron-lm", 'A="--num-layers 2 --eval-iters 1 --lr-decay-iters 9 --bf16"\nCLIP=0.2\n'),
     "fork.sh": ("megatron-lm", f"deepspeed {_MEGATRON.replace('gpt', 'gpt2')} --train-data a\n"),
@@ -28,6 +29,11 @@ SILENT = {
     "megatron.yaml": ("ms-swift", f"{_SWIFT}micro_batch_size: 2\nrecompute_granularity: full\n"),
     "slurm.sh": ("accelerate", f'{_LAUNCH} --role \\$(hostname -s): --tee 3"\nsrun bash -c "$L train.py --lr 1"\n'),
     "script.sh": ("accelerate", f'{_LAUNCH}"\nC="scripts/$TASK.py --config b"\nbash -c "$L $C"\n'),
+    "options.sh": ("megatron-bridge", "python scripts/training/run_recipe.py --recipe a --dataset b model.bf16=true\n"),
+    "inner.sh": (
+        "megatron-bridge",
+        'O="model.bf16=true"\nsrun bash -c "cd a; python scripts/training/run_recipe.py --recipe a $O; echo done"\n',
+    ),
     "renamed.yaml": ("transformers", f"{_TRAINER}gradient_checkpointing: true\n"),
     "filled_in.json": ("deepspeed", '{"zero_optimization": {"stage": ZERO_STAGE}, "bf16": {"enabled": BF16_ON}}'),
     "neox.json": (
