@@ -105,7 +105,10 @@ def algorithm_of(optimizer: torch.optim.Optimizer) -> Algorithm:
 def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that the update in chunks does not have, or a parameter it cannot take."""
     if algorithm.kernels and group.get("fused") is not True:
-        raise ValueError(f"fused is {group.get('fused')}; expected True; try fused=True")
+        raise ValueError(
+            f"the optimizer's fused is {group.get('fused')}; expected True, the update whose bits are kept; "
+            "try fused=True where it is made"
+        )
     checks.check_group(algorithm, group)
     if algorithm == SGD() and group["momentum"] == 0:
         raise ValueError("momentum is 0; expected a positive one, without which SGD has no state to offload")
