@@ -190,10 +190,12 @@ def _missing(module: str) -> Exception:
     from skill_tools.errors import UnusableInput
 
     package = {"yaml": "pyyaml", "markdown_it": "markdown-it-py"}.get(module, module)
+    # Whoever lacks one of the two most often lacks both.
+    wanted = "pyyaml packaging" if package in ("pyyaml", "packaging") else package
     return UnusableInput(
         f"the Python package {module} is not installed",
         expected=f"a Python that has {package}",
-        attempt=f"python3 -m pip install {package}",
+        attempt=f"{sys.executable} -m pip install {wanted}",
     )
 
 

@@ -21,7 +21,8 @@ def root() -> Path:
 def to_install(extra: str) -> str:
     """Return the command that installs `extra`: of this checkout, or the packages that an installed wheel names."""
     if not (_PACKAGE / "_bundle").is_dir():
-        return f"pip install '.[{extra}]' -c constraints.txt in the clone"
+        where = "the clone" if (root() / ".git").exists() else "the skill's folder"
+        return f"pip install '.[{extra}]' -c constraints.txt in {where}"
     from importlib.metadata import requires
 
     wanted = [each.partition(";") for each in requires("cpu-offloading") or ()]

@@ -2,11 +2,15 @@
 """The door itself: what is said before any command is loaded."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from skill_tools import bundle
 from skill_tools.__main__ import main
+from skill_tools.bundle import root
 
 
 def test_an_older_python_is_told_which_one_is_needed(
@@ -41,3 +45,23 @@ def test_help_keeps_to_the_width_of_the_terminal(
     description = printed.partition("Find settings")[2].partition("\noptions:")[0]
     assert max(len(line) for line in description.splitlines() if line[:1].strip()) <= 72
     assert "  offload lint run.yaml other.yaml configs/\n" in description
+
+
+def test_a_python_without_the_two_packages_is_told_of_both_at_once(tmp_path: Path) -> None:
+    """By the Python that ran, which is seldom the one that `python3` starts."""
+    (tmp_path / "run.yaml").touch()
+    absent = "import sys; sys.modules.update(yaml=None, packaging=None)"
+    start = f"{absent}; from skill_tools.__main__ import main; sys.exit(main(['lint', 'run.yaml']))"
+    done = subprocess.run(
+        [sys.executable, "-c", start],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root())}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"; try {sys.executable} -m pip install pyyaml packaging\n")
+
+
+def test_an_extra_is_installed_where_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "_PACKAGE", tmp_path / "skill_tools")
+    assert bundle.to_install("reference").endswith(" -c constraints.txt in the skill's folder")
+    (tmp_path / ".git").mkdir()
+    assert bundle.to_install("reference").endswith(" -c constraints.txt in the clone")
