@@ -108,8 +108,9 @@ def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise PlanError(
-            f"{path} cannot be read ({error})", expected="a plan as JSON", attempt=_MAKE_ONE
+            f"{path} cannot be read ({reason})", expected="a plan as JSON", attempt=_MAKE_ONE
         ) from None
     if not isinstance(document, dict) or not isinstance(document.get("execute"), dict):
         raise PlanError(f"{path} has nothing to execute", expected="a plan for PyTorch", attempt=_MAKE_ONE)

@@ -71,7 +71,7 @@ def _plan(path: Path) -> Mapping[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UnusableInput(
-            f"--plan {path}: {error}",
+            f"--plan {path}: {error.strerror if isinstance(error, OSError) else error}",
             expected="a plan as JSON",
             attempt=f"{COMMAND} plan ... --format json > FILE",
         ) from None

@@ -106,6 +106,12 @@ def test_a_profile_of_another_machine_is_not(device, rates):
     assert calls
 
 
+def test_a_profile_that_is_not_there_is_refused_with_what_makes_one(device, tmp_path):
+    budgets = Budgets(profile=tmp_path / "nosuch.json")
+    with pytest.raises(FileNotFoundError, match="try `offload probe --out`"):
+        build(twins(device)[0], split="auto", budgets=budgets)
+
+
 def test_the_short_probe_measures_this_machine(device):
     found = auto_split._short_probe.__wrapped__(device)
     assert min(found.link_bytes_per_s, found.host_bytes_per_s, found.cpu_elements_per_s) > 1e6
