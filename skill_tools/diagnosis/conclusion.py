@@ -21,7 +21,7 @@ from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.memory_owners import READ
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
-from skill_tools.diagnosis.newer import with_release
+from skill_tools.diagnosis.newer import at_fault, with_release
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import moments, rows
 from skill_tools.diagnosis.residency.moments import Moment
@@ -435,7 +435,7 @@ def _at(moment: Moment) -> str:
 
 def _told(change: Sequence[str], evidence: Evidence, failure: Failure) -> tuple[str, ...]:
     """Return the change in the user's own words, with the package whose code failed."""
-    package = interfaces.trainer(failure)
+    package = at_fault(evidence) or interfaces.trainer(failure)
     named = [
         each.replace("{package}", package)
         if package

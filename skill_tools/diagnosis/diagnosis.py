@@ -268,12 +268,7 @@ def _suspects(
     own = (_of_a_finding(each) for each in evidence.findings if each.effect == "wrong-numerics")
     faults = (_suspect(each) for each in numbers.suspects(evidence.offloads, texts, releases))
     found = (*own, *no_effect.rest(evidence), *faults)[:_MOST_SUSPECTS]
-    library = newer.library(evidence)
-    return (
-        tuple(Suspect(each.cause, *newer.named([each.check], library)) for each in found)
-        if library
-        else found
-    )
+    return tuple(Suspect(each.cause, *newer.named([each.check], evidence)) for each in found)
 
 
 def _of_a_finding(finding: Finding) -> Suspect:

@@ -104,7 +104,7 @@ def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
     """Return the messages in `log`: first of the exception that ended the run, then causes of others, then the rest.
 
     Of several whose frames the traceback goes through, the one with more frames is more exact, then the inner one; of
-    several in one line, the one with the longer text.
+    several in one line, or in the exception, the one with the longer text.
     """
     found: list[tuple[bool, int, int, int, int, int, Seen]] = []
     for message in load_messages():
@@ -114,7 +114,9 @@ def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
         seen = Seen(log.line_at(start), log.context(start), message, start, inside)
         depth = _depth(message.frames, ended_by) if inside and ended_by is not None else 0
         line, words = (
-            log.text.rfind("\n", 0, start),
+            0
+            if inside
+            else log.text.rfind("\n", 0, start),  # a text with a hole may begin in a traceback's source
             max(len(text.replace(HOLE, "")) for text in message.texts),
         )
         rank = (not inside, -len(message.frames), -depth, ORDER.index(message.kind), line, -words)

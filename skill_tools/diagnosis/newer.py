@@ -12,13 +12,12 @@ from packaging.version import InvalidVersion, Version
 from skill_tools import knowledge
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.evidence import Conclusion, Evidence
-from skill_tools.diagnosis.exceptions import interfaces
+from skill_tools.diagnosis.exceptions.signatures import home
 
 _SAID = re.compile(r"newer|\brelease|[Uu]pgrade|#\d{3}")  # an answer that speaks of releases already
 _UNNAMED = re.compile(
     r"(?P<newer>newer )?release of (?:the trainer|the library whose frame is innermost)(?!'s)\b"
 )
-_ENGINES = ("vllm", "sglang", "torch-memory-saver")  # what a trainer calls beside itself
 _OF_TRAINERS = frozenset({"phases", "sleep", "memory-saver", "block-swap", "group-offload"})
 
 
@@ -28,13 +27,13 @@ def with_release(conclusion: Conclusion | None, evidence: Evidence) -> Conclusio
     A rule says by itself what to change. Another failure has a release for its cause where the trainer's own code moves
     tensors, as between its phases, or where the code of an offload raised it.
     """
-    name = library(evidence)
-    if conclusion is None or not name or not conclusion.is_known:
+    if conclusion is None or not conclusion.is_known:
         return conclusion
-    change = named(conclusion.change, name)
-    if conclusion.rule or not _may_be_at_fault(evidence) or any(map(_SAID.search, change)):
+    change = named(conclusion.change, evidence)
+    library = at_fault(evidence)
+    if conclusion.rule or not library or not _may_be_at_fault(evidence) or any(map(_SAID.search, change)):
         return conclusion._replace(change=change)
-    newest = _newest(name, evidence)
+    newest = _newest(library, evidence)
     return conclusion._replace(change=(*change, *([f"or a newer {newest}"] if newest else [])))
 
 
@@ -48,26 +47,41 @@ def _may_be_at_fault(evidence: Evidence) -> bool:
     )
 
 
-def named(sentences: Iterable[str], name: str) -> tuple[str, ...]:
-    """Return `sentences` in which the library at fault is called `name`."""
+def at_fault(evidence: Evidence) -> str:
+    """Return the distribution whose code may be at fault: that of an offload that failed, or the trainer; or ""."""
+    own = _of_the_offload(evidence)
+    return own if own in knowledge.index()["releases"]["below_trainers"] else trainer(evidence) or own
+
+
+def _of_the_offload(evidence: Evidence) -> str:
+    """Return the distribution whose offload's code the failure went through; "" where that is torch or an engine."""
+    where = code.of(evidence.failure) if evidence.failure is not None else None
+    package = where.code.package if where is not None and where.code.mechanisms else ""
+    return "" if package in knowledge.index()["releases"]["no_offloads"] else package
+
+
+def named(sentences: Iterable[str], evidence: Evidence) -> tuple[str, ...]:
+    """Return `sentences` in which the trainer has its name, if it is known."""
+    name = trainer(evidence)
+    if not name:
+        return tuple(sentences)
     return tuple(
         _UNNAMED.sub(lambda match: f"newer {name}" if match["newer"] else f"release of {name}", each)
         for each in sentences
     )
 
 
-def library(evidence: Evidence) -> str:
-    """Return the distribution whose code may be at fault: of the innermost frame, else the run's framework; or "".
+def trainer(evidence: Evidence) -> str:
+    """Return the distribution of the trainer, or "": of the innermost frame that is one's, else of the run's framework.
 
-    A rollout engine's frames do not say whose fault it is: the trainer calls it at the wrong time as often.
+    Frames of a rollout engine do not say whose fault it is: the trainer calls it at the wrong time as often.
     """
     releases = knowledge.index()["releases"]
-    frames = interfaces.trainer(evidence.failure) if evidence.failure is not None else ""
-    found = [releases["aliases"].get(name, name) for name in (frames, *evidence.dialects[:1])]
-    names = [
-        name for name in found if name and (name == frames or name in releases["known"]) and name != "torch"
-    ]
-    return next((name for name in names if name not in _ENGINES), next(iter(names), ""))
+    known = {*releases["known"], *(fix["package"] for fix in knowledge.index()["fixes"])}
+    known -= set(releases["below_trainers"])
+    frames = evidence.failure.frames if evidence.failure is not None else ()
+    found = (*(home(frame) for frame in reversed(frames)), *evidence.dialects[:1])
+    return next((name for each in found if (name := releases["aliases"].get(each, each)) in known), "")
 
 
 def _newest(name: str, evidence: Evidence) -> str:

@@ -272,3 +272,16 @@ def test_a_text_of_which_a_piece_is_nowhere_is_looked_for_no_further() -> None:
 
     assert texts.span(Counted("a line\n" * 1000), "a{..}zz") == (-1, -1)
     assert Counted.finds < 5
+
+
+def test_of_two_texts_of_one_exception_the_longer_counts_though_the_other_begins_in_a_source_line() -> None:
+    """A text with a hole begins in the line of source above, and reaches into the exception's words."""
+    raised = (
+        'Traceback (most recent call last):\n  File "/w/sync.py", line 9, in collect\n'
+        "    with FSDP.summon_full_params(module, offload_to_cpu=True):\n"
+        '  File "/e/torch/distributed/fsdp/_unshard_param_utils.py", line 139, in _validate_unshard_params_args\n'
+        "NotImplementedError: offload_to_cpu=True and NO_SHARD is not supported yet\n"
+    )
+    conclusion = diagnose(log(raised)).conclusion
+    assert conclusion is not None
+    assert "NO_SHARD" in conclusion.cause
