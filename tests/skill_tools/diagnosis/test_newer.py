@@ -46,3 +46,27 @@ def test_memory_that_no_trainer_s_code_moves_has_no_release_for_its_cause() -> N
     assert "newer" not in change(
         f"{frames}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.\n", {}
     )
+
+
+def test_what_trainers_are_built_on_is_not_the_trainer() -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/w/tuner/train.py", line 12, in step\n'
+        '  File "/e/site-packages/deepspeed/runtime/pipe/engine.py", line 717, in _exec_forward_pass\n'
+        '  File "/w/tuner/models/hidream.py", line 471, in forward\n'
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!\n"
+    )
+    told = change(log, {"hidream.toml": "blocks_to_swap = 20\n"})
+    assert "deepspeed" not in told
+    assert "a newer release of the trainer" in told
+
+
+def test_an_offload_of_a_library_below_is_that_library_s() -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/e/site-packages/axolotl/train.py", line 12, in step\n'
+        '  File "/e/site-packages/deepspeed/runtime/swap_tensor/optimizer_utils.py", line 9, in _step\n'
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!\n"
+    )
+    offloads = {"ds.json": '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}\n'}
+    told = change(log, offloads)
+    assert "deepspeed" in told
+    assert "axolotl" not in told
