@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from skill_tools import knowledge
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis.texts import HOLE
-from skill_tools.rules.conditions import names_needed
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.rules.values import RELEASE
 from skill_tools.rules.versions import admits
+from skill_tools.upkeep.release_files import in_package
 
 _JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
 _CITED = ("msg", "src")
+_CLASS = re.compile(r"^\w+Error: ")  # which a traceback puts in front of a message
 _SCRIPT = "__main__"  # the symbol of the part that runs where a file is the program
 
 
@@ -44,12 +45,8 @@ class Lost(NamedTuple):
 def cited(package: str, release: str) -> Iterator[Citation]:
     """Yield the citations of `package` for `release`: of rules and messages whose range has it."""
     for rule in load_rules():
-        ranges = [
-            rule.versions,
-            *({package: each} for each in _asked_releases(rule.tree, package)),
-            *({package: each} for each in _lives(rule.tree, package)),
-        ]
-        if rule.evidence.tag in _CITED and all(_is_of(each, package, release) for each in ranges):
+        is_of = _is_of(rule.versions, package, release) and _may_hold(rule.tree, package, release)
+        if rule.evidence.tag in _CITED and is_of:
             of_release = (
                 each for each in rule.evidence_in if admits(each.versions.get(package, "<0"), release)
             )
@@ -64,30 +61,23 @@ def cited(package: str, release: str) -> Iterator[Citation]:
             for words, where in zip(texts, own, strict=True):
                 path, _, symbol = str(where.get("source", source)).partition("::")
                 if admits(where.get("versions", ""), release):
-                    yield Citation(str(entry["id"]), path, symbol, words)
+                    yield Citation(str(entry["id"]), path, symbol, _CLASS.sub("", words))
 
 
-def _asked_releases(tree: list[Any], package: str) -> Iterator[str]:
-    """Yield the ranges of a package without which the condition of `tree` never holds, as its `release()` says."""
-    for name in names_needed(tree):
-        asked = RELEASE.match(name)
-        if asked and asked[1] == package:
-            yield asked[2]
-
-
-def _lives(tree: list[Any], package: str) -> set[str]:
-    """Return the ranges of the keys without which the condition of `tree` never holds: no other release has them.
-
-    Of alternatives these are the ranges that all of them have.
-    """
+def _may_hold(tree: list[Any], package: str, release: str) -> bool:
+    """Return whether a condition may be true in a release: it has the keys that are asked, and is one that is asked."""
     kind, *parts = tree or ["value"]
     if kind == "name":
-        key = load_keys().get(str(parts[0]).removeprefix("is_set(").removesuffix(")"))
-        return {key.exists[package]} if key and package in key.exists else set()
+        name = str(parts[0])
+        asked = RELEASE.match(name)
+        if asked:
+            return asked[1] != package or admits(asked[2], release)
+        key = load_keys().get(name.removeprefix("is_set(").removesuffix(")"))
+        return key is None or package not in key.exists or admits(key.exists[package], release)
     if kind in ("value", "not"):
-        return set()
-    each = [_lives(part, package) for part in parts if isinstance(part, list)]
-    return set.intersection(*each) if kind == "or" else set().union(*each)
+        return True
+    each = [_may_hold(part, package, release) for part in parts if isinstance(part, list)]
+    return any(each) if kind == "or" else all(each)
 
 
 def _is_of(versions: Mapping[str, str], package: str, release: str) -> bool:
@@ -105,7 +95,8 @@ def lost(files: Mapping[str, str], package: str, release: str) -> Iterator[Lost]
     """
     folders = {"/".join(path.split("/")[:2]) for path in files} | {path.partition("/")[0] for path in files}
     flat: dict[str, str] = {}
-    for each in cited(package, release):
+    for citation in cited(package, release):
+        each = citation._replace(path=in_package(citation.path))
         near = "/".join(each.path.split("/")[:2])
         if not each.path.endswith(".py") or (near not in folders and each.path not in files):
             continue

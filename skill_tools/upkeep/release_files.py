@@ -27,6 +27,7 @@ _DAMAGED = (
 )  # fmt: skip
 # Folders of a source tree or wheel that hold packages and are none.
 _LAYOUTS = ("src", "lib", "purelib", "platlib")
+_OF_SEVERAL = re.compile(r"packages/[^/]+/(?=src/)")  # one of a repository's several packages
 
 
 def read_release(package: str, release: str, source: Path | None) -> dict[str, str]:
@@ -73,11 +74,13 @@ def _without_layout(files: dict[str, str]) -> dict[str, str]:
         if others or not _WRAPPER.search(top):
             break
         files = {path.partition("/")[2]: text for path, text in files.items() if "/" in path}
-    moved = {}
-    for path, text in files.items():
-        head, _, rest = path.partition("/")
-        moved[rest if head in _LAYOUTS and "/" in rest else path] = text
-    return moved
+    return {in_package(path): text for path, text in files.items()}
+
+
+def in_package(path: str) -> str:
+    """Return a path of a repository as it is in its wheel, without the folders that hold packages."""
+    head, _, rest = _OF_SEVERAL.sub("", path).partition("/")
+    return rest if head in _LAYOUTS and "/" in rest else path
 
 
 def _folder(root: Path) -> Iterator[tuple[str, str]]:

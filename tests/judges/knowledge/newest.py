@@ -41,7 +41,8 @@ TAGS = {
     "mindspeed-llm": ("Ascend/MindSpeed-LLM", "v{}"), "musubi-tuner": ("kohya-ss/musubi-tuner", "v{}"),
     "sd-scripts": ("kohya-ss/sd-scripts", "v{}"), "roll": ("alibaba/ROLL", "v{}"),
     "xtuner": ("InternLM/xtuner", "v{}"), "onetrainer": ("Nerogar/OneTrainer", "{}"),
-    "ai-toolkit": ("ostris/ai-toolkit", "{}"),
+    "ai-toolkit": ("ostris/ai-toolkit", "{}"), "torchtune": ("pytorch/torchtune", "v{}"),
+    "transformer-engine": ("NVIDIA/TransformerEngine", "v{short}"),
 }  # fmt: skip
 # The commits of the two that tag no release.
 COMMITS = {
@@ -98,7 +99,7 @@ def tagged(name: str, release: str) -> Path | None:
     """Return the archive of a release's tag; None where there is none."""
     repository, form = TAGS[name]
     path = FOLDER / f"{name}-{release}.tag.tar.gz"
-    tag = form.format(COMMITS.get(release, release))
+    tag = form.format(COMMITS.get(release, release), short=release.removesuffix(".0"))
     try:
         if not path.exists():
             with urllib.request.urlopen(f"https://codeload.github.com/{repository}/tar.gz/{tag}") as answer:
