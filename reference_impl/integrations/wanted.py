@@ -82,7 +82,7 @@ class Wanted:
                 if value
             ]
             raise ValueError(
-                f"a plan and {', '.join(named)} both choose what is offloaded; expected one of them; try the plan alone"
+                f"a plan and {', '.join(named)} both say what is offloaded; expected one of the two; try the plan alone"
             )
         if isinstance(plan, str) and plan == AUTO:
             plan, optimizer = None, AUTO
