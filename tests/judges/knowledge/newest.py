@@ -42,7 +42,7 @@ TAGS = {
     "sd-scripts": ("kohya-ss/sd-scripts", "v{}"), "roll": ("alibaba/ROLL", "v{}"),
     "xtuner": ("InternLM/xtuner", "v{}"), "onetrainer": ("Nerogar/OneTrainer", "{}"),
     "ai-toolkit": ("ostris/ai-toolkit", "{}"), "torchtune": ("pytorch/torchtune", "v{}"),
-    "transformer-engine": ("NVIDIA/TransformerEngine", "v{short}"),
+    "transformer-engine": ("NVIDIA/TransformerEngine", "v{short}"), "areal": ("inclusionAI/AReaL", "v{}"),
 }  # fmt: skip
 # The commits of the two that tag no release.
 COMMITS = {
