@@ -107,6 +107,32 @@ def test_a_result_that_cannot_be_handed_over_is_an_error(worker, monkeypatch):
     assert worker.wait(worker.submit(lambda: 6), deadline_s=DEADLINE_S) == 6
 
 
+@pytest.mark.parametrize("lacking", ["take", "begin"])
+def test_a_thread_without_memory_to_take_or_begin_a_task_goes_on(worker, monkeypatch, lacking):
+    """Nothing of the task has run: it is carried out, or its waiter hears of the error, and close() of neither."""
+
+    lacked = []
+
+    def lacks(*_):
+        lacked.append(1)
+        raise MemoryError("to begin a task")
+
+    class Lacking(SimpleQueue):
+        def get(self, *args):
+            return super().get(*args) if lacked else lacks()
+
+    if lacking == "take":
+        worker._tasks = Lacking()
+        assert worker.wait(worker.submit(lambda: 5), deadline_s=DEADLINE_S) == 5
+    else:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="to begin a task"):
+            patch.setattr(worker_module, "_carry_out", lacks)
+            worker.wait(worker.submit(lambda: 5), deadline_s=DEADLINE_S)
+    assert lacked
+    assert worker.wait(worker.submit(lambda: 6), deadline_s=DEADLINE_S) == 6
+    assert worker.is_alive
+
+
 def test_a_thread_that_has_died_says_of_what():
     def prepare() -> None:
         raise MemoryError("of the thread")
