@@ -109,7 +109,8 @@ class SequenceTiles(DividedCalls):
         return partial(uncompiled(call.run), leaves)
 
     def _tile_tokens_of(self, module: nn.Module, leading: Leading) -> int:
-        if any(param.dim() > 1 for param in module.parameters()):
+        # Some quantized matrices are buffers.
+        if any(each.dim() > 1 for each in (*module.parameters(), *module.buffers())):
             return self.tile_tokens
         most = _TILES_OF_NORMS * self.tile_tokens
         return max(self.tile_tokens, min(most, -(-leading.count // _TILES_OF_NORMS)))

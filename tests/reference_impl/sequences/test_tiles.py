@@ -230,21 +230,34 @@ def test_evaluation_runs_in_tiles_and_saves_nothing(device, tokens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tiles"), [(512, [128] * 4), (100, [25] * 4), (40, [16, 16, 8]), (1000, [64] * 15 + [40])]
+    ("tokens", "matrix", "tiles"),
+    [
+        (100, None, [25] * 4),
+        (40, None, [16, 16, 8]),
+        (1000, None, [64] * 15 + [40]),
+        (100, "parameter", [16] * 6 + [4]),
+        (100, "buffer", [16] * 6 + [4]),
+    ],
 )
-def test_a_module_without_matrices_has_four_tiles_where_they_are_no_longer_than_four_of_a_matrix(
-    device, tokens, tiles
-):
-    """Its kernels take less time than the host needs to launch a tile of them."""
-    model = Holder(nn.LayerNorm(32)).to(device.torch_device)
+def test_a_norm_has_four_tiles_where_they_are_no_longer_than_four_of_a_matrix(device, tokens, matrix, tiles):
+    """Its kernels take less time than the host needs to launch a tile. Some quantized matrices are buffers."""
     sizes = []
-    model.inner.forward = (lambda forward: lambda x: (sizes.append(x.shape[1]), forward(x))[1])(
-        model.inner.forward
-    )
-    longest = {512: 32}.get(tokens, 16)
-    with SequenceTiles(model, ["inner"], tile_tokens=longest), torch.no_grad():
-        x = torch.randn(2, tokens, 32, device=device.torch_device)
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            sizes.append(x.shape[1])
+            return super().forward(x)
+
+    model = Holder(Norm(32))
+    if matrix == "parameter":
+        model.inner.matrix = nn.Parameter(torch.ones(2, 2))
+    elif matrix == "buffer":
+        model.inner.register_buffer("matrix", torch.ones(2, 2))
+    model.to(device.torch_device)
+    x = torch.randn(2, tokens, 32, device=device.torch_device)
+    with SequenceTiles(model, ["inner"], tile_tokens=16), torch.no_grad():
         model(x)
+        # The first call has tried the module.
         sizes.clear()
         model(x)
     assert sizes == tiles
