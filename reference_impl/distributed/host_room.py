@@ -51,14 +51,45 @@ class _Answer:
     pools: dict[str, int]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shortage:
+    """A pool of memory that is too small for the `sharing` ranks that have it, of all that gave `answers`."""
+
+    answers: list[_Answer]
+    # The index of the answer that has found least.
+    poorest: int
+    sharing: int
+    needed_bytes: int
+    there_bytes: int
+
+
 def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[float], str]) -> None:
     """Raise HostMemoryError unless the memory of a host, or of a container, suffices for all `ranks` that share it.
 
     All ranks have to call it, and all raise the same error. It names the rank that has found least, that one's
     needs, item by item, and its `remedy`, given the share of the need that fits.
     """
-    # Closed and dropped memory may still wait for the collector, on any rank.
-    gc.collect()
+    short = _shortage(need, ranks)
+    if short is not None:
+        # Closed and dropped memory may still wait for the collector, on any rank.
+        gc.collect()
+        short = _shortage(need, ranks)
+    if short is None:
+        return
+    said = remedy(short.there_bytes / short.needed_bytes)
+    whose, poorest = "", short.answers[short.poorest]
+    if ranks is not None:
+        whose = f"rank {poorest.rank} on {poorest.host}, one of {short.sharing} that share it, needs "
+        said = ranks.everyones(said)[short.poorest]
+    raise HostMemoryError(
+        needed_bytes=short.needed_bytes,
+        available_bytes=short.there_bytes,
+        remedy=f"{whose}{poorest.need}; {said}",
+    )
+
+
+def _shortage(need: HostNeed, ranks: RankGroup | None) -> _Shortage | None:
+    """Return the first pool that is too small, the same one on every rank; None where all have room."""
     rank = 0 if ranks is None else dist.get_rank()
     own = _Answer(rank, os.uname().nodename, need, available_by_pool())
     answers: list[_Answer] = [own] if ranks is None else ranks.everyones(own)
@@ -69,12 +100,11 @@ def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[f
         freed_bytes = sum(answer.need.freed_bytes for answer in sharing)
         there_bytes = max(poorest.pools[pool] - RESERVE_BYTES + freed_bytes, 0)
         if needed_bytes > there_bytes:
-            whose, said = "", remedy(there_bytes / needed_bytes)
-            if ranks is not None:
-                whose = f"rank {poorest.rank} on {poorest.host}, one of {len(sharing)} that share it, needs "
-                said = ranks.everyones(said)[answers.index(poorest)]
-            raise HostMemoryError(
+            return _Shortage(
+                answers=answers,
+                poorest=answers.index(poorest),
+                sharing=len(sharing),
                 needed_bytes=needed_bytes,
-                available_bytes=there_bytes,
-                remedy=f"{whose}{poorest.need}; {said}",
+                there_bytes=there_bytes,
             )
+    return None
