@@ -50,7 +50,7 @@ class CheckpointOffloader(Offloader):
         num_layers: int | None = None,
         layers: Iterable[str | nn.Module] | None = None,
         keep: Sequence[str] = (),
-        keep_attention: bool = False,
+        keep_attention: bool | int = False,
         keep_last_bytes: int = 0,
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -62,9 +62,10 @@ class CheckpointOffloader(Offloader):
             layers: recompute these modules, given as names or modules.
             keep: endings of names of modules inside the layers (`core_attention`, `qkv`) whose matrix products
                 and attention are kept on the host and not computed again.
-            keep_attention: keep the output and logsumexp of every attention kernel inside the layers on the host, and
-                do not compute it again: `scaled_dot_product_attention` by flash, efficient or cuDNN attention, or
-                flash-attn. Flex attention and attention that is written out are computed again.
+            keep_attention: keep the output and logsumexp of every attention kernel inside the layers, or inside so
+                many of them, spread evenly, on the host, and do not compute it again: `scaled_dot_product_attention`
+                by flash, efficient or cuDNN attention, or flash-attn. Flex attention and attention that is written
+                out are computed again.
             keep_last_bytes: bytes at the end of each forward that stay on the device.
             options: see `EngineOptions`.
 
@@ -76,13 +77,14 @@ class CheckpointOffloader(Offloader):
         refuse_checkpointing(model, "CheckpointOffloader")
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
         kept = modules_called(model, keep)
+        attention_kept_in = _evenly(chosen, keep_attention)
         # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.
         options = {"in_flight_bytes": 0, **options}
         try:
             super().__init__(model, **options)
             self._share = EvenFraction(keep_last_bytes=keep_last_bytes)
             self._results: list[KeptResults] = []
-            self._keeps_attention = keep_attention
+            self._attention_kept_in = attention_kept_in
             self._keeps_others = bool(kept)
             self._outside = AtMost(self._share)
             self._largest_input_bytes = 0
@@ -122,7 +124,7 @@ class CheckpointOffloader(Offloader):
         # `attention` is active around all modules. An operation that both keep would be hidden from it by `results`.
         attention = (
             KeptResults(self._save, ATTENTION, are_all=not self._keeps_others)
-            if self._keeps_attention
+            if layer in self._attention_kept_in
             else None
         )
         results = KeptResults(self._save, EXPENSIVE - ATTENTION if attention else EXPENSIVE)
@@ -153,6 +155,22 @@ class CheckpointOffloader(Offloader):
             return forward(*args, **kwargs)
         with self._results[-1]:
             return forward(*args, **kwargs)
+
+
+def _evenly(layers: Sequence[nn.Module], keep_attention: bool | int) -> set[nn.Module]:
+    """Return all `layers`, none, or so many of them, spread evenly. Raises ValueError for more than there are."""
+    if isinstance(keep_attention, bool):
+        return set(layers) if keep_attention else set()
+    if not isinstance(keep_attention, int) or not 0 <= keep_attention <= len(layers):
+        raise ValueError(
+            f"keep_attention is {keep_attention!r}; expected True, False, or how many of the {len(layers)} layers "
+            "keep it; try True"
+        )
+    return {
+        layer
+        for number, layer in enumerate(layers)
+        if (number + 1) * keep_attention // len(layers) > number * keep_attention // len(layers)
+    }
 
 
 class LegacyCheckpointOffloader(Offloader):

@@ -96,8 +96,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all,
             and its gradients add up in fp32 and are rounded once.
         inputs: where the layers' inputs wait for backward: `device` or `host`.
-        keep_attention: do not compute attention again; its outputs wait on the host with `inputs="host"`, see
-            `CheckpointOffloader`.
+        keep_attention: do not compute attention again, or not in so many layers, spread evenly; its outputs wait on the
+            host with `inputs="host"`, see `CheckpointOffloader`.
         layers: the blocks, where they cannot be found by structure, or `[embedding, *blocks, head]` where these two are
             to stream as well.
         device: where `model` runs, when its weights are still on the CPU.
@@ -125,7 +125,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         resident_layers: int = 0,
         slices: int = 1,
         inputs: Literal["device", "host"] = "device",
-        keep_attention: bool = False,
+        keep_attention: bool | int = False,
         layers: Iterable[nn.Module] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -273,12 +273,12 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         return self
 
 
-def _check_kept(keep_attention: bool, inputs: str) -> None:
+def _check_kept(keep_attention: bool | int, inputs: str) -> None:
     """Raise ValueError where attention is to be kept without a host side to keep it on."""
     if keep_attention and inputs != "host":
         raise ValueError(
-            f"keep_attention=True with inputs={inputs!r}; expected inputs='host', where attention's outputs wait too; "
-            "try inputs='host'"
+            f"keep_attention={keep_attention} with inputs={inputs!r}; expected inputs='host', where attention's "
+            "outputs wait too; try inputs='host'"
         )
 
 

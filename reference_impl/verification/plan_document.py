@@ -206,7 +206,7 @@ def _activations(entry: str, found: Any) -> None:
         "mode": _one_of(MODES),
         "num_layers": _count,
         "budget_bytes": _count,
-        "keep_attention": _is_said,
+        "keep_attention": _all_or_count,
     }
     _object(entries, required=("mode",))(entry, found)
     if found.get("keep_attention") and found["mode"] != "checkpoint":
@@ -232,7 +232,7 @@ def _trained_layers(entry: str, found: Any) -> None:
             "split": _split,
             "resident_layers": _count,
             "slices": _count,
-            "keep_attention": _is_said,
+            "keep_attention": _all_or_count,
         }
     )(entry, found)
 
@@ -307,6 +307,11 @@ def _several(entry: str, found: Any) -> None:
 def _is_said(entry: str, found: Any) -> None:
     if not isinstance(found, bool):
         raise _wrong(entry, found, "true or false", "true")
+
+
+def _all_or_count(entry: str, found: Any) -> None:
+    if not isinstance(found, bool) and (not _is_whole(found) or not found):
+        raise _wrong(entry, found, "true, false, or a whole number of layers, at least 1", "true")
 
 
 def _pinned_limit(entry: str, found: Any) -> None:

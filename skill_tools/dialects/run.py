@@ -237,8 +237,8 @@ class Mode(NamedTuple):
     are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
     those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
     their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
-    Of layers that are computed again `keep_attention` has attention's results wait on the host in place of that; with
-    `tile_tokens` modules that mix no positions take so many tokens of a sequence at a time, and with `head_groups`
+    Of layers that are computed again `attention_layers` have attention's results wait on the host in place of that.
+    With `tile_tokens` modules that mix no positions take so many tokens of a sequence at a time, and with `head_groups`
     attention's backward takes one of so many groups of heads. `offload_parameters` is FSDP's or ZeRO's parameter and
     optimizer offload, whose host memory DeepSpeed pins where `pins` (its `pin_memory`), `state_offload` Megatron's
     (dev) optimizer-state offload.
@@ -266,7 +266,7 @@ class Mode(NamedTuple):
     states_resident: float = 0.0
     states_on_cpu: float = 0.0
     slices: int = 1
-    keep_attention: bool = False
+    attention_layers: int = 0
     tile_tokens: int = 0
     head_groups: int = 0
     offload_parameters: bool = False
@@ -287,7 +287,7 @@ class Mode(NamedTuple):
             modules=(),
             removed=0.0,
             recomputed=0.0,
-            keep_attention=False,
+            attention_layers=0,
             tile_tokens=0,
             head_groups=0,
         )
@@ -303,7 +303,7 @@ class Mode(NamedTuple):
             recomputed=self.recomputed,
             recompute=self.recompute,
             slices=self.slices,
-            keep_attention=self.keep_attention,
+            attention_layers=self.attention_layers,
             tile_tokens=self.tile_tokens,
             head_groups=self.head_groups,
         )

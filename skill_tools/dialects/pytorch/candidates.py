@@ -115,16 +115,36 @@ def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
     yield _NOTHING
     if run.seq_length <= TILE_TOKENS or run.layout.gpus > 1:
         return
-    kept: _Part = ({"keep_attention": True}, "attention kept", (ATTENTION,))
+    layers = run.shape.num_layers
     tokens = max(TILE_TOKENS, -(-run.seq_length // (_MOST_TILES * TILE_TOKENS)) * TILE_TOKENS)
     tiles: _Part = ({"tile_tokens": tokens}, f"tiles of {tokens} tokens", (TILES,))
     yield tiles
-    if on_host and not run.shape.attention_sinks:
-        yield kept
-        both = kept[0] | tiles[0], f"{kept[1]}, {tiles[1]}", (ATTENTION, TILES)
-        yield both
-        if groups := _head_groups(run):
-            yield both[0] | {"head_groups": groups}, f"{both[1]}, {groups} groups of heads", (*both[2], HEADS)
+    if not on_host or run.shape.attention_sinks:
+        return
+    groups = _head_groups(run)
+    yield _attention_kept(layers, layers)
+    for quarters in (4, 3, 2, 1, 0):
+        kept = _attention_kept(layers * quarters // 4, layers)
+        both = _joined(kept, tiles)
+        if quarters:
+            yield both
+        if groups:
+            yield _joined(both, ({"head_groups": groups}, f"{groups} groups of heads", (HEADS,)))
+
+
+def _attention_kept(count: int, layers: int) -> _Part:
+    if not count:
+        return _NOTHING
+    where = "" if count == layers else f" in {count} of {layers} layers"
+    return {"attention_layers": count}, f"attention kept{where}", (ATTENTION,)
+
+
+def _joined(*parts: _Part) -> _Part:
+    arguments: dict[str, object] = {}
+    for own, _, _ in parts:
+        arguments |= own
+    label = ", ".join(label for _, label, _ in parts if label)
+    return arguments, label, tuple(mechanism for _, _, own in parts for mechanism in own)
 
 
 def _head_groups(run: TrainingRun) -> int:
@@ -208,7 +228,7 @@ def _streaming(states: StreamedStates) -> list[str]:
 def _layer_streamer(mode: Mode, run: TrainingRun) -> str:
     """Return the call that streams the trained layers of a loop's `model` and `optimizer`, or Muon and AdamW."""
     options = _streaming(mode.streamed_states)
-    options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode).items()]
+    options += [f"{name}={value!r}" for name, value in _beyond_defaults(mode, run).items()]
     given = "optimizer" if run.matrices is None else "[muon, adamw]"
     arguments = ", ".join(["model", given, *options])
     return (
@@ -217,7 +237,7 @@ def _layer_streamer(mode: Mode, run: TrainingRun) -> str:
     )
 
 
-def _beyond_defaults(mode: Mode) -> dict[str, object]:
+def _beyond_defaults(mode: Mode, run: TrainingRun) -> dict[str, object]:
     """Return the options of `TrainableLayerStreamer` that `mode` has other values of."""
     options: dict[str, object] = {}
     if mode.resident_layers:
@@ -230,9 +250,14 @@ def _beyond_defaults(mode: Mode) -> dict[str, object]:
         options["backward_overlap"] = "update"
     if mode.activation_engine is ActivationEngine.OWN_INPUTS:
         options["inputs"] = "host"
-    if mode.keep_attention:
-        options["keep_attention"] = True
-    return options
+    return options | _keep_attention(mode, run)
+
+
+def _keep_attention(mode: Mode, run: TrainingRun) -> dict[str, object]:
+    """Return the option that has attention's results wait in so many layers: none, some or all."""
+    if not mode.attention_layers:
+        return {}
+    return {"keep_attention": mode.attention_layers == run.shape.num_layers or mode.attention_layers}
 
 
 def _rounds(run: TrainingRun, arguments: dict[str, object]) -> int:
@@ -339,7 +364,7 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
     `peak_bytes` is the allocator's limit in a step.
     """
     if mode.trained_layers and not run.is_fully_sharded:
-        options = _beyond_defaults(mode)
+        options = _beyond_defaults(mode, run)
         if "split" in options:
             options["split"] = _split(mode.states_resident, mode.states_streamed, mode.states_on_cpu)
         return {
@@ -383,8 +408,7 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
     if mode.layers:
         mechanisms["activations"] = {"mode": "layers", "num_layers": mode.layers}
     elif mode.activation_engine is ActivationEngine.OWN_INPUTS:
-        kept = {"keep_attention": True} if mode.keep_attention else {}
-        mechanisms["activations"] = {"mode": "checkpoint", **kept}
+        mechanisms["activations"] = {"mode": "checkpoint", **_keep_attention(mode, run)}
     elif mode.activation_engine is ActivationEngine.OWN_BUDGET:
         mechanisms["activations"] = {"mode": "budget", "budget_bytes": peak_bytes}
     elif mode.recompute and mode.recompute.granularity == "full":

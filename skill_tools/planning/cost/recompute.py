@@ -27,9 +27,9 @@ _FORWARDS = 4
 _PASSES = 3
 
 
-def layers_again_s(mode: Mode, speed: Pace) -> float:
+def layers_again_s(run: TrainingRun, mode: Mode, speed: Pace) -> float:
     """Return the seconds of computing all layers of one micro-batch again, less attention that is kept."""
-    return speed.layers_forward_s - (speed.core_forward_s if mode.keep_attention else 0.0)
+    return speed.layers_forward_s - speed.core_forward_s * mode.attention_layers / run.shape.num_layers
 
 
 def tiles_cost(run: TrainingRun, mode: Mode, speed: Pace) -> Iterator[Cost]:
@@ -99,7 +99,7 @@ def _of_framework(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine
     if recompute.granularity == "full":
         layers = run.shape.num_layers / run.layout.pipeline
         share = 1.0 if recompute.method == "uniform" else min(recompute.layers / layers, 1.0)
-        again = share * layers_again_s(mode, speed)
+        again = share * layers_again_s(run, mode, speed)
     elif recompute.granularity == "selective":
         again = (
             (speed.core_forward_s if "core_attn" in recompute.modules else 0.0)

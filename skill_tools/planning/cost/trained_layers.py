@@ -90,8 +90,8 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     gradients = gradient_bytes * held
     streamed, on_cpu = mode.states_streamed * held, mode.states_on_cpu * held
     weights = weight_bytes * size.in_blocks * trained_layers.streamed_share(run, mode)
-    again = layers_again_s(mode, speed)
-    less = ", but for attention" if mode.keep_attention else ""
+    again = layers_again_s(run, mode, speed)
+    less = f", but for attention of {mode.attention_layers} layers" if mode.attention_layers else ""
     in_tiles = list(tiles_cost(run, mode, speed))
     in_backward = speed.backward_s + again
     on_gpu = speed.gpu_update_s

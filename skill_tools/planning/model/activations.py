@@ -326,7 +326,7 @@ def _layer(
         case ActivationEngine.LAYERS | ActivationEngine.OWN_LAYERS:
             return (0.0, stay, 0.0) if position < mode.layers else (stay, moved, 0.0)
         case ActivationEngine.INPUTS | ActivationEngine.OWN_INPUTS:
-            return 0.0, stay + (attention_bytes(parts) if mode.keep_attention else 0.0), 0.0
+            return 0.0, stay + (attention_bytes(parts) if position < mode.attention_layers else 0.0), 0.0
         case ActivationEngine.OWN_BUDGET:
             return stay * (1 - mode.removed), stay * (mode.removed - mode.recomputed), 0.0
         case ActivationEngine.SAVE_ON_CPU:

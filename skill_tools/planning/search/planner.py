@@ -240,7 +240,7 @@ def _as_it_is(mode: Mode) -> Candidate:
         WEIGHTS: mode.weight_layers,
         TRAINED: mode.trained_layers,
         SHARDED: mode.offload_parameters,
-        ATTENTION: mode.keep_attention,
+        ATTENTION: mode.attention_layers,
         TILES: mode.tile_tokens,
         HEADS: mode.head_groups,
     }

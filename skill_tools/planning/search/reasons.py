@@ -18,12 +18,12 @@ Evaluate = Callable[[Candidate], Option]
 def of_sequences(best: Option, evaluate: Evaluate) -> Iterator[str]:
     """Yield a sentence for each of the three that `best` has."""
     mode = best.candidate.mode
-    if mode.keep_attention:
-        other = evaluate(best.candidate._replace(mode=mode._replace(keep_attention=False)))
+    if mode.attention_layers:
+        other = evaluate(best.candidate._replace(mode=mode._replace(attention_layers=0)))
         more = best.memory.host_bytes_per_node - other.memory.host_bytes_per_node
+        less = seconds(other.time.total_s - best.time.total_s)
         yield (
-            f"attention kept: {seconds(other.time.total_s - best.time.total_s)} a step less than computing it again, "
-            f"for {gib(more)} more of the host"
+            f"attention kept: {less} a step less than computing it again, for {gib(more)} more of the host"
         )
     divided = [
         (f"tiles of {mode.tile_tokens} tokens", mode._replace(tile_tokens=0, head_groups=0)),
@@ -31,8 +31,8 @@ def of_sequences(best: Option, evaluate: Evaluate) -> Iterator[str]:
     ]
     for label, without in divided[: bool(mode.tile_tokens) + bool(mode.head_groups)]:
         other = evaluate(best.candidate._replace(mode=without))
-        less = other.memory.device_bytes - best.memory.device_bytes
+        freed = other.memory.device_bytes - best.memory.device_bytes
         yield (
-            f"{label}: {gib(less)} less of a GPU, for {seconds(best.time.total_s - other.time.total_s)} a step more"
+            f"{label}: {gib(freed)} less of a GPU, for {seconds(best.time.total_s - other.time.total_s)} a step more"
             + (f"; without them it does not fit: {other.limit}" if other.limit else "")
         )

@@ -362,7 +362,7 @@ def test_kept_attention_is_not_computed_again_and_the_bits_stay(device):
     model, step = attending(device)
     expected = step()
     counted = []
-    for keep_attention in (False, True):
+    for keep_attention in (False, True, 2, 0):
         with (
             CheckpointOffloader(
                 model, layers=list(model), keep_attention=keep_attention, **SMALL
@@ -372,9 +372,19 @@ def test_kept_attention_is_not_computed_again_and_the_bits_stay(device):
             assert all(map(torch.equal, step(), expected))
             counted.append((counter.count, offloader.offloaded_bytes))
     # Each of two backwards computes every layer again.
-    assert [count for count, _ in counted] == [9, 3]
+    assert [count for count, _ in counted] == [9, 3, 5, 9]
     out_and_logsumexp = 2 * 64 * 32 * 4 + 2 * 64 * 4 * 4
-    assert counted[1][1] - counted[0][1] == 3 * out_and_logsumexp
+    kept_bytes = [bytes_ - counted[0][1] for _, bytes_ in counted]
+    assert kept_bytes == [0, 3 * out_and_logsumexp, 2 * out_and_logsumexp, 0]
+
+
+@pytest.mark.parametrize("keep_attention", [4, -1, 0.5, "all"])
+def test_attention_is_kept_in_all_layers_or_so_many_of_them(device, keep_attention):
+    model, _ = attending(device)
+    with pytest.raises(
+        ValueError, match="expected True, False, or how many of the 3 layers keep it; try True"
+    ):
+        CheckpointOffloader(model, layers=list(model), keep_attention=keep_attention)
 
 
 def by_document(query, key, value, ends, *_):

@@ -49,9 +49,9 @@ def test_with_inputs_on_the_host(device, dtype):
     compare(device, dtype=dtype, inputs="host")
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_with_attention_kept_on_the_host(device, slices):
-    compare(device, inputs="host", keep_attention=True, slices=slices)
+@pytest.mark.parametrize(("kept", "slices"), [(True, 1), (True, 2), (1, 2)])
+def test_with_attention_kept_on_the_host(device, kept, slices):
+    compare(device, inputs="host", keep_attention=kept, slices=slices)
 
 
 @pytest.mark.parametrize("inputs", [pytest.param("device", marks=pytest.mark.slow), "host"])

@@ -134,8 +134,8 @@ def test_unknown_keys_are_refused(unknown):
             r"execute.activations.mode is 'recompute'; expected checkpoint beside keep_attention",
         ),
         (
-            {"execute": {"trained_layers": {"keep_attention": 1}}},
-            r"keep_attention is 1; expected true or false",
+            {"execute": {"trained_layers": {"keep_attention": 0}}},
+            r"keep_attention is 0; expected true, false, or a whole number of layers, at least 1",
         ),
         (
             {

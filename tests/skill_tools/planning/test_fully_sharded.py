@@ -415,8 +415,9 @@ LARGE = ("--model", "llama-3-70b", "--gpus", "8")
 def test_the_answer_says_in_ten_lines_how_to_launch_shard_and_offload(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out = planned(capsys, *LARGE)
+    out = planned(capsys, *LARGE, "--host-memory", "1863GiB")
     assert len(out.splitlines()) == 10
+    assert "no host memory is stated" in planned(capsys, *LARGE)
     assert "on 8 x h100 (sharded by FSDP2)" in out
     assert "torchrun --nproc-per-node 8 train.py" in out
     assert "for module in (*blocks, embedding, head, model): fully_shard(module, mp_policy=" in out

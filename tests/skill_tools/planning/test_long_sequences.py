@@ -52,7 +52,7 @@ def mode(*, kept: bool, tiled: bool) -> Mode:
         streamed_states=StreamedStates.COMPACT_8,
         recompute=Recompute(granularity="full"),
         activation_engine=ActivationEngine.OWN_INPUTS,
-        keep_attention=kept,
+        attention_layers=36 if kept else 0,
         tile_tokens=TILE_TOKENS if tiled else 0,
     )
 
@@ -207,10 +207,23 @@ def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_host_without_the_room_computes_attention_again(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--gpu-memory", "16GiB", "--allow-other-numerics", "--host-memory", "44GiB")
+    given = ("--gpu-memory", "16GiB", "--allow-other-numerics", "--host-memory", "40GiB")
     found = plan(capsys, *given)["execute"]
     assert "keep_attention" not in found["trained_layers"]
     assert "tiles" in found
+
+
+def test_attention_is_kept_in_as_many_layers_as_the_host_has_room_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--gpu-memory", "24GB", "--allow-other-numerics", "--overrides", "fused_loss=true")
+    found = [
+        plan(capsys, *options, "--host-memory", host, tokens=262144)["execute"]
+        for host in ("200GB", "160GB", "120GB", "110GB")
+    ]
+    kept = [each["trained_layers"].get("keep_attention") for each in found]
+    assert kept == [True, 27, 9, None]
+    assert all(each["head_groups"]["groups"] == 8 for each in found)
 
 
 def test_what_the_user_leaves_out_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
