@@ -139,7 +139,7 @@ class Worker:
 
 
 class _Thread(threading.Thread):
-    """Carries out tasks until it finds None, or dies of an error outside the tasks, memory that was missing aside."""
+    """Carries out tasks until it finds None, or dies of an error outside the tasks."""
 
     def __init__(self, name: str, tasks: _Tasks, prepare: Callable[[], None] | None) -> None:
         super().__init__(name=name, daemon=True)
@@ -153,19 +153,14 @@ class _Thread(threading.Thread):
         try:
             if self._prepare is not None:
                 self._prepare()
-            while True:
-                queued = None
+            for queued in iter(self._tasks.get, None):
                 try:
-                    queued = self._tasks.get()
-                    if queued is None:
-                        break
                     _carry_out(*queued)
                 except MemoryError as error:
-                    # There was none to take the task, which waits, or to begin it.
-                    if queued is None:
-                        time.sleep(SLICE_S)
-                    elif not queued[0].done():
+                    # There was none to begin the task.
+                    if not queued[0].done():
                         queued[0].set_exception(error)
+                del queued
             # For the other threads.
             self._tasks.put(None)
             self.has_ended = True
