@@ -42,6 +42,10 @@ _FSDP_ALONE = {
     },
     **{f"critic.model.enable_{name}": "0.8.0" for name in ("activation_offload", "gradient_checkpointing")},
 }
+# TorchtitanOptimizerConfig alone of verl/workers/config/optimizer.py has no such field.
+_NOT_TORCHTITANS = re.compile(
+    r"(?:actor_rollout_ref\.actor|critic)\.optim\.override_optimizer_config(?=[.=]|$)"
+)
 _MISSING = "???"  # to OmegaConf, a value that somebody has to give
 _OF_ANY_ENGINE = (
     *(f"{role}.strategy" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
@@ -135,6 +139,8 @@ def _is_of_another_engine(word: Argument, base: Base) -> bool:
     """
     sign, written = _split(word.text)
     alone_until = _FSDP_ALONE.get(written.partition("=")[0])
+    if base.engine == "torchtitan" and _NOT_TORCHTITANS.match(written):
+        return base.fork is None
     if "+" in sign and not _has_class(written, base):
         return False
     if alone_until is not None:

@@ -98,7 +98,7 @@ def run(name: str, words: list[str], names: list[str]) -> dict[str, Any]:
     roles = (config.actor_rollout_ref.actor, config.critic)
     for role in roles:
         _require_fields(role)
-    sections = [each.get(engine) for each in roles for engine in _ENGINES]
+    sections = [each.get(name) for each in roles for name in (*_ENGINES, "optim")]
     sections.append(config.actor_rollout_ref.ref.get("fsdp_config"))  # of the worker of a reference
     for section in (*sections, config.actor_rollout_ref.model, config.critic.get("model")):
         if section is not None and "_target_" in section:

@@ -272,6 +272,12 @@ REF = "actor_rollout_ref.ref.fsdp_config"
         (f"{ACTOR}.strategy=megatron +{ACTOR}.megatron.param_offload=True", False),
         (f"model_engine=veomni +{REF}.reshard_after_forward=0 ~{REF}.reshard_after_forward", False),
         (f"model_engine=veomni +{REF}.reshard_after_forward=0 ~{REF}.param_offload", True),
+        (
+            f"model_engine=torchtitan +{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True",
+            True,
+        ),
+        (f"model_engine=megatron +{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True", False),
+        (f"model_engine=torchtitan +{ACTOR}.optim.override_optimizer_configs=1", False),
     ],
 )
 def test_a_key_of_another_engine_is_refused(words: str, is_refused: bool) -> None:
