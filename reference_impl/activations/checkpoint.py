@@ -77,7 +77,7 @@ class CheckpointOffloader(Offloader):
         refuse_checkpointing(model, "CheckpointOffloader")
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
         kept = modules_called(model, keep)
-        attention_kept_in = _evenly(chosen, keep_attention)
+        attention_kept_in = keeping_attention(chosen, keep_attention)
         # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.
         options = {"in_flight_bytes": 0, **options}
         try:
@@ -157,7 +157,7 @@ class CheckpointOffloader(Offloader):
             return forward(*args, **kwargs)
 
 
-def _evenly(layers: Sequence[nn.Module], keep_attention: bool | int) -> set[nn.Module]:
+def keeping_attention(layers: Sequence[nn.Module], keep_attention: bool | int) -> set[nn.Module]:
     """Return all `layers`, none, or so many of them, spread evenly. Raises ValueError for more than there are."""
     if isinstance(keep_attention, bool):
         return set(layers) if keep_attention else set()

@@ -25,7 +25,7 @@ from torch import nn
 from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from offload_arithmetic.update_time import Split
 from reference_impl.activations.attach import refuse_checkpointing
-from reference_impl.activations.checkpoint import CheckpointOffloader
+from reference_impl.activations.checkpoint import CheckpointOffloader, keeping_attention
 from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
 from reference_impl.memory.shown import Report, Shown, size
 from reference_impl.optimizers import checks
@@ -130,7 +130,6 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         device: torch.device | str | None = None,
     ) -> None:
         _check_options(inputs=inputs, backward_overlap=backward_overlap, streaming=streaming, cpu=cpu)
-        _check_kept(keep_attention, inputs)
         _check_counts(prefetch=(prefetch, 0), slices=(slices, 1), resident_layers=(resident_layers, 0))
         streaming = streaming or Streaming()
         wrapped = wrapped_in(optimizer)
@@ -140,6 +139,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         refuse_checkpointing(model, "TrainableLayerStreamer")
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else _checked(layers)))
+        _check_kept(keep_attention, inputs, _recomputed(modules))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)
         state_format = check_streaming(streaming, wrapped, on)
@@ -273,8 +273,9 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         return self
 
 
-def _check_kept(keep_attention: bool | int, inputs: str) -> None:
-    """Raise ValueError where attention is to be kept without a host side to keep it on."""
+def _check_kept(keep_attention: bool | int, inputs: str, layers: list[nn.Module]) -> None:
+    """Raise ValueError where attention is to be kept in more than `layers`, or without a host side to keep it on."""
+    keeping_attention(layers, keep_attention)
     if keep_attention and inputs != "host":
         raise ValueError(
             f"keep_attention={keep_attention} with inputs={inputs!r}; expected inputs='host', where attention's "

@@ -54,13 +54,11 @@ def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     states = tuple(_optimizers(run, advice)) if run.adapter is None else (_NOTHING,)
     weights = tuple(_weights(run)) if run.streams_frozen_layers else (_NOTHING,)
     for parts in product(tuple(_activations(run, advice)), states, weights):
-        arguments: dict[str, object] = {}
-        for own, _, _ in parts:
-            arguments |= own
+        arguments, label, mechanisms = _joined(*parts, between=" + ")
         yield Candidate(
             Mode(**arguments),  # type: ignore[arg-type]
-            " + ".join(label for _, label, _ in parts if label) or NO_OFFLOAD,
-            tuple(mechanism for _, _, own in parts for mechanism in own),
+            label or NO_OFFLOAD,
+            mechanisms,
             {},
             rounds=_rounds(run, arguments),
         )
@@ -123,10 +121,9 @@ def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
         return
     groups = _head_groups(run)
     yield _attention_kept(layers, layers)
-    for quarters in (4, 3, 2, 1, 0):
-        kept = _attention_kept(layers * quarters // 4, layers)
-        both = _joined(kept, tiles)
-        if quarters:
+    for count in dict.fromkeys(layers * quarters // 4 for quarters in (4, 3, 2, 1, 0)):
+        both = _joined(_attention_kept(count, layers), tiles)
+        if count:
             yield both
         if groups:
             yield _joined(both, ({"head_groups": groups}, f"{groups} groups of heads", (HEADS,)))
@@ -139,11 +136,11 @@ def _attention_kept(count: int, layers: int) -> _Part:
     return {"attention_layers": count}, f"attention kept{where}", (ATTENTION,)
 
 
-def _joined(*parts: _Part) -> _Part:
+def _joined(*parts: _Part, between: str = ", ") -> _Part:
     arguments: dict[str, object] = {}
     for own, _, _ in parts:
         arguments |= own
-    label = ", ".join(label for _, label, _ in parts if label)
+    label = between.join(label for _, label, _ in parts if label)
     return arguments, label, tuple(mechanism for _, _, own in parts for mechanism in own)
 
 
@@ -281,14 +278,11 @@ def _activations(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
 
 
 def _checkpointing(of_sequence: _Part) -> _Part:
-    own, label, mechanisms = of_sequence
-    arguments = {
+    own: dict[str, object] = {
         "recompute": Recompute(granularity="full"),
         "activation_engine": ActivationEngine.OWN_INPUTS,
-        **own,
     }
-    words = ("checkpointing with layer inputs offloaded", label)
-    return arguments, ", ".join(filter(None, words)), (INPUTS, *mechanisms)
+    return _joined((own, "checkpointing with layer inputs offloaded", (INPUTS,)), of_sequence)
 
 
 def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:

@@ -444,33 +444,29 @@ def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkey
 
 def test_a_step_that_has_begun_and_lacks_memory_for_its_users_lets_them_wait(device, monkeypatch):
     """A weight that somebody writes behind it is the new one."""
-    model, data = twins(device)[0], batches(device.torch_device, 2)
-    plain = twins(device)[0]
-    for each, steps_twice in ((model, True), (plain, False)):
-        with hybrid(each) as optimizer:
-            if steps_twice:
-                optimizer.attach(each)
-            each(data[0]).backward()
-            with monkeypatch.context() as patch:
-                if steps_twice:
-                    lets_wait, lacks = engine.Engine.let_users_wait, iter([True])
+    (model, plain), data = twins(device), batches(device.torch_device, 2)
+    lets_wait, fails = engine.Engine.let_users_wait, [True]
 
-                    def fail(self, members, lets_wait=lets_wait, lacks=lacks):
-                        if next(lacks, False):
-                            raise MemoryError
-                        lets_wait(self, members)
+    def lacks_once(self, members):
+        if fails:
+            fails.pop()
+            raise MemoryError
+        lets_wait(self, members)
 
-                    patch.setattr(engine.Engine, "let_users_wait", fail)
-                    with pytest.raises(MemoryError):
-                        optimizer.step()
-                    assert optimizer.status == "begun"
-                else:
-                    optimizer.step()
-            with torch.no_grad():
-                for param in each.parameters():
-                    param.clamp_(-0.05, 0.05)
-            optimizer.zero_grad()
-            train(each, optimizer, data[1:])
+    with hybrid(model) as optimizer, hybrid(plain) as expected:
+        optimizer.attach(model)
+        model(data[0]).backward()
+        monkeypatch.setattr(engine.Engine, "let_users_wait", lacks_once)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        assert optimizer.status == "begun"
+        train(plain, expected, data[:1])
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.clamp_(-0.05, 0.05)
+        optimizer.zero_grad()
+        train(model, optimizer, data[1:])
+        train(plain, expected, data[1:])
     assert_same_weights(model, plain)
 
 

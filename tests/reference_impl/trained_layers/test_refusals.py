@@ -139,6 +139,10 @@ def test_an_optimizer_of_another_formula(device):
         ({"resident_layers": 5}, "resident_layers=5; expected 0 to 4"),
         ({"inputs": "disk"}, "inputs='disk'"),
         ({"keep_attention": True}, "keep_attention=True with inputs='device'; expected inputs='host'"),
+        (
+            {"keep_attention": 9, "inputs": "host"},
+            "keep_attention is 9; expected True, False, or how many of the",
+        ),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
         ({"streaming": Streaming(prefetch_bytes=5)}, "prefetch_bytes is 5"),
         ({"streaming": Streaming(chunk_bytes=1)}, "chunk_bytes is 1"),
