@@ -26,20 +26,20 @@ from skill_tools.started import COMMAND, as_started
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "lint": "find settings that break, contradict or do nothing",
-        "explain": "explain what a rule means, why it holds and what to do",
+        "explain": "explain a rule: its meaning, its reason and its fix",
         "plan": "choose an offload for a configuration and a GPU",
         "diagnose": "find the rule behind an error in a log, and plan from it",
-        "trace": "say what memory a step of a Hugging Face model takes, without a GPU",
+        "trace": "find the memory of a Hugging Face model's step, without a GPU",
         "probe": "measure this machine's copies, memory, launches, updates and disk",
         "verify": "train a small model with each mechanism and compare",
-        "watch": "run a program and say whose its bytes on GPU and host are",
+        "watch": "run a program and report the owners of its bytes on GPU and host",
         "card": "check or render the documents of this repository",
-        "knowledge": "compare a framework's release with what is recorded of it",
+        "knowledge": "compare a framework's release with its records here",
     }
 )
 
 PYTHON = (3, 11)
-# The device, the quota, the largest file: the limits that a write can reach, and a disk that fails.
+# The limits of a write (device, quota, largest file), and a failing disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _LONGEST = 400  # characters of a complaint; a value can be as long as anybody likes
 

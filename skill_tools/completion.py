@@ -17,7 +17,7 @@ def _rules() -> Iterable[str]:
     return (rule.id for rule in load_rules())
 
 
-# Names that an argument takes, by the argument's name. Of a dict argcomplete shows the values, as what the names mean.
+# Names that an argument takes, by the argument's name. argcomplete shows a dict's values as their meanings.
 NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
     "rules": _rules,
     "model": lambda: list(knowledge.index()["models"]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did you mean: the known names that look most like a word that is none of them.
+"""Did you mean: the known names that look most like an unknown word.
 
 One function for commands, rules, keys, settings, releases, models and GPUs: a slip is answered alike everywhere.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How this tool was started, so that a command that it tells to run next runs there, too.
+"""How this tool was started, so the command that it recommends next runs there, too.
 
 A wheel brings `offload`; a clone is run as `python3 skill_tools`, and an agent runs its skill by a path.
 """
@@ -41,7 +41,7 @@ def as_started(text: str) -> str:
 
 
 def _python(typed: Sequence[str]) -> str:
-    """Return the word for this interpreter: its name where a shell finds it by that, as far as one can tell."""
+    """Return the word for this interpreter: its name if a shell finds it by that, as far as one can tell."""
     path = typed[0] if typed else "python3"
     is_found = sys.prefix == sys.base_prefix or os.environ.get("VIRTUAL_ENV") == sys.prefix
     return _quoted(os.path.basename(path) if is_found else path)

@@ -55,7 +55,7 @@ def is_bare_number(text: str) -> bool:
 
 
 def gib(amount_bytes: float) -> str:
-    """Write bytes for people, for example `47.2 GiB`, or `3.1 MiB` where that would be none."""
+    """Write bytes for people, for example `47.2 GiB`, or `3.1 MiB` below 0.05 GiB."""
     unit_bytes, unit = _unit_of(amount_bytes)
     return f"{amount_bytes / unit_bytes:.1f} {unit}"
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("check", "render", "pages"),
-        help="check: exit 1 on any difference; render: write what differs; pages: build docs/rules/",
+        help="check: exit 1 on any difference; render: write the differing files; pages: build docs/rules/",
     )
 
 

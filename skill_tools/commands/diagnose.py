@@ -9,8 +9,8 @@
 The run's configuration confirms the rules. If the log says how large the GPU is, a plan for that budget follows; a
 known model (--model) or its sizes (--overrides) are enough for the plan.
 
-Where nothing failed, the losses, norms, rewards and divergences that the log prints are read: their anomalies, since
-which step, and which known faults give such numbers. A report in words is read too.
+If nothing failed, it reads the log's losses, norms, rewards and divergences for anomalies: their first step,
+and the known faults with such numbers. It reads a report in words too.
 
 Of a memory snapshot of torch's (_dump_snapshot) it prints each owner's bytes at the peak, or where memory ran out; of
 two, the difference. The file is read, never executed.
@@ -61,7 +61,7 @@ _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the log, the run's configuration, and the output."""
-    # Optional for argparse, which would otherwise say that FILE is required too; `_log` asks for it.
+    # Optional for argparse: its own error would require FILE too. `_log` asks for it.
     parser.add_argument(
         "log", nargs="?", metavar="LOG", help="a training log or traceback; - reads standard input"
     )
@@ -259,10 +259,10 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:
-    """Plan for the machine that the log names, or that the user does; say on stderr why there is no plan.
+    """Plan for the machine named by the log or the user; say on stderr why there is no plan.
 
-    The second value is a line on facts from the log, the third one on host memory that others than the trainer
-    hold, so that no plan would help.
+    The second value is a line on facts from the log. The third one is about host memory held by others than
+    the trainer: no plan would help.
     """
     wanted = found.out_of_memory is not None or found.host_ran_out or args.gpu_memory or args.gpu
     if not wanted or not (args.inputs or args.model or args.overrides):
@@ -287,7 +287,7 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
 
 
 def _predicted(args: argparse.Namespace, found: Diagnosis) -> Predicted:
-    """Predict the run; where neither the user nor a file names the model, it is the known one of the log's size."""
+    """Predict the run; its model is the known one of the log's size if neither the user nor a file names one."""
     try:
         return plan_request.predict(args, args.inputs)
     except UnknownShapeError:
@@ -298,7 +298,7 @@ def _predicted(args: argparse.Namespace, found: Diagnosis) -> Predicted:
 
 
 def _machine_of_the_log(args: argparse.Namespace, found: Diagnosis) -> str:
-    """Take the GPU and the host's memory from the log where the user names none; return a line that says so."""
+    """Take the GPU and the host's memory from the log if the user names none; return a line about it."""
     taken = []
     args.takes_host_of_gpu = args.gpu is not None or bool(args.profile)
     if args.gpu is None and not args.profile and found.gpu is not None:
@@ -323,7 +323,7 @@ def _plan_within(
 
 
 def _others(found: Diagnosis, predicted: Predicted) -> str:
-    """Say that others hold the host's memory, where the prediction leaves that much of it; then no plan helps."""
+    """Return a sentence on others that hold the host's memory, if the prediction leaves so much: no plan helps then."""
     if found.in_use is None or not memory_owners.unexplained(
         found.in_use[0], predicted.memory.host_bytes_per_node
     ):
@@ -334,7 +334,7 @@ def _others(found: Diagnosis, predicted: Predicted) -> str:
 def _less_of_the_host(args: argparse.Namespace, found: Diagnosis, predicted: Predicted) -> str:
     """Leave the plan less of the host than the run's prediction, which was too much for the host of the log.
 
-    A host that the user names and that is larger keeps the difference. Return a line that says so.
+    A larger host of the user's keeps the difference. Return a line about it.
     """
     needed = predicted.memory.host_bytes_per_node
     there = predicted.budget.host_bytes

@@ -87,7 +87,7 @@ def _list_json(rules: tuple[Rule, ...]) -> str:
 
 
 def _also(rule: Rule) -> dict[str, object]:
-    """Return the evidence of releases that have other words, where there is any."""
+    """Return further evidence, from releases with other words."""
     others = [each._asdict() | {"versions": dict(each.versions)} for each in rule.evidence_in]
     return {"also": others} if others else {}
 

@@ -2,8 +2,8 @@
 """Find settings in a training configuration that break it, contradict each other or do nothing.
 
 Reads the configurations that people train with: YAML, JSON, launch scripts, Python recipes (never run), command line
-overrides. A file's content must prove which framework it belongs to; the first line names that framework. Each file is
-a configuration of its own. A folder stands for all files in it, a Python file for each recipe in it. With
+overrides. A file's content must prove its framework; the first line of the output names it. Each file is a
+configuration of its own. A folder stands for all files in it, a Python file for each recipe in it. With
 --overrides or --compose all files are one configuration, composed in the framework's own precedence:
 
   offload lint run.yaml other.yaml configs/
@@ -11,8 +11,8 @@ a configuration of its own. A folder stands for all files in it, a Python file f
   offload lint run.sh --target megatron-core==0.16.1 --target transformer-engine==2.12
 
 Releases come from --target and --versions, else from the input's comments and installs, else from requirements, lock
-files, Dockerfiles and compose files beside it, else from the pins of its project's root; the first line says which, and
-where they are stated.
+files, Dockerfiles and compose files beside it, else from the pins of its project's root. The first line names
+the releases and their places.
 
 Exit codes: 0 no finding at or above --fail-on, 1 findings, 2 unusable input, 3 a fault of this tool. With --diff they
 describe the files before the fixes, with --fix the files after them.
@@ -120,10 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fixes.add_argument(
         "--diff",
         action="store_true",
-        help="print what --fix would change, write nothing, and count what remains on stderr",
+        help="print the changes of --fix, write nothing, and count the remaining findings on stderr",
     )
     fixes.add_argument(
-        "--unsafe-fixes", action="store_true", help="include fixes that may change what a run computes"
+        "--unsafe-fixes", action="store_true", help="include fixes that may change a run's results"
     )
 
 
@@ -197,12 +197,12 @@ class Linted:
                     self._fail(error)
 
     def check_any(self) -> None:
-        """Raise `UnusableInput` where nothing is anybody's, unless that is to be passed over."""
+        """Raise `UnusableInput` if no file is any framework's, unless the user wants that passed over."""
         if not (self._results or self._errors or self._args.skip_unrecognized):
             raise UnusableInput(
                 f"{', '.join(self._args.files)}: no training configuration among {self._passed_over} files",
                 expected="a folder with configurations of a known framework",
-                attempt="naming one file, which says what it is looked at for",
+                attempt="naming one file: its error lists the proofs that are looked for",
             )
 
     def fails(self) -> bool:
@@ -260,9 +260,9 @@ class Linted:
         return self._beside[name]
 
     def _readings(self, sources: Sequence[Source], pass_over: bool) -> list[Reading]:
-        """Tell whose the inputs are; nobody's are none where they may be passed over.
+        """Return each input with its framework; unknown ones are left out if they may be passed over.
 
-        A text that cannot be parsed is nobody's too: no proof was found in it.
+        An unparsable text is unknown too: no proof was found in it.
         """
         overrides, framework = self._args.overrides, self._args.framework or self._here.framework
         if not pass_over:
@@ -440,7 +440,7 @@ def _files(result: LintResult) -> set[str]:
 
 
 def _baseline(path: str) -> Callable[[LintResult], tuple[LintResult, int]]:
-    """Return a function that takes the findings that the baseline at `path` accepts from a result, and counts them."""
+    """Return a function that removes findings accepted in the baseline at `path` from a result, and counts them."""
     from skill_tools.reports.baseline import load_baseline, without_accepted
 
     return partial(without_accepted, baseline=load_baseline(path))

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--explain",
         action="store_true",
-        help="say why each finding holds (blocks and json), and what would prove a file that is not known",
+        help="say why each finding holds (blocks and json), and which proof an unknown file lacks",
     )
     output.add_argument("--quiet", "-q", action="store_true", help="print findings and nothing else")
     output.add_argument("--statistics", action="store_true", help="count each rule instead (blocks, concise)")
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def put(report: Report, args: argparse.Namespace) -> None:
-    """Print `report`, or write it into the file that was asked for; raises `UnusableInput` where that cannot be."""
+    """Print `report`, or write it into --output-file; raises `UnusableInput` if that fails."""
     text = _rendered(report, args)
     if args.output_file:
         write_text(args.output_file, f"{text}\n" if text else "")
@@ -53,7 +53,7 @@ def put(report: Report, args: argparse.Namespace) -> None:
 
 
 def _rendered(report: Report, args: argparse.Namespace) -> str:
-    """Return the text of the report in the format that was asked for; each is imported where it is used."""
+    """Return the report's text in the requested format; each format is imported where it is used."""
     show_undecided, explain, quiet = args.show_undecided, args.explain, args.quiet
     if args.statistics and args.format in _FOR_PEOPLE:
         from skill_tools.reports.findings import as_statistics

@@ -95,7 +95,7 @@ def _table(path: str, text: str) -> dict[str, object]:
 
 
 def _settings(table: object, where: str, folder: str) -> Settings:
-    """Return the settings in `table`, which stands at `where` in `folder`; raises `UnusableInput` for others."""
+    """Return the settings in `table` at `where` in `folder`; raises `UnusableInput` for unknown ones."""
     if not isinstance(table, dict):
         raise _wrong(where, "offload", "a table")
     for key in table:

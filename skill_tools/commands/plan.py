@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose an offload for a configuration and a GPU: which mode, how much, its cost, and the lines to change.
+"""Choose an offload for a configuration and a GPU: its mode, amount and cost, and the lines to change.
 
 Reads your own configuration (as `lint` does), a model's Hugging Face config.json, or only a model's name:
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activation-memory",
         metavar="AMOUNT",
-        help="of a LoRA of an image or video model whose blocks swap: what activations take of the GPU",
+        help="GPU memory of activations, for LoRA of an image or video model with block swap",
     )
     parser.add_argument("--format", choices=FORMATS, default="concise", help="default: concise")
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--diff",
         action="store_true",
-        help="print what --write would change instead of the plan, write nothing",
+        help="print the changes of --write instead of the plan, write nothing",
     )
     parser.add_argument("--write", action="store_true", help="write the plan's change into the files")
     parser.add_argument("--plot", metavar="FILE", help="draw the plan to FILE.svg, FILE.png or FILE.html")
@@ -109,12 +109,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _texts(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
-    """Return the change that --write makes and --diff prints here; None without either, or where nothing fits."""
+    """Return the change of --write or --diff; none without either, or if nothing fits."""
     if not (args.write or args.diff) or plan.recommendation is None:
         return {}
     if args.what_if:
         raise UnusableInput(
-            "--write and --diff with --what-if, which the files do not say",
+            "--write and --diff with --what-if, whose values are not in the files",
             expected="the files as they are",
             attempt="the plan of the files without --what-if",
         )
@@ -169,7 +169,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
 
 
 def _nothing_fits(plan: Plan, *, are_shown: bool) -> UnusableInput:
-    """Return the message where no plan fits; `are_shown` says that the ways to fit were printed."""
+    """Return the error if no plan fits; `are_shown`: the ways to fit were printed."""
     floor = plan.floor.memory
     needs = f"{at_least_gib(floor.device_bytes / (1 - plan.budget.headroom))} a GPU"
     problem = f"nothing legal fits {gib(plan.budget.gpu_bytes)} a GPU"

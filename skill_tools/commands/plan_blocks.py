@@ -73,7 +73,7 @@ def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     needs = UnusableInput(
         f"no value of {on_host.run.option} leaves {gib(wanted)} for activations",
         expected="a larger GPU, or less for activations",
-        attempt=f"{on_host.run.smaller}, or --activation-memory with what yours take",
+        attempt=f"{on_host.run.smaller}, or --activation-memory with yours",
     )
     print(f"offload: {needs}", file=sys.stderr)
     return 2

@@ -42,32 +42,33 @@ _NO_BF16 = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of budgets and machine, and of sizes that the configuration does not state."""
-    # A log's host is not that of a machine with such a GPU, and its card's capacity says which cards it may be.
+    # `diagnose` changes both: a log's host is not the usual one of its GPU, and a log gives its card's
+    # capacity.
     parser.set_defaults(takes_host_of_gpu=True, gpu_capacity_bytes=None)
     budgets = parser.add_argument_group("budgets and machine")
     budgets.add_argument("--gpu-memory", metavar="AMOUNT", help="memory budget per GPU, for example 80GiB")
     budgets.add_argument(
         "--tensor-memory",
         metavar="AMOUNT",
-        help="what tensors may take of a GPU, in place of --gpu-memory: nothing is set aside for CUDA and headroom",
+        help="a GPU's memory for tensors, in place of --gpu-memory: nothing is set aside for CUDA and headroom",
     )
     budgets.add_argument(
         "--gradients-at-once",
         action="store_true",
-        help="no gradient waits for its copy to the host, as on the CPU twin, whose copies are synchronous",
+        help="no gradient waits for its copy to the host, as on the CPU twin with its synchronous copies",
     )
     budgets.add_argument("--host-memory", metavar="AMOUNT", help="host memory budget per node")
     budgets.add_argument(
         "--pinned-memory",
         metavar="AMOUNT",
-        help="how much of a node's host memory may be page-locked; as `offload probe` found it, else all",
+        help="the part of a node's host memory that may be page-locked; as `offload probe` found it, else all",
     )
     budgets.add_argument("--gpus", type=int, metavar="N", help="GPUs in the whole run")
     budgets.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a GPU as you or nvidia-smi call it: 4090, A100-40GB, MI300X; four numbers; or auto: the one "
-        "that is here, as probed, or as torch finds it",
+        help="a GPU as you or nvidia-smi call it: 4090, A100-40GB, MI300X; four numbers; or auto: this "
+        "machine's, as probed, or as torch finds it",
     )
     budgets.add_argument("--profile", metavar="FILE", help="rates that `offload probe` measured, as JSON")
     budgets.add_argument(
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--trace",
         metavar="FILE",
-        help="the model's profile that `offload trace` wrote, which names the model too; many ship with theirs",
+        help="the model's profile from `offload trace`, which names the model too; many known models have one",
     )
     run.add_argument(
         "--only",
@@ -185,14 +186,14 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
 
 
 def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[Assumption]:
-    """Yield which releases the rules were asked for that nobody named on the command line."""
+    """Yield a note for each release that the rules assume and that the command line does not name."""
     for name, each in releases.that_matter(stated, config).items():
         if each.where != "--target":
             yield Assumption(f"release: {name} {each.version} ({each.where}); --target names another")
 
 
 def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
-    """Print the recommendation before the what-if, for comparison."""
+    """Return the recommendation without the what-if, for comparison."""
     best, now = before.recommendation, plan.recommendation
     if best is None:
         return "without the what-if", "nothing legal fits"
@@ -206,7 +207,7 @@ def _without_what_if(before: Plan, plan: Plan) -> tuple[str, str]:
 
 
 class _Asked(NamedTuple):
-    """The run that is asked about: its configuration, from `files`, and its model, from `shape_source`."""
+    """The run to plan: its configuration, from `files`, and its model, from `shape_source`."""
 
     args: argparse.Namespace
     files: Sequence[str]
@@ -302,7 +303,7 @@ def _restriction(args: argparse.Namespace) -> Restriction:
 
 
 def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[ModelShape, str]:
-    """Return the shape and where it came from; where a name is missing or unknown, the error says how to list them."""
+    """Return the shape and its source; the error for a missing or unknown name says how to list all names."""
     try:
         return shape_sources.shape_of(config, model=model, config_json=config_json)
     except UnusableInput as error:
@@ -316,7 +317,7 @@ def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[
 def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequence[str] = ()) -> Config:
     """Return the configuration in `files` with the overrides on top; without files, the overrides alone.
 
-    Files are their own framework's where the stated one has none.
+    If the stated framework has no files of its own, the files say theirs.
     """
     from skill_tools.dialects.read import check_form, read
 
@@ -333,7 +334,7 @@ def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequ
 
 
 def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
-    """Return the framework that is said, or stands for a model that was named without any file."""
+    """Return the stated framework, or the one for a model without any file."""
     return str(args.framework) if args.framework else None if files else registry.WITHOUT_FILES
 
 
@@ -348,14 +349,14 @@ def _run(
 
 
 def _traced(args: argparse.Namespace, built: TrainingRun, *, names_the_model: bool) -> TrainingRun:
-    """Return the run with the profile of its model: the user's, or one that ships where a trace describes the run."""
+    """Return the run with its model's profile: the user's, or a shipped one if it describes the run."""
     if args.trace:
         return traces.run_of(args.trace, built, names_the_model=names_the_model)
     return traces.with_what_ships(built)
 
 
 def machine_of(args: argparse.Namespace, ranks: int) -> Machine:
-    """Return the machine that the arguments name, or the one here; `ranks` of the run are on one node of it."""
+    """Return the machine named by the arguments, or this one; `ranks` of the run are on one of its nodes."""
     if args.profile:
         return machine.read_profile(args.profile, ranks=ranks)
     if args.gpu not in {None, AUTO}:
@@ -377,14 +378,14 @@ def machine_of(args: argparse.Namespace, ranks: int) -> Machine:
 
 
 def _is_card_of(kept: Machine, capacity_bytes: int) -> bool:
-    """Return whether a log's card, of `capacity_bytes`, may be the one of the profile that was kept here."""
+    """Return whether a log's card, of `capacity_bytes`, may be that of this machine's kept profile."""
     from skill_tools.planning.cost.unnamed_gpu import label_gb
 
     return not kept.gpu_memory_bytes or label_gb(kept.gpu_memory_bytes) == label_gb(capacity_bytes)
 
 
 def _present(ranks: int) -> Machine:
-    """Return the known machine with the card that torch finds here, less the memory that other processes hold of it."""
+    """Return the known machine with torch's card here, less the card's memory held by other processes."""
     from skill_tools.commands.verify import chosen_device
     from skill_tools.planning.cost import kept_profile
 
@@ -409,11 +410,11 @@ def _present(ranks: int) -> Machine:
 
 
 def _unnamed(args: argparse.Namespace, where: Machine) -> str:
-    """Say which rates stand for a GPU that was not named."""
+    """Return a note on the rates that stand for an unnamed GPU."""
     if not where.measured and args.gpu == AUTO:
         taken = machine.known(where.name).gpu_memory_bytes - where.gpu_memory_bytes
         return (
-            f"GPU: {where.name}, which is here, less {gib(taken)} that others hold; `{COMMAND} probe`, run once, keeps "
+            f"GPU: {where.name}, this machine's, less {gib(taken)} held by others; `{COMMAND} probe`, run once, keeps "
             "this machine's rates"
         )
     if where.stands_for:
@@ -432,7 +433,7 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
 
 
 def _of_files(config: Config) -> Iterator[Assumption]:
-    """Yield the assumptions that are made because a file does not count."""
+    """Yield an assumption for each missing or unread file."""
     for note in config.missing_file_notes():
         yield Assumption(note, About.MISSING_FILE, "give that file")
     for note in config.unread_file_notes():
@@ -440,7 +441,7 @@ def _of_files(config: Config) -> Iterator[Assumption]:
 
 
 def budget_of(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Assumption, ...]]:
-    """Return the memory that the run may take of `where`, and notes on amounts that nobody has stated."""
+    """Return the run's memory budget on `where`, and notes on amounts that nobody has stated."""
     notes = []
     if args.gpu in {None, AUTO} and not args.profile:
         notes.append(Assumption(_unnamed(args, where), About.MACHINE))
@@ -471,10 +472,8 @@ def budget_of(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[A
     if args.host_memory is not None:
         host_bytes = parse_bytes(args.host_memory, option="--host-memory")
     elif host_bytes:
-        whose = (
-            "this machine has" if args.gpu == AUTO else f"this run's GPUs have of the {where.name}'s machine"
-        )
-        said = f"host memory: {gib(host_bytes)} a node, what {whose}; --host-memory with yours"
+        whose = "this machine's" if args.gpu == AUTO else f"this run's share of the {where.name}'s machine"
+        said = f"host memory: {gib(host_bytes)} a node, {whose}; --host-memory with yours"
         notes.append(Assumption(said, About.HOST_MEMORY))
     pinned_bytes = where.pinned_memory_bytes or None
     if args.pinned_memory is not None:

@@ -18,9 +18,9 @@ from skill_tools.started import COMMAND
 
 
 def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
-    """Return the new text of each file that the recommendation changes; none where it changes nothing.
+    """Return the new text of each file that the recommendation changes.
 
-    Raises `UnusableInput` where a setting has no place in a file that can be edited.
+    Raises `UnusableInput` for a setting without a place in an editable file.
     """
     if plan.patch is None or not plan.patch.settings:
         return {}

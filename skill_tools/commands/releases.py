@@ -18,7 +18,7 @@ from skill_tools.rules.versions import read_targets, read_versions_text
 
 
 class ShowKnown(argparse.Action):
-    """`--version`: prints the newest release of each framework that the rules know, and when that was compared."""
+    """`--version`: prints the newest release of each framework known to the rules, and the date of that comparison."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         """Print and end the process."""
@@ -53,7 +53,7 @@ def stated_by_user(args: argparse.Namespace) -> dict[str, Stated]:
 
 
 def of_input(config: Config, beside: Mapping[str, Stated], first: str) -> dict[str, Stated]:
-    """Return the releases that the input states, whose first file is `first`, else those stated `beside` it."""
+    """Return the releases stated in the input (its first file is `first`), else those stated `beside` it."""
     found = dict(beside)
     if config.versions:
         for name, text in config.sources.items():

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a training program and say whose the bytes on GPU and host are, live and at its end, against a plan.
+"""Run a training program and report the owners of its GPU and host bytes, live and at its end, against a plan.
 
   offload watch -- python train.py
   offload watch --plan plan.json -- torchrun --nproc-per-node 2 train.py
   offload watch --every 30 -- python train.py 2> watch.log
 
-Weights, gradients, optimizer states, activations and the buffers of offloaders are told apart in every process that
-steps a torch optimizer; a plan that the program itself applies is found. Nothing in the program changes. On a terminal
-the last row shows it live, elsewhere a line appears every 10 seconds, on standard error.
+Weights, gradients, optimizer states, activations and the buffers of offloaders are told apart in every
+process that steps a torch optimizer; a plan applied by the program itself is found. Nothing in the program
+changes. On a terminal the last row shows it live, elsewhere a line appears every 10 seconds, on standard
+error.
 
-The exit code is the program's (128 and the number of a signal that ended it); 2 where it cannot be started.
+The exit code is the program's (128 plus the number of a fatal signal), or 2 if it cannot be started.
 """
 
 import argparse

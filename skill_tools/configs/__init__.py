@@ -10,5 +10,5 @@ readers.
 - setting: a value of a canonical key, with the spelling and the place that gave it
 - draft: a configuration in the making, the last writer wins; it becomes a `Config`
 - unresolved, `UNREADABLE`: set in the input, but to a value that only the running script or framework knows
-- vocabulary: all names that a framework accepts, so that a misspelt one is seen
+- vocabulary: all names that a framework accepts, to detect misspelt ones
 """

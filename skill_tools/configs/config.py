@@ -39,7 +39,7 @@ class Setting(NamedTuple):
 
 
 class UnknownKey(NamedTuple):
-    """A key that the framework does not know, with the nearest ones that it does; `key` is a draft's spelling."""
+    """A key unknown to the framework, with the nearest known ones; `key` is a draft's spelling."""
 
     written: str
     place: Place
@@ -48,7 +48,7 @@ class UnknownKey(NamedTuple):
 
 
 class WrongType(NamedTuple):
-    """A value that the key's type cannot hold; `expected` names one that fits, `is_known` that its meaning is plain."""
+    """A value outside its key's type; `expected` names one that fits; `is_known`: its meaning is plain all the same."""
 
     setting: Setting
     expected: str
@@ -56,9 +56,9 @@ class WrongType(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A reader's finding on the form of an input: the id of the rule that is about it, and the case.
+    """A reader's finding on the form of an input: the id of its rule, and the case.
 
-    `versions` are the releases that it is about, a distribution and a range each, where nothing states which one runs.
+    `versions` are the affected releases, a distribution and a range each, for an input that states none.
     """
 
     rule: str
@@ -70,21 +70,21 @@ class Fault(NamedTuple):
 class Config(NamedTuple):
     """One configuration after composition.
 
-    `framework` is the name of its dialect, as `--framework` takes it. `complete` says that a key that is not set here
-    has the framework's default (a launch script, an Axolotl YAML, a saved run config); an override file is not, since a
-    recipe that we do not see fills the rest. `versions` maps distribution names (`megatron-core`, `torch`) to the
-    release that the input itself states. `sources` keeps each file's text for fixes and suppressions. `model_name` is
-    the recipe, base model or architecture named by the input, if any. `unresolved` holds the keys that the input does
-    set, to something that cannot be read statically (a shell variable, a computed value, a file that is not here): they
-    are unknown, whatever their default. `maybe_set` holds those that nobody sets here but that something may set which
-    is not followed (a function of another module that is given the configuration, a sourced file that is not here):
-    their value is unknown, and so is whether they are set. `outside` holds those of them that only the environment of
-    the process may set, so that they have their default unless it does. `missing_files` holds the settings that name
-    such a file, `unread_files` the words of a script that name a configuration which is here and is not read. `embeds`
-    names the dialects of which it may hold a section; whatever is in such a section has a canonical key that begins
-    with the dialect's name. `faults` are those of an input's form, such as a key that stands there twice. `shares` maps
-    a dialect whose program this framework runs a part of to the paths of that part: the rules about it apply here, and
-    its keys have that dialect's defaults where the framework has none.
+    `framework` is the name of its dialect, as `--framework` takes it. `complete`: an unset key has the
+    framework's default (a launch script, an Axolotl YAML, a saved run config). An override file is not
+    complete, since an unseen recipe fills the rest. `versions` maps distribution names (`megatron-core`,
+    `torch`) to the release that the input states. `sources` keeps each file's text for fixes and
+    suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
+    `unresolved` holds keys set to a value that cannot be read statically (a shell variable, a computed value,
+    a missing file): they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may
+    set (a function of another module that gets the configuration, a missing sourced file): their value is
+    unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
+    process may set: without it they have their default. `missing_files` holds the settings that name a
+    missing file, `unread_files` the words of a script that name a configuration that is here and not read.
+    `embeds` names the dialects with a section of their own here: a canonical key in such a section begins
+    with the dialect's name. `faults` are those of an input's form, such as a repeated key. `shares` maps a
+    dialect to the paths of its program that this framework runs: the dialect's rules apply here, and its
+    defaults if the framework has none.
     """
 
     framework: str
@@ -111,7 +111,7 @@ class Config(NamedTuple):
         return section if dot and section in self.embeds else self.framework
 
     def dialects(self) -> frozenset[str]:
-        """Return the configuration's own dialect, and the embedded ones of which it sets anything."""
+        """Return the configuration's own dialect, and the embedded ones with a setting."""
         if not self.embeds:
             return frozenset((self.framework,))
         return frozenset((self.framework, *map(self.owner, self.settings)))
@@ -122,10 +122,10 @@ class Config(NamedTuple):
         return default if setting is None else setting.value
 
     def missing_file_notes(self) -> tuple[str, ...]:
-        """Return one line for each file that is named and is not here."""
+        """Return one line for each named file that is missing."""
         return tuple(
             f"{setting.place.file}:{setting.place.line} {setting.written}={setting.value}: no such file beside it or "
-            "in the working folder, so what it sets is unknown"
+            "in the working folder, so its settings are unknown"
             for setting in self.missing_files
         )
 

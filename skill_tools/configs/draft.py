@@ -55,7 +55,7 @@ class Draft:
         return key in self._settings
 
     def take(self, source: Source) -> None:
-        """Keep the text of an input that is read into the draft, and the releases that it states itself."""
+        """Keep an input's text, and the releases stated in it."""
         self.sources[source.name] = source.text
         self.versions.update({name: each.version for name, each in stated_in(source.text).items()})
 
@@ -73,25 +73,25 @@ class Draft:
         self._unresolved.add(key)
 
     def may_be_set(self, prefix: str = "") -> None:
-        """Note that something which is not followed may set the keys whose spelling begins with `prefix`."""
+        """Note that unfollowed code may set the keys whose spelling begins with `prefix`."""
         spellings = self.table.by_spelling.get(self.framework, {})
         self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
 
     def environment_may_be_set(self) -> None:
-        """Note that something which is not followed may set any environment variable."""
+        """Note that unfollowed code may set any environment variable."""
         self._maybe_set |= {name for name in self.table.by_name if name.startswith("env.")}
 
     def keys_may_be_set(self, names: Iterable[str]) -> None:
-        """Note that something which is not followed may set the canonical keys `names`."""
+        """Note that unfollowed code may set the canonical keys `names`."""
         self._maybe_set.update(names)
 
     def launcher_may_set(self, names: Iterable[str]) -> None:
-        """Note that the environment may set the canonical keys `names`, which have their default otherwise."""
+        """Note that the environment may set the canonical keys `names`; without it they have their default."""
         self._maybe_set.update(names)
         self._outside.update(names)
 
     def section_may_be_set(self, dialect: str) -> None:
-        """Note that nothing is known of the section of an embedded dialect, not even which keys it sets."""
+        """Note that an embedded dialect's section is unknown, its set of keys included."""
         for setting in self.below(f"{dialect}."):
             self._drop(setting.key)
         self._maybe_set |= {key.name for key in self.table.by_spelling.get(dialect, {}).values()}
@@ -153,7 +153,7 @@ class Draft:
                 self._drop(key)
 
     def remove_section(self, written: str) -> None:
-        """Take back all that an earlier file has at and below this key, which a value that is no section replaces."""
+        """Take back an earlier file's settings at and below this key: a plain value replaces the section."""
         self.remove(written)
         below = f"{written}."
         self._unknown = {
@@ -166,16 +166,16 @@ class Draft:
         return key is not None and key.type_in(self._owner(spelling)[0]) not in ("any", "dict")
 
     def refuse_type(self, key: str, expected: str, *, is_known: bool = False) -> None:
-        """Note that the form of `key` does not allow its value; `expected` names one that it allows.
+        """Note that the form of `key` does not allow its value; `expected` names an allowed one.
 
-        `is_known` says that the meaning is plain all the same, so that rules may read it.
+        `is_known`: the meaning is plain all the same, so rules may read it.
         """
         self._wrong[key] = expected
         if is_known:
             self._known_wrong.add(key)
 
     def refused(self, key: str) -> str | None:
-        """Return the expectation of the value that the canonical `key` has, None where it fits."""
+        """Return an allowed value of the canonical `key` if its own is not, else None."""
         return self._wrong.get(key)
 
     def take_by_truth(self) -> None:
@@ -209,7 +209,7 @@ class Draft:
         spelling: str | None = None,
         nearest: tuple[str, ...] | None = None,
     ) -> None:
-        """Note a key that the framework does not know; only the first few get suggestions, which are slow.
+        """Note a key unknown to the framework; only the first few get suggestions, which are slow.
 
         `spelling` is the framework's name for it, where the user has a shorter or longer one for it. `nearest`
         are the suggestions, where the caller knows better than the vocabulary.
@@ -253,7 +253,7 @@ class Draft:
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:
-        """Return whose `spelling` is, and how that dialect itself spells it."""
+        """Return the dialect of `spelling`, and the dialect's own spelling."""
         section, dot, own = spelling.partition(".")
         return (section, own) if dot and section in self.embeds else (self.framework, spelling)
 

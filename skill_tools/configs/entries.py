@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 class Entries:
     """The merged values; `sections` are the paths of all mappings, `lost` the values whose place something else took.
 
-    `clashes` are the lists that lie over a section and the sections over a list, which OmegaConf refuses.
+    `clashes` are lists over a section and sections over a list; OmegaConf refuses both.
     """
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ def read_bytes(path: str | Path, at_most: int, *, expected: str, attempt: str = 
 def open_file(path: str | Path, *, expected: str, attempt: str = "checking the path") -> Iterator[BinaryIO]:
     """Open the file at `path` to read it.
 
-    Raises `UnusableInput`, with the `expected` file and advice, where there is no file that can be read.
+    Raises `UnusableInput`, with the `expected` file and advice, if the file cannot be read.
     """
     name = str(path)
     try:
@@ -122,8 +122,8 @@ def _not_utf8(name: str, line: int, what: str) -> UnusableInput:
 def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which prints the change") -> None:
     """Put `text` in the place of the contents of the file at `path`: all of it or, whatever fails, none.
 
-    The file keeps its mode and owner; through a link, its target is replaced. Raises `UnusableInput`, with the advice
-    `attempt`, where it cannot be written or is no file but a device or a pipe, which would be gone.
+    The file keeps its mode and owner; through a link, its target is replaced. Raises `UnusableInput`, with
+    the advice `attempt`, if it cannot be written, or is a device or a pipe (the new file would replace it).
     """
     import tempfile
 
@@ -145,7 +145,7 @@ def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which p
         reason = (error.strerror or "no reason given").lower()
         raise UnusableInput(
             f"cannot write {str(path)!r} ({reason}), so it is as it was",
-            expected="a file that may be written, in a folder that may be written",
+            expected="a writable file in a writable folder",
             attempt=attempt,
         ) from error
     finally:
@@ -155,7 +155,7 @@ def replace_text(path: str | Path, text: str, *, attempt: str = "--diff, which p
 
 
 def _replaceable(target: str) -> os.stat_result:
-    """Return what the file system says of `target`; raises OSError where it is not to be replaced."""
+    """Return the file status of `target`; raises OSError if it must not be replaced."""
     before = os.stat(target)
     if not stat.S_ISREG(before.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file")
@@ -167,7 +167,7 @@ def _replaceable(target: str) -> os.stat_result:
 
 
 def check_writable(path: str | Path) -> None:
-    """Raise `UnusableInput` where `write_text` would, before the work that its text takes."""
+    """Raise `UnusableInput` where `write_text` would, before its text is computed."""
     try:
         if os.path.exists(path):
             _replaceable(os.path.realpath(path))

@@ -45,7 +45,7 @@ def files_below(folder: str) -> Iterator[str]:
 def above(folder: Path | None, name: str) -> Path | None:
     """Return the nearest `name` in `folder` or one of the folders above it, if there is one.
 
-    A script that lies in a checkout of its framework, or in a fork, runs that code and no release. A project that has
+    A script in a checkout of its framework, or in a fork, runs that code and no release. A project that has
     vendored one keeps its checkout in a folder of the package's name (`verl/verl/trainer` beside `scripts`).
     """
     if folder is None:

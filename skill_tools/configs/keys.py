@@ -2,7 +2,7 @@
 """The key table: which spellings name a key, its type, and its default.
 
 The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them from the compiled index. This module
-knows no rule. A spelling that no key has may still be accepted by the framework; `vocabulary` knows that.
+knows no rule. The framework may accept further spellings; `vocabulary` knows them.
 """
 
 from collections.abc import Iterable, Mapping

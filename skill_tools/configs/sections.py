@@ -2,7 +2,7 @@
 """Reads YAML that a framework turns into dataclasses section by section: a dotted path is a setting.
 
 For dialects whose files have sections and no other form. A name below a section that is read has to be a key or in the
-vocabulary; `NAME.*` there lets everything below through. What became of the others is for the dialect's rules to say.
+vocabulary; `NAME.*` there lets everything below through. The dialect's rules report the others.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,11 +29,11 @@ def read_tree(
     omegaconf: bool,
     reports: Callable[[str], bool] = lambda _: True,
 ) -> Entries:
-    """Merge `sources` in order, then `overrides` (`a.b=c`), into `draft`, and return what they hold by path.
+    """Merge `sources` in order, then `overrides` (`a.b=c`), into `draft`, and return their values by path.
 
-    `omegaconf` says that OmegaConf loads and merges the file into typed classes: it knows numbers that YAML does not,
-    and refuses null where a field has a value. `reports` says of which unknown names there is anything to say. Raises
-    `UnusableInput` for a source that is no YAML.
+    `omegaconf` says that OmegaConf loads and merges the file into typed classes: it knows numbers unknown to
+    YAML, and refuses null for a field with a value. `reports` says of which unknown names there is anything
+    to say. Raises `UnusableInput` for a source that is no YAML.
     """
     draft.complete = True
     entries = Entries()
@@ -41,7 +41,7 @@ def read_tree(
         if source.kind not in (Kind.YAML, Kind.JSON):
             raise source.refused(
                 expected=expected,
-                attempt="the YAML that the command names; what it sets goes into --overrides",
+                attempt="the YAML that the command names, with its settings in --overrides",
             )
         draft.take(source)
         loaders = OMEGACONF if omegaconf else SAFE

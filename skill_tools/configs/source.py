@@ -207,7 +207,7 @@ def _parse(kind: Kind, text: str, name: str, pyyaml: str | None) -> "Documents":
 
 
 def _not_json(text: str, name: str) -> UnusableInput | None:
-    """Return the error of Python's own parser for a text that is no JSON; None where it is one."""
+    """Return the error of Python's own JSON parser; None if `text` is JSON."""
     import json
 
     try:

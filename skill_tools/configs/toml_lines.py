@@ -2,7 +2,7 @@
 """Parses TOML into plain values that know their line and column.
 
 The standard `tomllib` reads the values; it keeps no places. `_Places` walks the same text and notes where
-each key and each element stands, reading values only to skip them. Text that it cannot read is left to `tomllib`,
+each key and each element stands, reading values only to skip them. It leaves unreadable text to `tomllib`,
 whose error the user sees.
 """
 

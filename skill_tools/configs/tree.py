@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a tree of sections, as in YAML and JSON files, into a draft: one dotted key per value.
 
-A section is a value too where the key table says so (`peft`, `fsdp_config`), so that a rule can ask whether it is
-there. Nothing is read below an unknown key: one finding is enough.
+The key table may make a section a value too (`peft`, `fsdp_config`), so a rule can ask whether it is there.
+Nothing is read below an unknown key: one finding is enough.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ def single_document(
 ) -> Node:
     """Return the root of a YAML or JSON source, an empty mapping if it holds nothing.
 
-    `loaders` are those of the framework, several where its releases load differently; `which` says in a few words which
-    release loads with which. A `draft` gets the faults of form that depend on the release of one. Raises
-    `UnusableInput` when the source holds several documents, or no mapping, or text that all `loaders` refuse: no
-    framework takes that.
+    `loaders` are the framework's, several if its releases load differently; `which` says in a few words which
+    release uses which. A `draft` gets the faults of form that depend on the release of one. Raises
+    `UnusableInput` when the source holds several documents, or no mapping, or text that all `loaders` refuse:
+    no framework takes that.
     """
     documents = source.documents
     if source.kind is Kind.YAML and (documents.refusals or "<<" in source.text):
@@ -86,7 +86,7 @@ def _hear_loaders(
 
 
 def _of_release(source: Source, loaders: frozenset[Loader]) -> frozenset[Loader]:
-    """Return those of `loaders` that the release of OmegaConf leaves, where it is stated."""
+    """Return those of `loaders` that fit the stated release of OmegaConf."""
     if not (loaders >= OMEGACONF and (release := source.release("omegaconf"))):
         return loaders
     before = is_before(release, "2.4")
@@ -111,8 +111,8 @@ def write_tree(
 ) -> None:
     """Write every entry below `root` into `draft`, in the order of the file.
 
-    `spell` maps a dotted path to the spelling that the framework knows; `is_value` says which nodes are values
-    although they are mappings, and `value_of` the value of a node, perhaps `UNREADABLE`.
+    `spell` maps a dotted path to the framework's spelling, `is_value` tells mappings that are values,
+    `value_of` gives the value of a node, perhaps `UNREADABLE`.
     """
     pending = [(prefix, root)]
     while pending:

@@ -68,7 +68,7 @@ def typed(key: Key, value: object, framework: str, *, converts_text: bool) -> Ty
 
 
 def as_pydantic(kind: str, value: object) -> object:
-    """Return the number of `kind` that pydantic's lax mode reads where parsers of arguments read none."""
+    """Return the number of `kind` that only pydantic's lax mode reads, not parsers of arguments."""
     if isinstance(value, bool) and kind in ("int", "float"):
         return int(value)
     if isinstance(value, str) and kind == "int" and _WHOLE.fullmatch(value):

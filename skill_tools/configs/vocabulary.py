@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All names that a framework accepts, so that a misspelt key is seen and the right one offered.
+"""All names that a framework accepts: they detect a misspelt key and offer the right one.
 
 Some frameworks drop a key that they do not know without an error, others refuse it. The names come from the file in
 `knowledge/vocabulary/` that is called like the framework (through the compiled index) and from the key table. A name
@@ -47,7 +47,7 @@ class Vocabulary(NamedTuple):
 
 
 def lacking(framework: str, name: str, release: str) -> str | None:
-    """Return the message where `release` does not have `name` yet, or no more; None where it has or nobody knows."""
+    """Return the message if `release` is before or after those with `name`; None if it has it or nobody knows."""
     since, before = _releases(framework).get(name, (None, None))
     if since is not None and is_before(release, since):
         return f"{framework} {release} has no {name}, which came in {since}"
@@ -57,13 +57,13 @@ def lacking(framework: str, name: str, release: str) -> str | None:
 
 
 def gone_since(framework: str, name: str) -> str | None:
-    """Return the release that no longer has `name`; None where the newest one that is known has it, or never did."""
+    """Return the first release without `name`; None if the newest known one has it, or none ever did."""
     return _releases(framework).get(name, (None, None))[1]
 
 
 @knowledge.derived
 def _releases(framework: str) -> dict[str, tuple[str | None, str | None]]:
-    """Return the first release that has a name, and the first one that has it no more, where that is known."""
+    """Return the first release with a name, and the first one without it again, where known."""
     found: dict[str, tuple[str | None, str | None]] = {}
     for line in knowledge.names(f"{framework.replace('-', '_')}_releases"):
         kind, release, name = line.split(" ", 2)

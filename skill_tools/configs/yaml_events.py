@@ -2,10 +2,10 @@
 """Parses YAML into the plain values of `yaml_lines`, which know their line and column.
 
 PyYAML's own composer recurses, and its constructors forget where a value stood. This one builds nodes from
-the parser's event stream with an explicit stack, so that nesting cannot exhaust Python's stack, and counts
-the expansion of aliases, so that an alias bomb is refused before it is unrolled. It follows PyYAML's safe loader
-otherwise: merge keys, last duplicate wins, no tag is ever turned into an object. Frameworks load with one of several
-loaders; texts that some of them refuse are read all the same, and `Documents.refusals` says who does not.
+the parser's event stream with an explicit stack: nesting cannot exhaust Python's stack. It counts the
+expansion of aliases, and refuses an alias bomb before unrolling it. It follows PyYAML's safe loader
+otherwise: merge keys, last duplicate wins, no tag is ever turned into an object. Frameworks load with one of
+several loaders. A text that some refuse is read all the same, and `Documents.refusals` names those loaders.
 """
 
 import re
@@ -50,7 +50,7 @@ _PYTHON = "tag:yaml.org,2002:python/"
 
 
 class _Frame:
-    """A collection that is being read; `key` is the key whose value comes next."""
+    """An open collection; `key` is the key whose value comes next."""
 
     def __init__(self, *, is_mapping: bool, anchor: str | None, line: int, column: int) -> None:
         self.is_mapping = is_mapping
@@ -70,8 +70,8 @@ class _Frame:
 def parse(text: str, filename: str, *, last_merge_wins: bool | None = None) -> Documents:
     """Return the root of every document in `text`; an empty text has none.
 
-    `last_merge_wins` says which of several mappings in the list of one merge key wins, None where the release of
-    PyYAML is unknown. Raises `UnusableInput` for YAML that every loader refuses, and for input beyond `MAX_DEPTH`
+    `last_merge_wins`: the last mapping in a merge key's list wins, else the first; None if PyYAML's release
+    is unknown. Raises `UnusableInput` for YAML that every loader refuses, and for input beyond `MAX_DEPTH`
     levels or `MAX_NODES` values.
     """
 
@@ -99,7 +99,7 @@ def parse(text: str, filename: str, *, last_merge_wins: bool | None = None) -> D
 
 
 def _by_the_other(built: Callable[[type], Documents], loader: type, refusal: Refusal) -> Documents:
-    """Return `loader`'s reading of a text that the other one refuses; raises the other's error where it refuses too."""
+    """Return `loader`'s reading of a text refused by the other one; raises the other's error if both refuse."""
     try:
         documents = built(loader)
     except yaml.YAMLError:

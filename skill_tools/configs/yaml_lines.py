@@ -30,7 +30,7 @@ OMEGACONF = frozenset({Loader.OMEGACONF_2_3, Loader.OMEGACONF_2_4})
 
 
 class Refusal(NamedTuple):
-    """A place that some loaders do not take, with the error that ends the run."""
+    """A place that some loaders refuse, with the run's error."""
 
     loaders: frozenset[Loader]
     line: int

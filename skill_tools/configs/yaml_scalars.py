@@ -28,7 +28,7 @@ Scalar = None | bool | int | float | str
 
 
 class RefusedError(Exception):
-    """No value can be made of a scalar; `is_date` says that the text is a date which no calendar has."""
+    """No value can be made of a scalar; `is_date`: the text is a date outside the calendar."""
 
     def __init__(self, problem: str, *, is_date: bool = False) -> None:
         super().__init__(problem)
@@ -69,7 +69,7 @@ def _implicit_tag(text: str) -> str:
 
 
 def omegaconf_float(text: str) -> float | None:
-    """Return the number that OmegaConf reads in a bare scalar which YAML 1.1 leaves as text."""
+    """Return OmegaConf's number for a bare scalar that is text in YAML 1.1."""
     is_float = ("." in text or "e" in text.lower()) and _OMEGACONF_FLOAT.fullmatch(text) is not None
     return float(_CONSTRUCTOR.construct_yaml_float(yaml.ScalarNode(_STR, text))) if is_float else None
 

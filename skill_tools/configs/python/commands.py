@@ -3,7 +3,7 @@
 
 Apart because a file that passes on none is not followed at all.
 
-A part that cannot be read becomes an unset variable, which the shell reader treats as unknown.
+An unreadable part becomes an unset variable; the shell reader treats it as unknown.
 """
 
 import ast
@@ -20,7 +20,7 @@ _OPTION = ('"--', "'--", " --")
 
 
 class Word(NamedTuple):
-    """One part of a command line, and where it stands; `is_script` says that it is a whole line for a shell."""
+    """One part of a command line, and its place; `is_script`: it is a whole line for a shell."""
 
     text: str
     line: int

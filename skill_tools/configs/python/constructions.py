@@ -29,7 +29,7 @@ class Construction(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether a field that nobody sets here may be set by unfollowed code, so that it has no known value."""
+        """Whether unfollowed code may set an unset field, so its value is unknown."""
         return self.section.is_open
 
     def values(self) -> list[tuple[str, object, Place]]:
@@ -47,7 +47,7 @@ class Construction(NamedTuple):
 def constructions(source: Source, kinds: Collection[str]) -> list[Construction]:
     """Return the objects of the classes `kinds` (`{"TrainingArguments"}`) that the Python `source` makes.
 
-    A call that is met several times is given once, with the fields that it had last. Raises `UnusableInput` for a
+    A repeated call is given once, with its last fields. Raises `UnusableInput` for a
     text that is no Python.
     """
     interpreter = Interpreter(source.name, source.module, kinds)

@@ -51,7 +51,7 @@ def takes_config(function: Function) -> str | None:
 
 
 class Built(NamedTuple):
-    """An object of a watched class, the call that makes it, and the arguments that the call does not name."""
+    """An object of a watched class, the call that makes it, and its positional arguments."""
 
     kind: str
     call: ast.Call
@@ -85,7 +85,7 @@ class Interpreter:
         self._doubts = 0
 
     def run_function(self, name: str) -> Section | None:
-        """Follow one function; return the configuration that it returns or that it is given."""
+        """Follow one function; return the configuration that it returns or receives."""
         function = self._functions[name]
         given = Section(made_by="?")
         takes = takes_config(function)
@@ -119,7 +119,7 @@ class Interpreter:
 
     @contextmanager
     def _not_too_deep(self) -> Iterator[None]:
-        """Refuse code that nests so deeply that following it would exhaust Python's stack."""
+        """Refuse code nested too deeply to follow on Python's stack."""
         try:
             yield
         except RecursionError as error:
@@ -292,7 +292,7 @@ class Interpreter:
         return section
 
     def _lineage(self, name: str) -> list[ast.ClassDef]:
-        """Return the class of this file that is called `name`, then those of this file that it inherits from."""
+        """Return this file's class called `name`, then its base classes in this file."""
         found: list[ast.ClassDef] = []
         pending = [name]
         while pending:

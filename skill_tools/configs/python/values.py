@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The value of an expression in a Python recipe, as far as its text tells.
 
-Configuration objects are `Section`s: their fields are kept with every value they were given and its place. What
-a function of another module returns is an empty section: fields may be set on it, but it has no value itself.
+Configuration objects are `Section`s: their fields are kept with every value they were given and its place.
+The result of another module's function is an empty section: fields may be set on it, but it has no value
+itself.
 """
 
 import ast
@@ -47,7 +48,7 @@ class Section:
         self.fields: dict[str, list[tuple[object, Place]]] = {}
 
     def get(self, name: str, place: Place) -> object:
-        """Return a field; one that was never set is an unknown section, which is remembered."""
+        """Return a field; an unset one becomes an unknown section, which is remembered."""
         values = self.fields.get(name)
         if values:
             return values[-1][0]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 class Argument(NamedTuple):
     """One word and its place.
 
-    An unresolved one keeps the text that could not be expanded; one that stands in a branch that may or may not run is
+    An unresolved one keeps its unexpanded text; one in a branch that may or may not run is
     not certain.
     """
 

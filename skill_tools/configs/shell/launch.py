@@ -29,8 +29,8 @@ _HANDLERS = frozenset(
 class Flag(NamedTuple):
     """A flag with the values after it, as argparse groups them.
 
-    `written` is the text of the input, `known` says that all of it is read and nothing is left to fill in, and
-    `joined` that the first value stands behind an equals sign, so that argparse takes no other.
+    `written` is the text of the input. `known`: all of it is read, with nothing left to fill in. `joined`:
+    the first value stands behind an equals sign, so argparse takes no other.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Flag(NamedTuple):
 def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
     """Return the command of a script with the most words that the framework `knows`, from its program on or `whole`.
 
-    A text of arguments alone, over any number of lines, is one command. A script that runs no such command gives the
-    one that names a configuration beside it, else all that its variables hold. The files beside it that it sources are
-    read too.
+    A text of arguments alone, over any number of lines, is one command. Without such a command a script gives
+    the one that names a configuration beside it, else all words in its variables. The files beside it that it
+    sources are read too.
     """
     *commands, variables = source.commands
     if commands and all(command.words[0].text.startswith("-") for command in commands if command.words):
@@ -71,12 +71,12 @@ def program_end(command: Command) -> int:
 
 
 def commands_of(source: Source) -> list[Command]:
-    """Return the commands that a script runs, in order; the files beside it that it sources are read too."""
+    """Return a script's commands, in order; sourced files beside it are read too."""
     return source.commands[:-1]
 
 
 def named_files(source: Source) -> Iterator[tuple[Argument, Source]]:
-    """Yield each configuration file that a script's commands name and that is here, with the word that names it.
+    """Yield each existing configuration file named by a script's commands, with the naming word.
 
     The default of an argument of the script counts too, though such a word is not resolved.
     """
@@ -119,8 +119,8 @@ def flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
 def write_environment(draft: Draft, command: Command, file: str) -> None:
     """Write the environment that the script gives to its command.
 
-    A sourced file that is not there may set any other variable, and where the command has words that only such a
-    variable can hold, any option.
+    A missing sourced file may set any other variable, and any option if the command has words that only such
+    a variable can hold.
     """
     for name, argument in command.environment.items():
         known = argument.resolved and argument.certain
@@ -133,7 +133,7 @@ def write_environment(draft: Draft, command: Command, file: str) -> None:
 
 
 def _holds_options(word: Argument) -> bool:
-    """Return whether a word is a variable alone whose value is not known, and that by its name holds options."""
+    """Return whether a word is one variable with an unknown value and a name for options."""
     name = word.text.removeprefix("${").partition("}")[0].partition("[")[0].upper()
     return not word.resolved and word.text.startswith("${") and any(part in name for part in _OPTIONS)
 

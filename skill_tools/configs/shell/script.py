@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows a shell script statically: which commands it would run, with which words and which environment.
+"""Follows a shell script statically: its commands, with their words and environment.
 
 Nothing is executed: variables, arrays and defaults are expanded by `variables`, and conditions on known values are
 decided by `tests`. An argument that depends on the caller's environment or on a command's output is not `resolved`;
-one that stands in a branch that may or may not run is not `certain`.
+one in a branch that may or may not run is not `certain`.
 """
 
 import re
@@ -31,7 +31,7 @@ _MOST_SOURCED = 5  # of a script whose commands are not followed
 _EXPORTS = {"export", "declare", "typeset", "local", "readonly"}
 _CASE_ENDS = {";;", ";&", ";;&"}
 _SOURCES = {"source", "."}
-_FOLDER = re.compile(r".*[})`]/*", re.DOTALL)  # the folder of the script, which it works out itself
+_FOLDER = re.compile(r".*[})`]/*", re.DOTALL)  # the script's own folder, worked out by the script
 # Files that set up a shell or a Python, and nothing of a training.
 _NO_SETTINGS = {"activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile"}
 _SKIPPED = {"then", "do", "{", "}", "function", "time"}
@@ -68,10 +68,10 @@ class _Block:
 def run(text: str, *, name: str, folder: Path | None = None) -> list[Command]:
     """Return the commands of `text` in order, each with the environment exported up to it.
 
-    Files that it sources are read too, from `folder`, where the script lies; their settings stand where they are
-    sourced.
-    The last one is no command of the script: its words are all that the variables hold, for a file that only
-    sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in sight.
+    Sourced files are read too, from the script's `folder`; their settings stand at the place of the source
+    command. The last one is no command of the script: its words are all that the variables hold, for a file
+    that only sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in
+    sight.
     """
     script = _Script(name, folder)
     for words, before, after in _statements(split(text, name=name)):
@@ -118,7 +118,7 @@ def _sets_nothing(path: str) -> bool:
 
 
 def _sourced(path: str, folder: Path | None) -> _Sourced | None:
-    """Return the file that a script in `folder` sources by `path`; None where it is not there or is no text."""
+    """Return the file sourced by `path` from a script in `folder`; None if it is missing or no text."""
     found = find_file(_FOLDER.sub("", path), [folder]) if folder else None
     try:
         return None if found is None else _Sourced(str(found), read_text(found))
@@ -161,7 +161,7 @@ class _Script:
         return False if False in states else None if None in states else True
 
     def _keywords(self, words: list[Word], after: str) -> list[Word]:
-        """Act on the keywords that a statement begins with; return the words that are left."""
+        """Act on a statement's leading keywords; return the remaining words."""
         while words:
             block = self._blocks[-1] if self._blocks else None
             keyword = words[0].literal
@@ -286,7 +286,7 @@ class _Script:
             self.commands.append(Command(tuple(words_of_one), given, tuple(self._missing)))
 
     def _source(self, path: Argument) -> None:
-        """Follow a file that is sourced, as if it stood in place of the command; note one that is not there."""
+        """Follow a sourced file as if its text stood in place of the command; note a missing one."""
         if _sets_nothing(path.text):
             return
         self._sourced += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides `[ ... ]` and `[[ ... ]]` where all words are known; answers None where they are not."""
+"""Decides `[ ... ]` and `[[ ... ]]` if all words are known; answers None otherwise."""
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase

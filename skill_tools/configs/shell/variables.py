@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variables and arrays of a script, and the expansion of words with them.
 
-A value is a list of fields, a field a list of pieces; each piece keeps the place where its text stands in the
-script, so that `$ARGS` leads to the line that put the flag into it. An unknown part stays as its own text, marked
-as not resolved.
+A value is a list of fields, a field a list of pieces; each piece keeps its place in the script, so `$ARGS`
+leads to the line that put the flag into it. An unknown part stays as its own text, marked as not resolved.
 """
 
 import re
@@ -58,7 +57,7 @@ class Assignment(NamedTuple):
 
 
 def as_argument(field: Field, *, certain: bool = True) -> Argument:
-    """Join the pieces of `field`; the place is that of the first that has any text."""
+    """Join the pieces of `field`; the place is that of the first with text."""
     text = "".join(piece.text for piece in field)
     first = next((piece for piece in field if piece.text), field[0] if field else Piece("", 0, 0))
     resolved = all(piece.resolved for piece in field)
@@ -68,9 +67,9 @@ def as_argument(field: Field, *, certain: bool = True) -> Argument:
 
 
 def commands_inside(fields: Iterable[Field]) -> list[list[Argument]]:
-    """Return the commands in the text that `fields` hand to another shell, each behind the words before that text.
+    """Return the commands in the text of `fields` for another shell, each behind the words before that text.
 
-    Their quotes are gone and their variables not known, nor what an `export` among them says. A line's end parts no
+    Their quotes are gone, and their variables and exports unknown. A line's end parts no
     commands: it may go on.
     """
     words = _words_inside(fields)
@@ -115,7 +114,7 @@ def _unquoted(argument: Argument) -> Argument:
 
 
 def own_folder(command: str) -> str:
-    """Return the path, from the script's own folder, of the folder that `$(..)` works out; empty where it does not.
+    """Return the folder worked out by `$(..)`, relative to the script's own; empty if it is no folder.
 
     `$(cd "$(dirname "$0")/.." && pwd)` is `./..`. The working folder is as good as the script's own: relative names are
     looked for in both.

@@ -68,7 +68,7 @@ def split(text: str, *, name: str, line: int = 1, column: int = 1) -> list[Word]
 
 
 def _closing(text: str, start: int, stop: int, closer: str, *, quoted: bool) -> int:
-    """Return where the expansion that began before `start` ends: the position of its `closer`, -1 if not before `stop`.
+    """Return the end of the expansion that began before `start`: the position of its `closer`, -1 if not before `stop`.
 
     Quotes, escapes, comments, here-documents and expansions inside it are passed over. `quoted` says that it stands
     between double quotes.
@@ -102,7 +102,7 @@ def _closing(text: str, start: int, stop: int, closer: str, *, quoted: bool) -> 
 
 
 def _document_end(text: str, start: int, delimiter: str) -> int:
-    """Return where the here-document that is announced before `start` ends; there, if that is not near."""
+    """Return the end of the here-document announced before `start`; `start` itself if its end is not near."""
     pattern = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE)
     end = pattern.search(text, start, start + MAX_EXPANSION // 8)
     return end.end() if end else start
@@ -236,7 +236,7 @@ class _Lexer:
             self._part(word, QUOTED, "$", start + 1)
 
     def _closing(self, start: int, closer: str, *, quoted: bool = False) -> int:
-        """Return where an expansion ends; one that never does, which no shell would run, ends with its line.
+        """Return the end of an expansion; an open one, which no shell would run, ends with its line.
 
         After one such the rest is not searched to its end again.
         """

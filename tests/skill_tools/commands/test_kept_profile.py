@@ -91,7 +91,7 @@ def test_auto_takes_the_card_that_is_there_less_what_others_hold(
     assert plan["machine"]["name"] == "h100"
     assert not plan["machine"]["measured"]
     assert plan["budget"]["gpu_bytes"] == whole - held
-    assert any(f"h100, which is here, less {held >> 30}.0 GiB" in line for line in plan["assumptions"])
+    assert any(f"h100, this machine's, less {held >> 30}.0 GiB" in line for line in plan["assumptions"])
 
 
 def test_what_was_probed_comes_before_the_card_that_is_there(
