@@ -11,10 +11,10 @@ nothing is known of an exception, the answer says where it was raised and which 
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, no_effect, options, phases, symptoms
+from skill_tools.diagnosis import code, hangs, no_effect, options, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
-from skill_tools.diagnosis.exceptions import interfaces, own_words
+from skill_tools.diagnosis.exceptions import interfaces, native, own_words
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -35,6 +35,7 @@ _GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that name the e
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
 # Where one tensor of many was asked for: a gap that would hold it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
+_CRASH = "crash"  # the kind that names how a process ended, beside whose exception it says nothing
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
 _OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messages about devices speak of
 _ENGINES = frozenset(
@@ -69,6 +70,7 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
         or _of_residency(evidence, evidence.failure)
         or (None if moments.is_before_training(evidence.failure, evidence.phase) else symptom)
         or _of_words(interfaces.misfit(evidence.failure, evidence.source, evidence.texts))
+        or _of_a_crash(evidence, evidence.failure)
         or _unknown(evidence, evidence.failure)
     )
 
@@ -76,7 +78,11 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
 def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
     """Return the facts about the exception that ended the run."""
     errors = [error for error in evidence.errors if error.ended_the_run]
-    seen = [each for each in evidence.seen if each.ended_the_run and each.message.role in ANSWERS]
+    seen = [
+        each
+        for each in evidence.seen
+        if each.ended_the_run and each.message.role in ANSWERS and each.message.kind != _CRASH
+    ]
     if confirmed := _confirmed(errors, evidence):
         return confirmed
     if evidence.build and (any(each.message.kind == "build" for each in seen) or not (errors or seen)):
@@ -107,6 +113,12 @@ def _of_another_offload(
         placed = None if found.cause.is_exact else _of_residency(evidence, evidence.failure)
         return placed or _of_symptom(evidence, evidence.failure)
     return _of_residency(evidence, evidence.failure) if evidence.phase is Phase.RESUME else None
+
+
+def _of_a_crash(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return what a crash of native code is most often, where no frame of it is known."""
+    crash = next((each.message for each in evidence.seen if each.message.kind == _CRASH), None)
+    return _of_message(crash, evidence, ()) if crash and native.is_bare(failure) else None
 
 
 def _of_the_rest(evidence: Evidence) -> Conclusion | None:
@@ -176,10 +188,10 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
         return fitting
     if message.kind == "hang" and evidence.phase is Phase.STARTUP and evidence.mechanisms:
-        return _of_a_hang_at_the_start(evidence)
+        return hangs.at_the_start(evidence)
     change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
     if message.kind == "hang" and not message.frames:
-        return _of_a_hang(message, evidence, change)
+        return hangs.between_ranks(message.cause, _rule(message.rule, evidence), evidence, change)
     if message.kind in HOST_RAN_OUT:
         return _of_the_host(message, evidence, change)
     out_of_memory = evidence.out_of_memory
@@ -253,36 +265,6 @@ def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
             "its memory was given back"
         )
     return f"{held}: an earlier run that still lives, a notebook, a rollout engine, or ranks that all chose this GPU"
-
-
-def _of_a_hang_at_the_start(evidence: Evidence) -> Conclusion:
-    """Return a conclusion about a collective that no rank came past before the first step: no save, no slow update."""
-    offloads = ", ".join(f"{each.written}={each.value}" for each in code.offloads(evidence.config))
-    cause = (
-        "a collective never ended at the start, before the first step, so it was no save and no slow update"
-    )
-    if offloads:
-        cause += f"; {offloads} puts tensors on the CPU, and building, initialising or loading those may wait for ever"
-    return Conclusion(
-        cause,
-        "",
-        (
-            told("params-on-gpu", evidence.dialects, evidence.config),
-            "or another release of torch and of the framework: a rank that waits in py-spy dump says in which call",
-        ),
-    )
-
-
-def _of_a_hang(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
-    """Return a conclusion about ranks that wait for each other: for weights that all gather, if a run has such."""
-    rule = _rule(message.rule, evidence)
-    placed = rows.of_a_hang(evidence.phase, evidence.offloads)
-    if placed is None:
-        return Conclusion(message.cause, rule, change[:SHOWN])
-    row, offload, shown_by = placed
-    own = tuple(told(each, evidence.dialects, evidence.config) for each in row.change)
-    because = f"; with {offload.name} ({shown_by}) {row.where}: {row.past}"
-    return Conclusion(message.cause + because, rule, tuple(dict.fromkeys((*own, *change)))[: SHOWN + 1])
 
 
 def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:

@@ -29,6 +29,7 @@ ORDER = (
     "killed",
     "numerics",
     "hang",
+    "crash",
     "slow",
 )
 # A process that was killed (SIGKILL) leaves no reason; without another, it was most often the host's memory.

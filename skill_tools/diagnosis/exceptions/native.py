@@ -29,10 +29,11 @@ _STACK = re.compile(r"(?:Current thread|Thread) 0x\w+[^\n]{0,80}\(most recent ca
 
 def completed(log: Log, found: Sequence[Failure]) -> tuple[Failure, ...]:
     """Return `found` in which each abort begins at the reason that its process wrote before, and has its stack."""
-    return tuple(_complete(log, each) if _is_abort(each) else each for each in found)
+    return tuple(_complete(log, each) if is_bare(each) else each for each in found)
 
 
-def _is_abort(failure: Failure) -> bool:
+def is_bare(failure: Failure) -> bool:
+    """Return whether `failure` is an abort of which no frame is known."""
     return not failure.frames and _ABORTS.search(failure.text) is not None
 
 

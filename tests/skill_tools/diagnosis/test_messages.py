@@ -19,7 +19,7 @@ LEAST = 60
 KINDS = {
     "gpu-memory": 5, "pinned-memory": 1, "locked-memory": 1, "host-memory": 5, "shared-memory": 1, "killed": 4,
     "collectives": 1, "hang": 3, "numerics": 3, "resume": 8, "build": 5, "slow": 2,
-    "devices": 1, "offload": 1,
+    "devices": 1, "offload": 1, "crash": 3,
 }  # fmt: skip
 
 
