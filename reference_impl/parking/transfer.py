@@ -28,10 +28,10 @@ from reference_impl.parking.tensors import FoundStorage, Kind
 from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
-# The next piece is allocated while this one is filled. Large pieces are given back sooner, and small ones are filled
-# sooner: away and back at once took 1.06 and 1.09 of the link's time with 2**26 bytes, 1.04 and 1.12 with one piece for
-# all, and 1.05 and 1.10 with these (21.8 GB, one H200; back is 1.02 once the driver has cleared the memory).
-_PIECE_BYTES = 2**27
+# The next piece is allocated while this one is filled: the first is soon there, and each is twice as long as the one
+# before. The driver takes long pieces back sooner: 48 GB of each of two H200 at once in 0.061 to 0.067 s by pieces of
+# 2**27 bytes, in 0.033 s by pieces of 2**32.
+_FIRST_PIECE_BYTES, _LONGEST_PIECE_BYTES = 2**27, 2**32
 
 
 class Transfer:
@@ -257,17 +257,22 @@ class Transfer:
 
 
 def _neighbours(storages: Sequence[ParkedStorage]) -> Iterator[list[ParkedStorage]]:
-    """Yield `storages` in groups that are worth a piece of memory of their own.
+    """Yield `storages` in groups that are worth a piece of memory of their own, each group of one kind.
 
-    Of one kind each: gradients are freed together, and the memory that they leave is to be in few pieces.
+    Gradients get short pieces: a step frees them, and the first tensor that takes their place holds its whole piece.
     """
     group: list[ParkedStorage] = []
-    size_bytes = 0
+    size_bytes, piece_bytes = 0, _FIRST_PIECE_BYTES
     for each in storages:
-        if group and (size_bytes >= _PIECE_BYTES or each.kind != group[0].kind):
+        if group and each.kind != group[0].kind:
             yield group
             group, size_bytes = [], 0
         group.append(each)
         size_bytes += each.size_bytes
+        if size_bytes >= (_FIRST_PIECE_BYTES if each.kind == "gradients" else piece_bytes):
+            yield group
+            if each.kind != "gradients":
+                piece_bytes = min(2 * piece_bytes, _LONGEST_PIECE_BYTES)
+            group, size_bytes = [], 0
     if group:
         yield group

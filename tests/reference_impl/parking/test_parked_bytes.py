@@ -148,19 +148,20 @@ class WithRoom(CpuTwin):
         return []
 
 
-def test_memory_comes_back_in_few_pieces_of_one_kind_each(monkeypatch):
+def test_memory_comes_back_in_ever_longer_pieces_and_gradients_in_short_ones(monkeypatch):
     """The driver takes few long ones back sooner, and gradients are freed together."""
     twin = WithRoom(torch.device("cpu"))
     monkeypatch.setattr(Device, "of", staticmethod(lambda device: twin))
-    monkeypatch.setattr(transfer, "_PIECE_BYTES", 3 * 2**20)
-    model = nn.Sequential(*(nn.Linear(1, 2**18, bias=False) for _ in range(8)))
-    for param in list(model.parameters())[:2]:
+    monkeypatch.setattr(transfer, "_FIRST_PIECE_BYTES", 2 * 2**20)
+    monkeypatch.setattr(transfer, "_LONGEST_PIECE_BYTES", 4 * 2**20)
+    model = nn.Sequential(*(nn.Linear(1, 2**18, bias=False) for _ in range(11)))
+    for param in list(model.parameters())[:5]:
         param.grad = torch.ones_like(param)
     before = [param.clone() for param in model.parameters()]
     with park(model) as parked:
         pass
     assert all(map(torch.equal, model.parameters(), before))
-    assert twin.noted == [[2**20] * 3, [2**20] * 3, [2**20] * 2, [2**20] * 2]
+    assert twin.noted == [[2**20] * pieces for pieces in (2, 4, 4, 1, 2, 2, 1)]
     parked.close()
 
 
