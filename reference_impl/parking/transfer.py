@@ -29,8 +29,8 @@ from reference_impl.parking.views import UnnamedViews
 
 _RETRY_S = 0.05
 # The next piece is allocated while this one is filled: the first is soon there, and each is twice as long as the one
-# before. The driver takes long pieces back sooner: with the longest of 2**27 bytes two H200 at once gave 48 GB each back
-# in 0.074 s, with 2**30 in 0.060, with 2**32 in 0.055.
+# before. The driver takes long pieces back sooner: with the longest of 2**27 bytes two H200 at once gave 48 GB each
+# back in 0.074 s, with 2**30 in 0.060, with 2**32 in 0.055.
 _FIRST_PIECE_BYTES, _LONGEST_PIECE_BYTES = 2**27, 2**32
 
 
