@@ -8,5 +8,5 @@ Glossary:
     claim: an entry of `validation_status`: a quote at a commit of an upstream, or measured rows.
     row, setting, baseline: one measurement, its hardware and workload, and the row without offload beside it.
     block: the part of a hand-written page between two markers that is rendered from the card or from a command.
-    problem: one line on something that a document or the card names and that does not exist or differs.
+    problem: one line on something named by a document or the card that is missing or differs.
 """

@@ -151,7 +151,7 @@ def _interactions(card: Card) -> str:
 
 def _corrections(card: Card) -> str:
     return table(
-        ("Often said", "What the sources say", "Versions", "Rule"),
+        ("Often said", "By the sources", "Versions", "Rule"),
         (
             (one["claim"], one["fact"], one["versions"], _code(one["rule"]) if "rule" in one else "measured")
             for one in card["seed_corrections"]
@@ -165,7 +165,7 @@ def _meanings(card: Card) -> str:
 
 def _sources(card: Card) -> str:
     return table(
-        ("Source", "Commit", "Date", "What it is"),
+        ("Source", "Commit", "Date", "Branch or release"),
         (
             (one["repo"], _code(one["commit"][:12]), one["date"], one["describes"])
             for one in card["upstreams"].values()

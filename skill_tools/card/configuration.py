@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders `docs/configuration.md` from `knowledge/keys.yaml`: every key, frameworks side by side.
 
-Keys that switch or tune an offload mechanism come first, in full; the keys that rules and plans merely read
-follow in a shorter table.
+Keys that switch or tune an offload mechanism come first, in full. Other keys of rules and plans follow in a shorter
+table.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,9 +33,8 @@ _HEAD = """# Configuration
 Every key that a rule, a plan or a fix reads: how each framework spells it, its meaning, and since when it
 exists. Rendered from `skill_tools/knowledge/keys.yaml` and `keys/` by `offload card render`.
 
-A value in brackets is the default, what the framework takes when nobody sets the key; `none` is a null.
-"recipe" says that Megatron Bridge's recipes usually set it, so that an override file alone does not tell its
-value. "core" is a Megatron-Core release.
+A value in brackets is the default; `none` is a null. "recipe": Megatron Bridge's recipes usually set the key, so
+an override file alone does not tell its value. "core" is a Megatron-Core release.
 """
 
 
@@ -45,7 +44,7 @@ def configuration_page(keys: Iterable[Key]) -> str:
     sections = [_HEAD, "## Keys that offload"]
     for mechanism, title in _OFFLOAD.items():
         sections.append(f"### {title}\n\n{_full(_of(entries, mechanism))}")
-    sections.append("## Keys that decide what is legal and how much memory there is")
+    sections.append("## Keys that decide legality and memory")
     for mechanism, title in _READ.items():
         sections.append(f"### {title}\n\n{_short(_of(entries, mechanism))}")
     return "\n\n".join(section.strip() for section in sections) + "\n"

@@ -22,7 +22,7 @@ _MADE = "build"  # the folder of made and fetched files, which is not kept in gi
 
 
 def page_problems(page: Path, root: Path, commands: Mapping[str, str]) -> list[str]:
-    """Return one line for each thing that `page` names and that does not exist.
+    """Return one line for each missing file, command or name in `page`.
 
     `commands` maps each command of the tool to its help text, which lists its options.
     """

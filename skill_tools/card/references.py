@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that all names of the card exist: rules, keys, claims, measured rows, mechanisms and source files.
 
-A card may name a rule that no longer exists, or repeat a framework's message in other words; no schema finds that.
+A card may name a removed rule, or repeat a framework's message in other words; no schema finds that.
 """
 
 import re
@@ -72,7 +72,7 @@ def _symptoms(card: Card, raises: Mapping[str, Sequence[str]]) -> Iterator[str]:
     for mode in card["failure_modes"]:
         texts = raises.get(mode.get("rule", ""), ())
         if texts and not any(_same_words(mode["symptom"], text) for text in texts):
-            yield f"card.yaml failure_modes/{mode['name']}: the symptom is not what {mode['rule']} raises"
+            yield f"card.yaml failure_modes/{mode['name']}: the symptom is no message of {mode['rule']}"
 
 
 def _same_words(symptom: str, text: str) -> bool:

@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """A line of the time account: `work_s` that a mode adds, of which `exposed_s` lengthen the step."""
+    """A line of the time account: a mode's additional `work_s`; its `exposed_s` lengthen the step."""
 
     name: str
     work_s: float

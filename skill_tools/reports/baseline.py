@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A baseline: the findings that a project has accepted for now, so that only new ones count.
+"""A baseline: findings that a project has accepted for now: only new ones count.
 
 A finding is known again by its rule, its file and the values that the rule observed, not by its line. Files are named
 relative to the baseline's own folder, so that it holds wherever lint is called from.

@@ -56,7 +56,7 @@ class Paper:
 
     @classmethod
     def of_stdout(cls) -> "Paper":
-        """Return the terminal that standard output is, or a page of fixed width where it is none."""
+        """Return the terminal of standard output, or a page of fixed width for a file or pipe."""
         is_file = not terminal.is_for_people(sys.stdout)
         width = terminal.columns(sys.stdout)
         return cls(width, colours=terminal.has_colours(sys.stdout), is_file=is_file)
@@ -71,7 +71,7 @@ class Paper:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._colours else text
 
     def line(self, text: str) -> str:
-        """Return `text` as one line of a file, which another program may look for; where a width is known, wrapped."""
+        """Return `text` as one line, for programs that search a file; wrapped if a width is known."""
         return printable(text) if self._keeps_lines else self.wrapped(text)
 
     def wrapped(self, text: str, first: str = "", rest: str = _INDENT) -> str:

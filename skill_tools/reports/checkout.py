@@ -2,9 +2,9 @@
 """The documents of a checkout: which of them are rendered, with which text, and all problems in them.
 
 `offload card render` writes the rendered ones, `offload card check` compares them. Both first check the data against
-its schemas: the card, the keys and the rules. The check also compares the card with the rules and keys that it names,
-the pages with the files and commands that they name. The version is `skill_tools.__version__`; other readers look for
-it in four more files, which are rendered too.
+its schemas: the card, the keys and the rules. The check also compares the card with its rules and keys, and the pages
+with the files and commands in them. The version is `skill_tools.__version__`; other readers look for it in four more
+files, which are rendered too.
 """
 
 import json
@@ -73,7 +73,7 @@ def data_problems(root: Path) -> list[str]:
 
 
 def _knowledge_problems(schema: str, *file: str, name: str) -> Iterator[str]:
-    """Yield one line for each entry of a knowledge file that breaks `schema`; `name` is the field that names it."""
+    """Yield one line for each entry of a knowledge file that breaks `schema`; `name` is the entry's naming field."""
     from jsonschema import Draft202012Validator
 
     try:
@@ -120,7 +120,7 @@ def problems(root: Path, commands: Mapping[str, str], execute: Execute) -> list[
 
 
 def _missing_classes(root: Path, card: Card) -> list[str]:
-    """Return the PyTorch classes that the card names and that neither `reference_impl` nor a room of it exports."""
+    """Return the card's PyTorch classes that neither `reference_impl` nor a room of it exports."""
     doors = [*root.glob("reference_impl/__init__.py"), *root.glob("reference_impl/*/__init__.py")]
     exports = "".join(path.read_text(encoding="utf-8") for path in doors)
     return [

@@ -130,7 +130,7 @@ def _notification(error: UnusableInput) -> dict[str, Any]:
 def as_gitlab(report: Report) -> str:
     """Return a report of GitLab's Code Quality: one issue a finding, and one for each input that could not be used.
 
-    A fingerprint may stand there once only, so that of findings which are alike the later ones are numbered.
+    A fingerprint may occur only once, so later ones of equal findings are numbered.
     """
     seen: Counter[str] = Counter()
     issues = [_issue(finding, seen) for finding in report.findings]
@@ -166,7 +166,7 @@ def _issue(finding: Finding, seen: Counter[str]) -> dict[str, Any]:
 def as_junit(report: Report) -> str:
     """Return JUnit's XML: a suite for each file, in it a case for each finding, which has failed unless it is info.
 
-    A file without findings is a suite with one case that has passed; an input that could not be used is an error.
+    A file without findings is a suite with one passed case; an unusable input is an error.
     """
     suites: dict[str, list[str]] = {_path(read.name): [] for read in report.read}
     for finding in report.findings:

@@ -22,8 +22,8 @@ _WIDTH = 160
 def concise(found: Diagnosis, *, planned: bool = False, mended: bool = False, others: str = "") -> str:
     """Return the observation, then the cause, its rule and the lines to change.
 
-    `planned` says that a plan follows, `mended` that it has lines to change, so that there are not two answers.
-    `others` is a line on host memory that no plan would free.
+    `planned`: a plan follows; `mended`: it has lines to change, and there must not be two answers. `others` is a line
+    on host memory that no plan would free.
     """
     lines = [*_seen(found), *([others] if others else [])]
     if found.reported is not None:
@@ -70,9 +70,9 @@ def _suspects(found: Diagnosis) -> list[str]:
 
 
 def _shown_findings(found: Diagnosis) -> tuple[Finding, ...]:
-    """Return the configuration's findings that the conclusion does not tell already.
+    """Return the configuration's further findings, beside the conclusion.
 
-    Those about wrong numbers that are no more than information are suspects, where nothing failed.
+    If nothing failed, findings of information about wrong numbers are suspects.
     """
     told = found.conclusion.rule if found.conclusion else ""
     return tuple(
@@ -98,7 +98,7 @@ def _findings(found: Diagnosis) -> list[str]:
     lines += [f"  {more} more; {command}"] if more > 0 else []
     if passed:
         lines.append(
-            f"  {len(passed)} of what stops a run at its start, which this run passed: another release, or a fork, "
+            f"  {len(passed)} would stop a run at its start, which this run passed: another release, or a fork, "
             f"read {passed[0].place.file}; {command}"
         )
     return ["the configuration's own:", *lines]

@@ -26,8 +26,8 @@ _MOST_NAMES = 8  # of rules in the last line
 class ReadAs(NamedTuple):
     """The reading of one input: the dialect by name and in words, its proof, and the releases it is held to.
 
-    `proof` is empty where the user said the framework. `releases` maps a distribution to its release and to where that
-    is stated.
+    `proof` is empty if the user named the framework. `releases` maps a distribution to its release and the release's
+    source.
     """
 
     name: str
@@ -40,11 +40,10 @@ class ReadAs(NamedTuple):
 class Report(NamedTuple):
     """All runs of one call: findings in order, open rules by input, inputs that could not be used.
 
-    `inputs` counts the runs that were linted, `rules` the rules that they were asked in all. `omitted` counts findings
-    that `--limit` left out of `findings`; `counts` counts all of them. `read` has the reading of each run,
-    `passed_over` how many files were nobody's. `texts` has the text of each file that a finding points at.
-    `newest_known` is how far
-    the rules go: the newest release of each framework that they know. `accepted` counts findings that a baseline holds.
+    `inputs` counts the linted runs, `rules` the rules asked of them in all. `omitted` counts findings that `--limit`
+    left out of `findings`; `counts` counts all of them. `read` has the reading of each run, `passed_over` counts files
+    of no framework. `texts` has the text of each file with a finding. `newest_known` has the newest release of each
+    framework that the rules know. `accepted` counts the baseline's findings.
     """
 
     inputs: int
@@ -127,7 +126,7 @@ def read_lines(report: Report) -> list[str]:
         return [_read_line(each) for each in report.read]
     counts = Counter(each.label for each in report.read)
     named = ", ".join(f"{count} as {label}" for label, count in counts.most_common())
-    return [f"read {named} (--format json says by what){passed_over}"]
+    return [f"read {named} (--format json has the proofs){passed_over}"]
 
 
 def _read_line(read: ReadAs) -> str:
@@ -137,7 +136,7 @@ def _read_line(read: ReadAs) -> str:
 
 
 def undecided_lines(report: Report) -> list[str]:
-    """Return one line for each rule that stays open, with the keys that would decide it."""
+    """Return one line for each open rule, with the keys that would decide it."""
     return [
         f"{name} undecided {rule.rule} {rule.title} → state {', '.join(rule.missing)}"
         for name, rule in report.undecided
@@ -145,9 +144,9 @@ def undecided_lines(report: Report) -> list[str]:
 
 
 def folded(findings: Sequence[Finding]) -> list[tuple[Finding, int]]:
-    """Return the findings to show, each with the number of those like it that it stands for.
+    """Return the findings to show, each with the number of equal ones that it stands for.
 
-    A dependence on a release that nobody stated is said once for all inputs: stating the release settles all of them.
+    A dependence on an unstated release is reported once for all inputs: stating the release settles all of them.
     """
     files: dict[str, dict[str, None]] = {}
     for finding in findings:
@@ -173,9 +172,9 @@ def _finding_line(finding: Finding, others: int) -> str:
 
 
 def summary(report: Report) -> str:
-    """Return the last line: counts of findings, omissions, and how far it goes.
+    """Return the last line: counts of findings and omissions, and the extent of the check.
 
-    That is how many rules were asked, up to which releases, and which of them a release decides that nobody stated.
+    The extent is the number of rules, their newest releases, and the rules that depend on an unstated release.
     """
     counts = [_counted(report.counts[severity], severity) for severity in Severity if report.counts[severity]]
     parts = [f"{', '.join(counts) or 'no findings'} in {_plural(report.inputs, 'input')}"]
@@ -198,7 +197,7 @@ def summary(report: Report) -> str:
 
 
 def open_releases(report: Report) -> dict[str, list[str]]:
-    """Return the known faults that a release decides which nobody stated, by its distribution."""
+    """Return the rules that depend on an unstated release, by its distribution."""
     # Of thousands of inputs most leave the same rules open, for the same reasons.
     open_ = {(each.missing, each.rule) for each in {undecided for _, undecided in report.undecided}}
     open_ |= {(each.depends_on, each.rule) for each in report.findings if each.depends_on}

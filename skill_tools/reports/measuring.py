@@ -176,7 +176,7 @@ def verified_plan(document: Mapping[str, Any]) -> str:
         lines.append(f"losses differ by at most {plan['max_loss_delta']:.2g}")
     if document["device"] == "CPU twin":
         lines.append(
-            "the plan counts what CUDA's kernels keep for backward; the norms of the CPU twin keep more"
+            "the plan counts tensors that CUDA's kernels keep for backward; the CPU twin's norms keep more"
         )
     lines.extend(plan["problems"])
     lines.append("the plan was true" if document["passed"] else "the plan was not true")

@@ -60,7 +60,7 @@ def headline(plan: Plan) -> str:
 
 
 def gpus(plan: Plan) -> str:
-    """Return how many GPUs there are, and which, where that is known."""
+    """Return the number of GPUs, and their name if it is known."""
     count = plan.run.layout.gpus
     if not plan.machine.stands_for:
         return f"{count} x {plan.machine.name}"
@@ -68,7 +68,7 @@ def gpus(plan: Plan) -> str:
 
 
 def _unnamed_gpu(plan: Plan) -> Iterator[str]:
-    """Say which cards the answer is for where nobody has named one."""
+    """Name the cards of the answer if the user has named none."""
     cards = plan.machine.stands_for
     if not cards:
         return
@@ -83,7 +83,7 @@ def _unnamed_gpu(plan: Plan) -> Iterator[str]:
 
 
 def _assumed_host(plan: Plan) -> Iterator[str]:
-    """Say whose host memory the answer reckons with where nobody has stated the run's own and a plan takes any."""
+    """Name the assumed host memory, if the run's own is not stated and a plan takes any."""
     shown = (plan.recommendation or plan.floor, plan.as_it_is)
     if plan.budget.host_assumed and any(each.memory.host_bytes_per_node for each in shown):
         assert plan.budget.host_bytes is not None
@@ -94,14 +94,14 @@ def _assumed_host(plan: Plan) -> Iterator[str]:
 
 
 def _answers(plan: Plan) -> Iterator[str]:
-    """Say in a line each which plan fits by either answer to an open question, and for which the rest is."""
+    """Yield a line on the plan for each answer to an open question, and name the answer of the rest."""
     if plan.question is None:
         return
     text, answers = plan.question
     yield f"{text}, which cannot be read here"
     for label, each in answers:
         yield f"  {label}: {verdict(each)}"
-    yield f"what follows is for the run {answers[-1][0]}:"
+    yield f"the rest is for the run {answers[-1][0]}:"
 
 
 def verdict(plan: Plan) -> str:
@@ -196,8 +196,7 @@ def _gpu(plan: Plan, best: Option) -> str:
     less = (
         ""
         if abs(freed) < 1e8
-        else f"; {'frees' if freed > 0 else 'takes'} {both(abs(freed))} "
-        + ("of what it takes as it is" if freed > 0 else "more than as it is")
+        else f"; {both(abs(freed))} {'less' if freed > 0 else 'more'} than the run as it is"
     )
     return f"GPU: {both(taken)} of each, {1 - taken / whole:.0%} free{less}"
 
@@ -250,7 +249,7 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
 
 
 def left_out(plan: Plan) -> str:
-    """Return which mechanisms the user has kept from the search, and the plan that fits with them; empty for none."""
+    """Return the mechanisms that the user excluded, and the plan that fits with them; empty for none."""
     if not plan.search.left_out:
         return ""
     fits = plan.unrestricted.candidate.label if plan.unrestricted else "nothing either"

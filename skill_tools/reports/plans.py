@@ -28,8 +28,8 @@ class _Row(Protocol):
 _KNOWN_RATES = "rates: {} of knowledge/hardware.yaml, not measured here; --profile FILE takes measured ones"
 _NO_PLAN = "no plan was computed, because the model's shape is not known; the card answers by situation"
 _ESTIMATED = (
-    f"a range of step times is given where nobody measured the rates of this setting; `{COMMAND} probe`, run once on "
-    "the machine, narrows it, and so does --step-time with what a run without offload took"
+    f"step times are a range because the rates of this setting are not measured; `{COMMAND} probe`, run once on "
+    "the machine, narrows it, and so does --step-time with the time of a step without offload"
 )
 _PARKED = (
     Kind.WEIGHTS,
@@ -172,7 +172,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
         sections.append(("time of one step", _times(best)))
         sections.append(("parked between two steps (docs/parking.md)", _parked(plan, best)))
     sections.append(
-        ("what would change the answer", [f"{change}: {answer}" for change, answer in plan.sensitivity])
+        ("changes that change the answer", [f"{change}: {answer}" for change, answer in plan.sensitivity])
     )
     rates = (
         f"rates measured: {plan.machine.source}"
@@ -191,7 +191,7 @@ def _sections(plan: Plan, *, title: str, bullet: str) -> list[str]:
 
 
 def _times(option: Option) -> list[str]:
-    """One line for the compute and each cost: seconds that lengthen the step, and those that hide beside it."""
+    """One line for the compute and each cost: seconds that lengthen the step, and hidden seconds."""
     lines = [f"compute: {seconds(option.time.compute_s)}"]
     for cost in option.time.costs:
         hidden = cost.work_s - cost.exposed_s
@@ -201,7 +201,7 @@ def _times(option: Option) -> list[str]:
 
 
 def _parked(plan: Plan, option: Option) -> list[str]:
-    """Return the bytes that `park()` moves once gradients are gone; nothing where neither loop nor trainer takes it."""
+    """Return the bytes that `park()` moves once gradients are gone; nothing if neither loop nor trainer supports it."""
     size_bytes = sum(line.bytes for line in option.memory.gpu if line.kind in _PARKED)
     takes_it = registry.named(plan.run.dialect).carry_out or plan_answer.carried_out_by_ours(plan)
     if not takes_it or not size_bytes:

@@ -152,7 +152,7 @@ def _execute(option: Option, plan: Plan) -> dict[str, object] | None:
     if found is None or plan.budget.pinned_bytes is None:
         return found
     limit_bytes = plan.budget.pinned_bytes // option.memory.ranks_on_node
-    # Under less there is no ring, so that nothing is pageable that the plan does not count as pinned.
+    # Under less there is no ring, so the plan counts everything pageable as pinned.
     return found | ({"pinned_limit_bytes": limit_bytes} if limit_bytes >= LEAST_PINNED_LIMIT_BYTES else {})
 
 

@@ -5,7 +5,7 @@ Needs matplotlib (extra `plot`), imported when a figure is drawn. SVG and HTML f
 theme, because text and axes take the page's colour; PNG has a white ground. The same plan gives the same bytes.
 
 In SVG and HTML each bar and each point of the frontier has its value as a title, which a browser shows under the
-pointer. A page stacks its two drawings where it is narrow, and shows the value that is tapped in a line below.
+pointer. A narrow page stacks its two drawings, and a line below shows a tapped value.
 """
 
 import math
@@ -59,8 +59,8 @@ _THEME = "svg{color:#24292f}@media(prefers-color-scheme:dark){svg{color:#d0d7de}
 def write(plan: Plan, path: str, *, may_overwrite: bool = False) -> None:
     """Draw `plan` into `path`.
 
-    Raises `UnusableInput` for another suffix, no matplotlib, no right to write, and for a file or link that is there
-    already, unless it `may_overwrite` that.
+    Raises `UnusableInput` for another suffix, no matplotlib, no right to write, and for an existing file or link,
+    unless it `may_overwrite` that.
     """
     target = Path(path)
     if target.suffix not in SUFFIXES:
@@ -145,7 +145,7 @@ def _empty(plan: Plan, size: tuple[float, float]) -> Any:
 
 
 def _page(plan: Plan, ink: str) -> str:
-    """Return a page with two drawings, each as wide as a phone's screen where that is all there is."""
+    """Return a page with two drawings, each at most as wide as the screen."""
     from html import escape
 
     drawings = []
@@ -244,7 +244,7 @@ def _frontier(axes: Any, plan: Plan, ink: str, values: list[str]) -> None:
         )
         _valued(star, f"recommended: {best[0]:.1f} GiB a GPU, {best[1]:.2f} s a step", values)
     _budget_lines(axes, plan)
-    axes.set_xlabel(f"GiB a GPU (solid: what it has, dashed: {plan.budget.headroom:.0%} less)")
+    axes.set_xlabel(f"GiB a GPU (solid: its memory, dashed: {plan.budget.headroom:.0%} less)")
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, labelcolor=ink)
@@ -311,7 +311,7 @@ def _wrapped(label: str) -> str:
 
 
 def _themed(figure: Any, values: Sequence[str]) -> str:
-    """Return a figure as SVG that follows the reader's theme, with a title in each thing that has a value."""
+    """Return a figure as SVG in the reader's theme, with a title in each element with a value."""
     import io
     from html import escape
 

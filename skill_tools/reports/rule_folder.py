@@ -48,7 +48,7 @@ def index_page(rules: Sequence[Rule]) -> str:
         f"{len(rules)} rules. `offload explain RULE` prints a page; `offload lint` finds them."
         " [Coverage](coverage.md) says which known constraints they report.",
     ]
-    lines += ["", "| rule | severity | mechanism | frameworks | what |", "|---|---|---|---|---|"]
+    lines += ["", "| rule | severity | mechanism | frameworks | title |", "|---|---|---|---|---|"]
     for rule in sorted(rules, key=lambda rule: rule.mechanism):
         cells = (f"[{rule.id}]({rule.id}.md)", rule.severity, rule.mechanism, ", ".join(rule.dialects))
         lines.append(f"| {' | '.join(cells)} | {_cell(rule.title)} |")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rule as Markdown, which `explain` prints, and in a few lines.
+"""One rule as Markdown, as `explain` prints it, and in a few lines.
 
-A rule is described in one way everywhere: what, why (in the framework's own words), wrong, right, versions, fix,
+A rule is described in one way everywhere: fault, reason (in the framework's own words), wrong, right, versions, fix,
 evidence.
 """
 

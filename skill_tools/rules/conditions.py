@@ -3,8 +3,8 @@
 
 A condition reads *names* from a scope (any mapping of name to value or `UNKNOWN`, see `values.Scope`); `grammar` says
 the names that there are and turns text into the tree that is built into closures here. `and`, `or` and `not` follow
-Kleene's logic, so that learning an unknown value never changes a decided answer; `operations` says which result an
-operation yields for unsuitable operands.
+Kleene's logic: learning an unknown value never changes a decided answer. `operations` defines the results for
+unsuitable operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -51,7 +51,7 @@ class Condition(NamedTuple):
         return answer, list(dict.fromkeys(missing)) if missing else missing
 
     def deciding_names(self, scope: Scope) -> list[str]:
-        """Return the names that made a condition which holds in `scope` hold, in the order of the text."""
+        """Return the names that make a true condition true in `scope`, in the order of the text."""
         return list(dict.fromkeys(_deciding(self.root, scope, True)))
 
 
@@ -79,7 +79,7 @@ def guard_of(tree: list[Any]) -> str:
 
 
 def names_needed(tree: list[Any]) -> list[str]:
-    """Return the names each of which must be true for the condition of `tree` to hold; none where that is empty."""
+    """Return the names that must all be true for the condition of `tree` to hold; none for an empty one."""
     parts = tree[1:] if tree[:1] == ["and"] else [tree] if tree else []
     return [part[1] for part in parts if part[0] == "name"]
 
@@ -92,7 +92,7 @@ def parse(text: str) -> Condition:
 
 
 def _deciding(node: Node, scope: Scope, answer: bool) -> Iterator[str]:
-    """Yield the names in the parts that carry `answer`, which is the truth of `node` in `scope`."""
+    """Yield the names in the parts that carry `answer`, the truth of `node` in `scope`."""
     if node.kind == "leaf":
         yield from node.names
     elif node.kind == "not":

@@ -73,12 +73,12 @@ class Next(NamedTuple):
 class Finding(NamedTuple):
     """One rule that the configuration breaks.
 
-    `beside` is the message without the setting at `place`, for a reader who is shown that line; empty where it is the
-    same. `effect` is the rule's, a key of `CONSEQUENCES`, and `text` the framework's own message, with `…` for
-    its variable parts; empty where it prints nothing. `after` are the findings that its remedy leads to. `observed`
-    maps each key that the condition read to the value it had (set or default). `depends_on` names the releases that
-    would make it hold when the version is not known, for example `megatron-core>=0.18`. `unless` names keys that nobody
-    set here and whose defaults decide it: a recipe that is not seen may set them.
+    `beside` is the message without the setting at `place`, for a display with that line; empty if it is the same.
+    `effect` is the rule's, a key of `CONSEQUENCES`, and `text` the framework's own message, with `…` for its variable
+    parts; empty where it prints nothing. `after` are the findings that its remedy leads to. `observed` maps each key
+    that the condition read to the value it had (set or default). `depends_on` names the releases that would make it
+    hold when the version is not known, for example `megatron-core>=0.18`. `unless` names unset keys whose defaults
+    decide it: a recipe that is not seen may set them.
     """
 
     rule: str

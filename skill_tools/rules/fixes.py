@@ -33,7 +33,7 @@ def repaired(config: Config, fix: RuleFix, keys: Keys) -> dict[str, str]:
     if not steps or not all(_is_editable(file) and file in config.sources for file in files):
         return {}
     texts = {file: config.sources[file] for file in files}
-    # From the end to the beginning, so that the places of the edits still to come stay where they are.
+    # From the end to the beginning: the places of later edits stay valid.
     for step in sorted(steps, key=lambda step: (step.place.line, step.place.column), reverse=True):
         edited = step.edit(texts[step.place.file])
         if edited is None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the YAML that people write into the JSON in `index/`, which the commands load, and `examples.json`.
+"""Compiles the YAML into the JSON in `index/`, which the commands load, and `examples.json`.
 
 A lint loads keys and rules, a plan models and hardware, a diagnosis messages. Compiling also parses each rule's
-condition, finds the version ranges that every known release satisfies, and finds the rules that cannot hold unless
-one of their keys is set. So a lint parses no text, evaluates few rules and, without stated versions, compares none.
-`offload card render` writes the index; a test fails when it is stale.
+condition, finds version ranges that all known releases satisfy, and rules that cannot hold without one of their keys.
+So a lint parses no text, evaluates few rules and, without stated versions, compares none. `offload card render` writes
+the index; a test fails when it is stale.
 """
 
 import json
@@ -87,7 +87,7 @@ def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, 
 
 
 def _without(entry: Mapping[str, Any], *parts: str) -> dict[str, Any]:
-    """Return a fact without the parts that no command reads, or that are said a second time."""
+    """Return a fact without its unread or repeated parts."""
     return {name: value for name, value in entry.items() if name not in parts}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings about the input itself: keys that the framework does not know, values that a key cannot hold, and
-values that the framework replaces by itself.
+"""Findings about the input itself: unknown keys, values outside a key's type, and values that the framework replaces by
+itself.
 
 The reader has found them already; here they get the id, the text and the severity of a rule. The effect of an unknown
 key or a wrong type differs by framework and file format, so the dialect says which rule is about it.
@@ -66,7 +66,7 @@ def check(
 def _of_release(
     finding: Finding, wanted: Versions, versions: Versions, conditional: Versions | None = None
 ) -> Iterator[Finding]:
-    """Yield a finding about the releases `wanted`: less severe where nobody stated one, not where they are others."""
+    """Yield a finding about the releases `wanted`: less severe for an unstated one, none for others."""
     answer, depends_on = standing(wanted, versions, conditional=conditional)
     if answer is not Standing.ABSENT:
         yield finding.depending_on(depends_on)

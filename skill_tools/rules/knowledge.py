@@ -41,7 +41,7 @@ class Example(NamedTuple):
 
     @property
     def filename(self) -> str:
-        """The file that the example stands in, which tells a reader its form."""
+        """The file of the example; its name tells a reader its form."""
         return self.stated_filename or registry.named(self.framework).example_file
 
 
@@ -204,7 +204,7 @@ def _quiet_in(condition: Condition, dialects: Sequence[str], keys: Mapping[str, 
 
 
 def _true_by_default(key: Key) -> bool:
-    """Return whether a key that nobody set may be true, so that its truth does not show that it was set."""
+    """Return whether an unset key may be true: its truth then does not show that it was set."""
     for default in key.default.values():
         periods = default if isinstance(default, list) else [default]
         if any(each["value"] if isinstance(each, dict) else each for each in periods):

@@ -33,13 +33,12 @@ def lint(
     keys: Mapping[str, Key] | None = None,
     about: frozenset[str] | None = None,
 ) -> LintResult:
-    """Hold `config` to `rules` (default: all that are known) and return the broken and the undecided ones.
+    """Check `config` against `rules` (default: all known ones) and return the broken and the undecided ones.
 
-    With `about`, only the rules whose condition reads one of these keys are asked, and no fault of form is looked for.
-    `versions` maps distribution names to the releases that the user states; they win over what the config
-    itself says. Where a rule depends on a release that nobody stated, its finding is one step less severe and
-    says so; it is only a note where today's releases are not among them. The same step where the default of one
-    key is the fault and a recipe that is not seen may set it.
+    With `about`, only rules that read one of these keys are asked, and no fault of form is looked for. `versions` maps
+    distribution names to the releases that the user states; they win over the config's own. A finding that depends on
+    an unstated release is one step less severe and says so; it is only a note if today's releases are not affected. The
+    same step if the fault is a key's default and an unseen recipe may set the key.
     """
     scope = Scope(config, load_keys() if keys is None else keys, resolve(config.versions, versions or {}))
     remembered = _remembered(scope) if rules is None and keys is None else _Remembered({}, set())
@@ -82,7 +81,7 @@ def lint(
 
 
 class Holds(NamedTuple):
-    """A rule holds: in which releases where nobody stated one, and unless a recipe sets which key."""
+    """A rule holds: in these releases if none is stated, and unless a recipe sets one of these keys."""
 
     depends_on: tuple[str, ...]
     unless: tuple[str, ...]
@@ -92,9 +91,9 @@ Answer = Holds | Undecided | None
 
 
 def _asked(rule: Rule, scope: Scope, as_written: Scope | None = None) -> Answer:
-    """Return the answer of `rule`: None where it does not hold, why it is open, or where it holds its dependences.
+    """Return the answer of `rule`: None if it does not hold, the reason if it is open, its dependences if it holds.
 
-    With `as_written`, a rule that only the default of one unset key decides holds, unless a recipe sets that key.
+    With `as_written`, a rule decided only by the default of one unset key holds, unless a recipe sets that key.
     """
     if rule.guard and not scope[rule.guard]:
         return None
@@ -149,7 +148,7 @@ def _found_by_key(
 
 @knowledge.derived
 def _readers(dialects: frozenset[str], framework: str) -> tuple[dict[str, list[str]], frozenset[str]]:
-    """Return which rules read each key, and which may hold where none of their keys is set."""
+    """Return the rules that read each key, and the rules that may hold without any of their keys."""
     readers: dict[str, list[str]] = {}
     for rule in _conditions(dialects).values():
         for key in rule.keys:
@@ -186,7 +185,7 @@ def _shared(config: Config, rules: Sequence[Rule], keys: Mapping[str, Key]) -> I
 
 
 def _without_repeats(findings: list[Finding], by_id: Mapping[str, Rule]) -> list[Finding]:
-    """Return the findings without those of rules that yield to another one which is found and as severe."""
+    """Return the findings without rules that yield to another found rule at least as severe."""
     if len(findings) < 2:
         return findings
     worst = {each.rule: _ORDER[each.severity] for each in findings}
@@ -216,7 +215,7 @@ def _not_said_twice(
 class _Remembered(NamedTuple):
     """Answers of rules in one situation, to be added to: by the rule, and the input's values of its keys.
 
-    `silent` are the rules that have nothing to say where the input says nothing of their keys.
+    `silent` are the rules without an answer for inputs without their keys.
     """
 
     answers: dict[tuple[object, ...], Answer]

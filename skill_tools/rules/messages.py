@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a finding's message from a rule's text and the user's own values.
 
-A message names every key that decided the rule, as the user wrote it, with its value and its line, so that it
-is understood without opening the configuration.
+A message names every key that decided the rule, in the user's spelling, with value and line: it is understood without
+opening the configuration.
 """
 
 import json
@@ -16,7 +16,7 @@ from skill_tools.rules.values import Scope, key_of
 
 _LONGEST_VALUE = 60
 _AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
-CHANGED = Place("<change>", 1, 1)  # where a setting stands that a remedy would put in
+CHANGED = Place("<change>", 1, 1)  # the place of a setting that a remedy adds
 
 
 def from_rule(
@@ -57,7 +57,7 @@ def place_of(keys: Iterable[str], config: Config) -> Place:
 def worded(text: str, keys: Iterable[str], scope: Scope, place: Place) -> tuple[str, str]:
     """Return `text: model.cpu_offloading=true (line 3), num_layers=0 (default)` for `keys`.
 
-    The second value leaves out the setting at `place`, for a reader who is shown that line.
+    The second value leaves out the setting at `place`, for a display with that line.
     """
     values = dict.fromkeys(_described(key, scope, place) for key in keys)
     beside = ", ".join(value for value, is_there in values if not is_there)

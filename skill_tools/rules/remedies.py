@@ -63,7 +63,7 @@ class _Trial:
         self._there, self._readers, self._versions = there, readers, versions
 
     def after(self, fix: RuleFix, config: Config) -> tuple[Next, ...]:
-        """Return the errors and warnings of further rules that `fix` brings about, and those that their fixes do."""
+        """Return errors and warnings of further rules that `fix` causes, and those caused by their fixes."""
         seen, found, ahead = set(self._there), [], [fix]
         while ahead:
             fix = ahead.pop(0)

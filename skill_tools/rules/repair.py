@@ -34,7 +34,7 @@ def repair(sources: Sequence[Source], lint: Lint, *, unsafe: bool = False) -> Re
     config, result = lint(sources)
     rules = {rule.id: rule for rule in load_rules()}
     applied = 0
-    tried: set[str] = set()  # so that two fixes which undo each other do not alternate for ever
+    tried: set[str] = set()  # two fixes that undo each other must not alternate for ever
     while finding := next((found for found in result.findings if _may_fix(found, unsafe, tried)), None):
         tried.add(_identity(finding))
         texts = fixes.repaired(config, rules[finding.rule].fix, load_keys())

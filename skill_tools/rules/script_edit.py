@@ -47,7 +47,7 @@ def remove_flag(text: str, place: Place, flag: str) -> str | None:
 
 
 def _span(text: str, place: Place, flag: str) -> tuple[int, int] | None:
-    """Return where the flag at `place` begins and where its values end; None where it does not stand there plainly."""
+    """Return the start of the flag at `place` and the end of its values; None if it is not plainly there."""
     lines = text.split("\n")
     if place.line > len(lines) or not flag.startswith("--"):
         return None

@@ -34,7 +34,7 @@ class Selection(NamedTuple):
     folder: str = ""
 
     def below(self, command_line: "Selection") -> "Selection":
-        """Return the selection that holds where this one stands in a file and `command_line` was given besides."""
+        """Return the selection of this one, from a file, together with `command_line`."""
         if command_line.is_everything:
             return self
         if command_line.select is not None:
@@ -76,7 +76,7 @@ def _closeness(rule: str, selector: str) -> int:
 
 
 def checked(selectors: Sequence[str], known: Iterable[str], where: str) -> tuple[str, ...]:
-    """Return `selectors`; raises `UnusableInput` for one that no rule in `known` answers to, at `where`."""
+    """Return `selectors`; raises `UnusableInput` for one without a rule in `known`, at `where`."""
     ids = set(known)
     families = {rule[: dash.start()] for rule in ids for dash in re.finditer("-", rule)}
     for each in selectors:

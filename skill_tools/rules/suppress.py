@@ -2,9 +2,8 @@
 """Suppressions: `# offload: ignore[la-pp, oc-lora] why this is fine here`, on the line of a finding or
 above it.
 
-A suppression needs a reason, because the next reader has to judge it. One without a reason, one that names
-no known rule and one that suppresses nothing are findings themselves (rules `suppression-*`), and only
-suppressions with a reason suppress.
+A suppression needs a reason, because the next reader has to judge it. Suppressions without a reason, without a known
+rule or without effect are findings themselves (rules `suppression-*`). Only suppressions with a reason suppress.
 """
 
 import re
@@ -21,7 +20,7 @@ _MARK = "offload:"  # a text without it suppresses nothing
 
 
 class Suppression(NamedTuple):
-    """One comment: the rules that it names, its reason, its place and the lines that it speaks for."""
+    """One comment: its rules, its reason, its place and its lines."""
 
     rules: tuple[str, ...]
     reason: str

@@ -3,8 +3,8 @@
 
 A `Scope` returns the value of every name in `conditions` and caches it. A value is `UNKNOWN` when nobody set the key
 and its default is not known: for this release, for this dialect, or because a recipe that is not among the inputs
-usually sets it. A value that cannot be read statically is unknown, and so is one that its key cannot hold; the latter
-has a finding of its own.
+usually sets it. A value that cannot be read statically is unknown. So is one outside its key's type, which has a
+finding of its own.
 """
 
 import re
@@ -22,7 +22,7 @@ RELEASE = re.compile(r"([a-z][a-z0-9-]*)([<>=!~].+)$")
 
 
 _HASHABLE = (bool, int, float, str)
-_MAYBE = "maybe"  # the answer of `said` to a key that something may set
+_MAYBE = "maybe"  # the answer of `said` to a key that unfollowed code may set
 _OUTSIDE = "outside"  # and of one that the environment alone may set
 
 
@@ -38,8 +38,8 @@ def key_of(name: str) -> str:
 class Scope(dict[str, object]):
     """The names of one configuration; a missing one is worked out once, when it is first read.
 
-    `as_written` takes the configuration at its word: a key that is not set has its default, although a recipe or an
-    environment that is not seen may set it.
+    `as_written` takes the configuration at its word: an unset key has its default, although an unseen recipe or
+    environment may set it.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Scope(dict[str, object]):
         return next((name for name in self.config.shares if name in self.known_keys[key].default), owner)
 
     def left_open(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the keys among `names` that are set nowhere here, and that a recipe or an environment may set."""
+        """Return the unset keys among `names` that a recipe or an environment may set."""
         return tuple(
             name for name in names if name not in self.config.settings and self._left_to_recipe(name)
         )
@@ -119,7 +119,7 @@ class Scope(dict[str, object]):
 
 
 def unset(framework: str, embeds: tuple[str, ...], keys: Mapping[str, Key]) -> Scope:
-    """Return the scope of a configuration that sets nothing, and of which as little is known as can be.
+    """Return the scope of a configuration without settings, with everything else unknown.
 
     Decisions in it stay in every configuration that does not set the keys asked for either.
     """

@@ -86,9 +86,9 @@ def standing(
     """Compare a rule's specifiers with the user's releases.
 
     Returns the standing and, when it is open, its condition, such as `megatron-core>=0.18`. One package
-    outside its range is enough for `ABSENT`. Specifiers that are not in `conditional` (by default all are) hold
-    in every known release, so they count only against a release that is stated, or a build that is none.
-    `framework` as in `in_range`.
+    outside its range is enough for `ABSENT`. Specifiers outside `conditional` (by default all are in it) hold in every
+    known release. They count only against a stated release, or a build that is no release. `framework` as in
+    `in_range`.
     """
     conditional = wanted if conditional is None else conditional
     if not conditional:
@@ -111,7 +111,7 @@ def standing(
 def in_range(package: str, specifier: str, versions: Versions, framework: str = "") -> Standing:
     """Say whether the user's release of `package` is in the range that `specifier` describes.
 
-    Where nobody states the release, it is one that `framework` runs with; a checkout may be past its stated one.
+    An unstated release is one that `framework` runs with; a checkout may be past its stated one.
     """
     stated = versions.get(package)
     meant = _running_with(framework, package) if stated is None else _meant(package, stated)
@@ -141,13 +141,13 @@ def _meant(package: str, stated: str) -> tuple[str, ...]:
 
 
 def _running_with(framework: str, package: str) -> list[str]:
-    """Return the known releases of `package` that `framework` runs with; none where it says nothing of the package."""
+    """Return the known releases of `package` that `framework` runs with; none if it does not name the package."""
     range_ = _facts()["runs_with"].get(framework, {}).get(package)
     return [version for version in _facts()["known"][package] if admits(range_, version)] if range_ else []
 
 
 def unstated_branch(wanted: Versions, versions: Versions) -> str | None:
-    """Return the development branch that a rule is only about and that nobody stated; a release is the likelier."""
+    """Return the unstated development branch that a rule is only about; a release is likelier."""
     branches = _facts()["replaces"]
     return next((package for package in wanted if package in branches and package not in versions), None)
 

@@ -138,7 +138,7 @@ def _without_flow(text: str, pair: Pair) -> str:
 
 
 def _end(text: str, node: yaml.Node) -> int:
-    """Return where `node`'s own text ends; a block's mark stands only after the comments that follow it."""
+    """Return the end of `node`'s own text; a block's end mark stands behind the comments after it."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(text, last[1] if isinstance(last, tuple) else last)
@@ -155,7 +155,7 @@ def _offset(text: str, mark: Any) -> int:
 
 
 def _line_end(text: str, offset: int) -> tuple[int, int]:
-    """Return where the line that holds `offset` ends, and where the next one begins."""
+    """Return the end of the line at `offset`, and the start of the next one."""
     found = _BREAK.search(text, offset)
     return (found.start(), found.end()) if found else (len(text), len(text))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a pickle that holds plain containers, numbers and text, without the interpreter that executes pickles.
+"""Reads a pickle of plain containers, numbers and text without executing it.
 
 A pickle is a program, whose opcodes may import and call anything. Here is a reader of those that build dicts, lists,
 tuples, numbers, texts and bytes; any other ends the reading. Opcodes: `pickletools` of CPython 3.14, protocols 0 to 5.
@@ -208,7 +208,7 @@ def read(data: bytes) -> Any:
     try:
         return _Reader(data).read()
     except (IndexError, KeyError):
-        raise PickleError("it takes what it has not put there") from None
+        raise PickleError("it reads a value that it has not stored") from None
     except (TypeError, OverflowError):
         raise PickleError("a key of a dict that can be none") from None
     except PickleError:

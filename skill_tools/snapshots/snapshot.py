@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owners of bytes in a memory snapshot of torch: the blocks alive at the peak, or where memory ran out.
 
-The events of a trace are taken back one by one from the blocks that are alive at its end, so that also the blocks that
-were there before the recording began count. Sizes are those that were asked for; the allocator rounds them up. Facts
-about the file are read from torch's `cuda/memory.py` and `cuda/_memory_viz.py`, 1.13 (a list of segments) to 2.14, and
-from snapshots that torch 2.11 wrote on a GPU.
+The events of a trace are undone one by one from the blocks alive at its end, so blocks from before the recording count
+too. Sizes are the requested ones; the allocator rounds them up. Facts about the file are read from torch's
+`cuda/memory.py` and `cuda/_memory_viz.py`, 1.13 (a list of segments) to 2.14, and from snapshots that torch 2.11 wrote
+on a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from skill_tools.errors import UnusableInput
 from skill_tools.snapshots.pickled import PickleError, read
 
 _MOST_BYTES = 1 << 30
-_MOST_FRAMES = 200  # of a block that are looked at
+_MOST_FRAMES = 200  # read of a block
 _EXPECTED = "a snapshot that torch.cuda.memory._dump_snapshot wrote"
 _ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")  # 2.0 says pending
-# Files whose lines are no user's.
+# Files without a user's lines.
 _LIBRARIES = re.compile(
     r"site-packages|dist-packages|/lib/python3|/torchinductor_|^<|^\?\?$|^$|\.(?:cpp|cc|h|cu)$|^torch/"
 )
@@ -38,21 +38,21 @@ class Frame(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who holds bytes: the owner, and the user's line that had them allocated, empty where no frame is the user's."""
+    """A holder of bytes: the owner, and the user's line that allocated them, empty without a frame of the user's."""
 
     owner: str
     place: str
 
 
 class Held(NamedTuple):
-    """The blocks alive on a device at the moment that matters; bytes by holder, and how many blocks each has."""
+    """The blocks alive on a device at its peak, or where memory ran out: bytes and number of blocks by holder."""
 
     device: int
     moment: str
     total_bytes: int
     by_holder: Mapping[Holder, tuple[int, int]]
-    wanted_bytes: int | None  # that could not be allocated, where the moment is that
-    place: str  # where it was asked for
+    wanted_bytes: int | None  # the failed allocation, where memory ran out
+    place: str  # of the failed allocation
     is_cut: bool  # the oldest events are missing
 
     def by_owner(self) -> dict[str, int]:
@@ -221,15 +221,15 @@ class _Frames:
             file, name = frame["filename"], frame["name"]
             if not isinstance(file, str) or not isinstance(name, str):
                 raise TypeError
-            if file.endswith(".py") or file.startswith("<"):  # C++ frames say nothing of whose it is
+            if file.endswith(".py") or file.startswith("<"):  # C++ frames do not show the owner
                 yield Frame(file, _number(frame["line"]), name)
 
 
 def holder_of(frames: tuple[Frame, ...] | None, freed_by: tuple[Frame, ...] | None) -> Holder:
-    """Return whose a block is, by the frames of its allocation and of its release.
+    """Return a block's holder by the frames of its allocation and of its release.
 
-    Backward runs in a thread without Python frames. Blocks that it leaves, freed by Python code or by nobody, are
-    gradients. What an update makes and nobody frees is a state.
+    Backward runs in a thread without Python frames. Its remaining blocks, freed by Python code or never, are gradients.
+    A block that an update allocates and nobody frees is a state.
     """
     if frames is None:
         return Holder(UNKNOWN, "")

@@ -49,8 +49,8 @@ def between(old: Summary, new: Summary) -> Iterator[Change]:
 def unknown(summary: Summary, package: str) -> Iterator[Change]:
     """Yield the offload fields and flags of a release that no dialect of `package` knows.
 
-    Fields count in classes that are called like a configuration, unless `knowledge/reviewed.yaml` says that these are
-    no settings of a training.
+    Only classes called like a configuration count, unless `knowledge/reviewed.yaml` lists them as no settings of a
+    training.
     """
     known = {_bare(name) for each in of_package(package) for name in load_vocabulary(each.name).names}
     known |= {_bare(key.name) for key in load_keys().values()}

@@ -20,8 +20,8 @@ from skill_tools.upkeep.release_files import in_package
 
 _JOINT = re.compile(r"""(?<!\\)["']\s*\\?\n\s*[rRfFbBuU]{0,2}["']""")
 _CITED = ("msg", "src")
-_CLASS = re.compile(r"^\w+Error: ")  # which a traceback puts in front of a message
-_SCRIPT = "__main__"  # the symbol of the part that runs where a file is the program
+_CLASS = re.compile(r"^\w+Error: ")  # in front of a traceback's message
+_SCRIPT = "__main__"  # the symbol of the part that runs in a program's file
 
 
 class Citation(NamedTuple):
@@ -34,7 +34,7 @@ class Citation(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A citation that a release does not have: `what` of it is gone, and where the words stand now, if anywhere."""
+    """A citation missing in a release: the missing part (`what`), and the present place of its words, if any."""
 
     id: str
     ref: str
@@ -65,7 +65,7 @@ def cited(package: str, release: str) -> Iterator[Citation]:
 
 
 def _may_hold(tree: list[Any], package: str, release: str) -> bool:
-    """Return whether a condition may be true in a release: it has the keys that are asked, and is one that is asked."""
+    """Return whether a condition may be true in a release: the release has its keys, and satisfies its ranges."""
     kind, *parts = tree or ["value"]
     if kind == "name":
         name = str(parts[0])
@@ -139,7 +139,7 @@ def _maybe(words: str, text: str) -> bool:
 
 
 def _has_symbol(text: str, symbol: str) -> bool:
-    """Return whether a file defines `symbol`, whose parts may be classes, functions or names that are set."""
+    """Return whether a file defines `symbol`; its parts may be classes, functions or assigned names."""
     names = set()
     try:
         for node in ast.walk(ast.parse(text)):

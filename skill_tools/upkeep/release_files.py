@@ -67,7 +67,7 @@ def _of_package(package: str, files: dict[str, str], source: Path | None) -> dic
 
 
 def _without_layout(files: dict[str, str]) -> dict[str, str]:
-    """Take off the folder that an archive of a tag begins with, and `src/`, so that paths begin with the package."""
+    """Remove a tag archive's first folder and `src/`, so paths begin with the package."""
     while files:
         tops = {path.partition("/")[0] for path in files}
         (top, *others) = sorted(tops)

@@ -18,7 +18,7 @@ from skill_tools.upkeep.summary import Summary, summarize
 
 
 def compare(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Return the report of the release that `args` name, and its text; write its summary where `--save` asks for it."""
+    """Return the report of the release in `args`, and its text; `--save` also writes its summary."""
     package, release = parse_target(args.release)
     files = read_release(package, release, args.source)
     summary = summarize(files)

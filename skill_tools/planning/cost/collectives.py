@@ -26,7 +26,7 @@ class Collectives(NamedTuple):
 
 
 def of_micro_batch(run: TrainingRun, held: LocalParameters, machine: Machine) -> Collectives | None:
-    """Return how long ranks that hold `held` communicate for a micro-batch; None where they do not."""
+    """Return the communication time of ranks with `held` for a micro-batch; None without communication."""
     sent = run.exchange
     if sent is None:
         return None
@@ -122,7 +122,7 @@ def _in_backward(sent: Exchange) -> str:
 
 
 def _beside(run: TrainingRun, name: str, work_s: float, compute_s: float) -> Cost:
-    """Return a cost that runs beside `compute_s` of other blocks, where there is any."""
+    """Return the cost, if any, beside `compute_s` of other blocks."""
     blocks = run.shape.num_layers
     exposed_s = max(work_s / blocks, work_s - compute_s * (blocks - 1) / blocks) if compute_s else work_s
     hidden = " - compute beside it, at least one block's" if compute_s else ", compute waits"

@@ -91,7 +91,7 @@ def micro_batch_flops(run: TrainingRun) -> PassFlops:
 class Pace(NamedTuple):
     """Seconds of one GPU for one micro-batch, and of the compute of a whole step.
 
-    `has_collectives` says that they come from a measured step, which has the collectives of its ranks in it.
+    `has_collectives`: they come from a measured step, with its ranks' collectives in it.
     """
 
     forward_s: float

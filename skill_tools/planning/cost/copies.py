@@ -53,7 +53,7 @@ def _windowed(run: TrainingRun, memory: Memory, machine: Machine, speed: Pace) -
 
 
 def without_one_layer_s(run: TrainingRun, pass_s: float) -> float:
-    """Return the part of a pass that hides copies which it waits for layer by layer: all layers but one."""
+    """Return the part of a pass that hides copies awaited layer by layer: all layers but one."""
     layers = run.shape.num_layers / run.layout.pipeline
     return pass_s * max(layers - 1, 0) / layers
 
@@ -121,9 +121,9 @@ def weights(
 
 
 def _read_in_backward(run: TrainingRun) -> float:
-    """Return which share of the frozen layers' bytes stands in layers that have a backward.
+    """Return the share of the frozen layers' bytes in layers with a backward.
 
-    Which layers of several lists have none, nobody has said.
+    Of several lists, the layers without a backward are not known.
     """
     if run.traced is None or len(run.traced.frozen_layers) != run.shape.num_layers:
         return 1.0

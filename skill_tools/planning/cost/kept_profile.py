@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of this machine that `offload probe` saved where `offload plan` finds it.
+"""The profile of this machine, saved by `offload probe` for `offload plan`.
 
 One file a host in the user's cache folder, because a home may be shared; OFFLOAD_CACHE names another folder. It holds
-the rates that one process measured on an idle machine, so the ranks of a run share the host's rates.
+the rates of one process on an idle machine, so the ranks of a run share the host's rates.
 """
 
 import json
@@ -21,7 +21,7 @@ OLD_DAYS = 30
 
 
 def path() -> Path:
-    """Return where this host's profile is kept, whether or not it is there."""
+    """Return the path of this host's profile, whether or not it exists."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.environ.get("OFFLOAD_CACHE") or os.path.join(caches, "cpu-offloading")
     host = re.sub(r"[^A-Za-z0-9.-]", "_", platform.node()) or "host"
@@ -29,7 +29,7 @@ def path() -> Path:
 
 
 def keep(document: Mapping[str, Any]) -> Path | None:
-    """Keep the probed rates and return where, or None where the cache folder cannot be written."""
+    """Save the probed rates and return their path, or None if the cache folder cannot be written."""
     kept = path()
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -42,9 +42,9 @@ def keep(document: Mapping[str, Any]) -> Path | None:
 
 
 def find(*, ranks: int) -> Machine | None:
-    """Return the part of this host, as it was probed, that one of `ranks` has, or None where nobody has probed.
+    """Return the part of one of `ranks` of this host, as probed, or None if nobody has probed it.
 
-    Raises `UnusableInput` for a file that is damaged.
+    Raises `UnusableInput` for a damaged file.
     """
     kept = path()
     if not kept.is_file():

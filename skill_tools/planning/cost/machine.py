@@ -51,19 +51,17 @@ _NUMBERS = ("tflops", "link_GBs", "dram_GBs", "hbm_GBs")
 class Machine(NamedTuple):
     """Rates in FLOP/s, bytes/s and parameters/s. `*_copy` are pinned copies of one direction alone.
 
-    `duplex_copy` is one direction while the other runs too. `host_memory_bytes` is the part of the GPUs of the run
-    on one node, of a node's that they do not fill their share. `dram` is one rank's share of the node's host
-    memory bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured
-    rates of Megatron's HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu`
-    are the rates that the reference implementation's optimizer reaches of the link, one way, of host memory and of the
-    cores. `staged_copy` is one direction of copies of pageable memory while the other runs too, 0 where nobody measured
-    it. `peers` is the rate at which a rank receives in a collective inside a node, over the link where `peers_on_link`;
-    `network` is its share of a node's rate from others. `launch_s` are the host's seconds to launch a kernel of an
-    eager step,
-    and `budget_extra` the extra time of an activation budget on real models, as a share of forward and backward: None
-    where nobody measured it, then `hardware.yaml` says it. `measured` says that the rates come from this machine.
-    `stands_for` are the known GPUs that may be meant where nobody has named one (`unnamed_gpu`). `has_bf16` is false
-    for GPUs whose `gemm` is that of fp16, because they have no bf16.
+    `duplex_copy` is one direction while the other runs too. `host_memory_bytes` is the share of the run's GPUs on one
+    node, smaller than the node's if they do not fill it. `dram` is one rank's share of the node's host memory
+    bandwidth, `cpu_adam` one rank's fused CPU AdamW. `hybrid` and `hybrid_overlap` are measured rates of Megatron's
+    HybridDeviceOptimizer, copies included, or None. `update_link`, `update_dram` and `update_cpu` are the rates of the
+    reference implementation's optimizer: on the link, one way, in host memory and on the cores. `staged_copy` is one
+    direction of copies of pageable memory while the other runs too, 0 if not measured. `peers` is a rank's receiving
+    rate in a collective inside a node, over the link if `peers_on_link`; `network` is its share of a node's receiving
+    rate from other nodes. `launch_s` are the host's seconds to launch a kernel of an eager step, and `budget_extra` the
+    extra time of an activation budget on real models, as a share of forward and backward. None stands for the value of
+    `hardware.yaml`, if not measured. `measured`: the rates come from this machine. `stands_for` are the possible GPUs
+    if none was named (`unnamed_gpu`). `has_bf16` is false for GPUs without bf16: their `gemm` is that of fp16.
     """
 
     name: str
@@ -252,7 +250,7 @@ def _peer_gbs(data: Mapping[str, Any]) -> float | None:
 
 
 def _known_gpu(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of the GPU that a profile names, empty where nobody wrote it down."""
+    """Return the entry of a profile's GPU, empty for an unknown one."""
     found = _entry(plain_name(data.get("gpu", "")))
     return found[1] if found else {}
 
@@ -266,7 +264,7 @@ def _entry(wanted: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _check_rates(data: Mapping[str, Any], source: str) -> None:
-    """Raise `UnusableInput` for a profile that lacks a rate, or says something that is none."""
+    """Raise `UnusableInput` for a profile with a missing or impossible rate."""
     expected = "h2d_pinned_GBs, d2h_pinned_GBs, duplex_total_GBs and the other measured rates"
     attempt = f"{COMMAND} probe --out {source}, or --gpu NAME for rates that are known"
     missing = [name for name in _RATES if name not in data]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of updating offloaded parameters, by engine: seconds of work, and seconds that compute does not hide.
 
-Rates that were measured for an engine win over rates that follow from the machine's own. The latter are
-calibrated only when the machine was measured; no constant here was fitted to a step time.
+An engine's measured rates win over rates computed from the machine's own. The latter are calibrated only when the
+machine was measured; no constant here was fitted to a step time.
 
-The reference implementation's optimizer updates its offloaded share on the CPU, which moves a gradient and a
-weight, or on the GPU while the states stream through it. The link, the host's memory and the cores work at once;
-the slowest is the update's time. It hides behind the next forward, whose layers wait for their own weights; where
-nothing is clipped the CPU starts in backward already. Explained in docs/optimizer-offloading.md.
+The reference implementation's optimizer updates its offloaded share on the CPU, which moves a gradient and a weight, or
+on the GPU while the states stream through it. The link, the host's memory and the cores work at once; the slowest is
+the update's time. It hides behind the next forward, where each layer waits for its own weights only. Without clipping
+the CPU starts in backward already. Explained in docs/optimizer-offloading.md.
 """
 
 from typing import NamedTuple
@@ -121,7 +121,7 @@ def _state_bytes(states: StreamedStates, weight_bytes: float, matrices: Matrices
 def best_streamed_share(
     machine: Machine, states: StreamedStates = StreamedStates.EXACT, *, weight_bytes: float = 2
 ) -> float:
-    """Return which share of the offloaded states should be streamed, so that link and host memory finish together."""
+    """Return the streamed share of the offloaded states by which link and host memory finish together."""
     resources = resources_of(1.0, 1, adam_bytes(weight_bytes, FORMS[states]), rates(machine))
     return 1 - min(turning_points(resources, 0.0, 1.0), key=lambda cpu: slowest_s(resources, cpu))
 

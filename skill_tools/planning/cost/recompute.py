@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of computing activations again: a framework's recompute, the share that a budget chooses, and its hooks.
 
-`reference_impl`'s budget decides which saved bytes to compute again and which to offload. Copies are free while the
-link keeps up with the compute beside them; computing again costs as much as the operation did. So the results that are
-cheapest to compute again are recomputed, and the rest is copied. The engine decides tensor by tensor from a measured
-step; this module makes the same trade for kinds of tensors, from rates. The engine looks at every tensor that autograd
-saves, in Python, which lengthens a step that its launches bound. Explained in docs/activation-offloading.md.
+`reference_impl`'s budget recomputes some saved bytes and offloads others. Copies are free while the link keeps up with
+the compute beside them; computing again costs as much as the operation did. So the cheapest results are recomputed, and
+the rest is copied. The engine decides tensor by tensor from a measured step; this module makes the same trade for kinds
+of tensors, from rates. The engine handles every saved tensor in Python: that lengthens a step bound by its launches.
+Explained in docs/activation-offloading.md.
 """
 
 from collections.abc import Iterator

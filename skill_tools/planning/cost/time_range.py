@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The range of a step's time: the same prediction for the slowest and the fastest machine that may be meant.
+"""The range of a step's time: the same prediction for the slowest and the fastest possible machine.
 
-Where nobody has named the GPU, it is over all cards that may be meant.
-Of a machine that is known by name, the link, the host and the load on the host are not known. A probed machine is
-known as closely as a step repeats from run to run. How far each rate may be off is a fact in `hardware.yaml`.
+For an unnamed GPU it is over all possible cards. A machine known by name leaves the link, the host and the load on the
+host unknown. A probed machine is known as closely as a step repeats from run to run. The possible error of each rate is
+a fact in `hardware.yaml`.
 """
 
 from typing import NamedTuple

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of trained layers that stream in a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
+"""The cost of streamed trained layers in a step, by `reference_impl.TrainableLayerStreamer`'s timeline.
 
-A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`: backward hides the weights that come in
-and the gradients that leave, the next forward the weights and the states that pass. Both directions are in use at once,
-and an update takes no less than reading and writing its bytes in host memory does.
-Updated in backward, where nothing is clipped, it lasts `max(T_f, 2 N / B) + max(T_b, (2 + S) N / B)`, and the first
-block and the weights before it have nothing to hide behind. Weights that stay on the GPU travel in neither.
-Where gradients add up over several backwards, weights travel for each, and a gradient that has left comes back to be
-added to. The states of weights outside the blocks come first and have nothing to hide behind.
+A step with exact clipping lasts `max(T_b, 2 N / B) + max(T_f, (4 + S) N / B)`. Backward hides incoming weights and
+outgoing gradients, the next forward hides weights and states. Both directions are in use at once, and an update takes
+at least the time to read and write its bytes in host memory. Updated in backward, without clipping, it lasts `max(T_f,
+2 N / B) + max(T_b, (2 + S) N / B)`. The first block and the weights before it have nothing to hide behind. Resident
+weights travel in neither. With gradients accumulated over several backwards, weights travel for each, and a gradient
+comes back from the host for each addition. The states of weights outside the blocks come first and have nothing to hide
+behind.
 
-States that stay on the GPU cross no link. Where the CPU updates a parameter, its gradient does not come back, and its
-new weight is copied a second time, because its block was on its way before. Explained in docs/larger-than-gpu.md.
+Resident states cross no link. If the CPU updates a parameter, its gradient does not come back, and its new weight is
+copied a second time, because its block was on its way before. Explained in docs/larger-than-gpu.md.
 """
 
 from typing import NamedTuple
@@ -37,11 +37,11 @@ class _Traffic(NamedTuple):
     on_cpu: float = 0.0
 
     def seconds(self, machine: Machine, updated_on_cpu: float = 0.0) -> float:
-        """Return how long that takes, with so many elements that the CPU updates."""
+        """Return its time, with so many elements updated on the CPU."""
         return max(self.each_s(machine, updated_on_cpu))
 
     def each_s(self, machine: Machine, updated_on_cpu: float) -> tuple[float, float, float]:
-        """Return how long link, host memory and cores take."""
+        """Return the times of link, host memory and cores."""
         return (
             max(self.inwards, self.outwards) / machine.update_link,
             (self.inwards + self.outwards + self.on_cpu) / machine.update_dram,
@@ -50,7 +50,7 @@ class _Traffic(NamedTuple):
 
 
 def _of_element(run: TrainingRun, states: StreamedStates) -> tuple[_Traffic, _Traffic]:
-    """Return an element's bytes beside its weight's first copy: where the CPU updates it, and where it streams."""
+    """Return an element's bytes beside its weight's first copy: updated on the CPU, and streamed."""
     weight_bytes, gradient_bytes = run.precision.weight_bytes, run.precision.gradient_bytes
     states_bytes = element_bytes(run, states)
     return (
@@ -61,9 +61,9 @@ def _of_element(run: TrainingRun, states: StreamedStates) -> tuple[_Traffic, _Tr
 
 
 def best_cpu_share(run: TrainingRun, states: StreamedStates, machine: Machine) -> float:
-    """Return which share of the states the CPU should update where nothing hides them; 0 where that gains little.
+    """Return the best share of states to update on the CPU if nothing hides them; 0 if it gains little.
 
-    Matrices that Muon updates never go there, and AdamW's part beside them is small.
+    Muon's matrices never go there, and AdamW's part beside them is small.
     """
     if run.matrices is not None:
         return 0.0
@@ -135,7 +135,7 @@ def costs(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed:
     back = gradient_bytes * stays
     moved = _Traffic(
         weights + back + streams.inwards * streamed + cpus.inwards * on_cpu,
-        # New weights that have a home, but for those that are there.
+        # New weights with a home, without those already in it.
         weights * (1 - mode.states_on_cpu) + states + memory.moved_bytes,
         cpus.on_cpu * on_cpu,
     )

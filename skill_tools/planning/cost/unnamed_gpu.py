@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cards that may be meant where nobody names the GPU: those of a memory size, or, without one, an assumed one.
+"""The possible cards of an unnamed GPU: those of a memory size, or, without one, an assumed one.
 
-Cards are sold by a label (24 GB), of which torch reports the memory that ECC and the driver leave (22.0 to 23.7 GiB). A
-log's capacity, or a budget that is such a size, means the cards of that label. Another budget may be a part of any card
-that has it and is at most twice as large.
+Cards are sold by a label (24 GB). torch reports less, the memory left by ECC and the driver (22.0 to 23.7 GiB). A log's
+capacity, or a budget of such a size, means the cards of that label. Another budget may be a part of any card at most
+twice as large.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.units import GIB
 
-ASSUMED = "h100"  # where not even a memory size is known
+ASSUMED = "h100"  # without a memory size
 LABELS_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 256, 288)
 _MORE = 1.01  # a label is in GiB, and no card has more
-_IS_ONE = 0.015  # a budget so close to a label, or to a card's memory, is that card's
-_MOST = 2  # times a budget that is a part of a card
+_IS_ONE = 0.015  # a budget so close to a label, or to a card's memory, means that card
+_MOST = 2  # the largest card, in budgets that are a part of one
 
 
 def label_gb(memory_bytes: float) -> int:
@@ -27,7 +27,7 @@ def label_gb(memory_bytes: float) -> int:
 
 
 def smallest_label_gb(needed_bytes: float) -> int | None:
-    """Return the smallest label of which every known card has `needed_bytes`; None where no card has so many."""
+    """Return the smallest label whose known cards all have `needed_bytes`; None if no card has so many."""
     least: dict[int, float] = {}
     for card in _cards().values():
         size = card["memory_gib"] * GIB
@@ -36,9 +36,9 @@ def smallest_label_gb(needed_bytes: float) -> int | None:
 
 
 def standing_for(memory_bytes: int | None, *, is_capacity: bool, ranks_on_node: int) -> Machine:
-    """Return the machine whose rates stand for those of all cards that may be meant, which it names.
+    """Return the machine whose rates stand for all possible cards; it names the cards.
 
-    `memory_bytes` are a card's whole memory where `is_capacity`, else a budget.
+    `memory_bytes` are a card's whole memory if `is_capacity`, else a budget.
     """
     names = _meant(memory_bytes, is_capacity=is_capacity) or (ASSUMED,)
     middle = ASSUMED if ASSUMED in names else sorted(names, key=_speed)[len(names) // 2]

@@ -2,12 +2,12 @@
 """Bytes that autograd keeps for backward: per token of one decoder layer, and of a pipeline stage under a mode.
 
 A layer is a list of parts: inputs of norms and linears, q, k, v, the attention output, and the tensors of the MLP or
-the experts keep. Each part names the recompute module that drops it and the fine-grained offload module that moves it.
+the experts keep. Each part names its recompute module and its fine-grained offload module.
 The list counts unique storages with flash attention (no score matrix), in bf16 unless it says otherwise.
 
-A stage walks its layers with the mode's recompute and engine. An engine needs memory of its own: layers that are
-offloaded are copied one layer late, checkpointed inputs are double-buffered, and TRL keeps two copies of the tensors
-that it saves. Explained in docs/activation-offloading.md.
+A stage walks its layers with the mode's recompute and engine. An engine needs memory of its own: offloaded layers are
+copied one layer late, checkpointed inputs are double-buffered, and TRL keeps two copies of its saved tensors. Explained
+in docs/activation-offloading.md.
 """
 
 import math
@@ -36,7 +36,7 @@ _KEPT_OF_ATTENTION = ("attention output", "attention log-sum-exp and norm scales
 
 
 class Part(NamedTuple):
-    """One kept tensor: its bytes a token, and the modules whose recompute drops or whose offload moves it."""
+    """One kept tensor: its bytes a token, and the modules that recompute or offload it."""
 
     name: str
     token_bytes: float
@@ -140,7 +140,7 @@ def _expert_parts(run: TrainingRun) -> Iterable[Part]:
 def stays_and_moves(
     parts: tuple[Part, ...], recomputed: tuple[str, ...], moved: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Return (bytes that stay on the GPU, bytes that move to the host) per token and layer."""
+    """Return (bytes on the GPU, bytes moved to the host) per token and layer."""
     stays = moves = 0.0
     for part in parts:
         if set(part.dropped_by) & set(recomputed):
@@ -268,7 +268,7 @@ def needed_in_tiles(run: TrainingRun, mode: Mode) -> float:
 
 
 def in_slices(run: TrainingRun, mode: Mode, work: float) -> float:
-    """Return the bytes that a layer's backward needs at once, `work` for a whole micro-batch, where it takes slices.
+    """Return the bytes that a layer's backward needs at once, with slices; `work` is that of a whole micro-batch.
 
     The gradients of the whole input and output are there beside a slice's work.
     """
@@ -289,10 +289,10 @@ def _needed_at_once(run: TrainingRun, parts: tuple[Part, ...]) -> float:
 
 
 def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, moe: bool) -> float:
-    """Bytes of the gradients that the backward of an eager MLP has beside all that its layer has saved.
+    """Bytes of gradients in the backward of an eager MLP, beside its layer's saved tensors.
 
-    At the activation function these are as many as its results, whose own gradient has taken the place of one. The
-    gradients of the layer's weights come after that: only the bytes beyond them count.
+    At the activation function these are as many as its results: their own gradient replaces one. The gradients of the
+    layer's weights come later: only the bytes beyond them count.
     """
     if not run.is_eager or run.tiled_mlp:
         return 0.0
@@ -304,7 +304,7 @@ def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, m
 def _components(
     run: TrainingRun, mode: Mode, recompute: Recompute, kinds: tuple[tuple[Part, ...], ...]
 ) -> str:
-    """Name the tensors that one layer keeps: of several kinds, of the one that keeps most."""
+    """Name the kept tensors of one layer: of several kinds, of the largest."""
     if recompute.granularity == "full" or not kinds:
         return f"layer inputs {input_bytes(run) * run.tokens / GIB:.2f}"
     dropped = recompute.modules if recompute.granularity == "selective" else ()
@@ -316,7 +316,7 @@ def _components(
 def _layer(
     run: TrainingRun, mode: Mode, recompute: Recompute, parts: tuple[Part, ...], position: int
 ) -> tuple[float, float, float]:
-    """Return the bytes a token that stay, that are offloaded, and that are copied once more than they are held."""
+    """Return the bytes a token that stay, that are offloaded, and that are copied once more than held."""
     dropped = recompute.modules if recompute.granularity == "selective" else ()
     stay, moved = stays_and_moves(parts, dropped, mode.modules)
     if recompute.granularity == "full" and (recompute.method == "uniform" or position < recompute.layers):

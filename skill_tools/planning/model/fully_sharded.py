@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that FSDP2 needs beside a rank's shards while it trains a plain loop's model, block by block.
 
-Backward holds two gathered blocks, the one that runs and the next one, which is gathered meanwhile. It holds the
-gradients of the block that runs, and those of the block before, laid out for their reduce-scatter. Embedding and head
-are gathered, freed and reduced as blocks are, and are larger: of many words, each is as large as several blocks. A tied
-table is not: it belongs to the root, which stays gathered from forward to the end of backward.
+Backward holds two gathered blocks: the running one, and the next one, gathered meanwhile. It holds the gradients of the
+running block, and those of the block before, laid out for their reduce-scatter. Embedding and head are gathered, freed
+and reduced as blocks are. With a large vocabulary, each is as large as several blocks. A tied table belongs to the
+root, and stays gathered from forward to the end of backward.
 
 Explained in docs/distributed.md.
 """
@@ -146,16 +146,16 @@ def _tied_table(run: TrainingRun, size: Sizes) -> list[Line]:
             Kind.OTHER_GRADIENTS,
             "gradient of the tied table in its reduce-scatter",
             round(reduced),
-            "beside the block's that was reduced before; the sum of both gradients is where the gathered table was",
+            "beside the last reduced block's; the sum of both gradients is in place of the gathered table",
             "embedding",
         ),
     )
 
 
 def _computes_its_loss(run: TrainingRun) -> bool:
-    """Return whether the model's forward ends in the loss, as that of a traced Hugging Face model does.
+    """Return whether the model's forward ends in the loss, as in a traced Hugging Face model.
 
-    FSDP2 gathers ahead from where backward enters the root, which there is before the loss's backward.
+    FSDP2 gathers ahead once backward enters the root: there, before the loss's backward.
     """
     return run.traced is not None
 
@@ -271,10 +271,10 @@ def first_ones_stream(mode: Mode) -> bool:
 
 
 def table_on_the_cpu(run: TrainingRun, mode: Mode, shard: int) -> list[Line]:
-    """Return the bytes of a table of which the CPU updates all, or all that the GPU does not.
+    """Return the bytes of a table updated on the CPU, wholly or beside the GPU's part.
 
-    The first elements of the forward stay, and the table has them. If it is cut by that, its gradient stays as a whole,
-    and an fp32 weight is no master of its own, so that both parts change at once.
+    The first elements of the forward stay, and the table has them. If that cuts it, its gradient stays as a whole, and
+    an fp32 weight is no master of its own: both parts change at once.
     """
     table, resident = table_shard(run), round(shard * (1 - mode.optimizer_fraction))
     is_ours = mode.optimizer_engine is OptimizerEngine.REFERENCE

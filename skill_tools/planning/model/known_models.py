@@ -41,12 +41,12 @@ def find(text: str) -> str | None:
 
 @cache
 def untold(text: str) -> str:
-    """Return which layers of the model that `text` names have no shape here; empty for a model that is not known."""
+    """Return the layers without a shape here, of the model named in `text`; empty for an unknown one."""
     return next((_exact(words, _untold()) or "" for words in _names_in(text)), "")
 
 
 def similar(text: str) -> str | None:
-    """Return the known model of which `text` says more than neutral words, so that it may have another shape."""
+    """Return the known model in `text` if further words than neutral ones may mean another shape."""
     for words in _names_in(text):
         return next((model for _, model in _aliases_in(words, _aliases())), None)
     return None

@@ -3,9 +3,8 @@
 
 The peak is at one of six moments of a step: the end of forward, the start of backward (all activations and the loss),
 the recompute of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a
-traced model they are the spans of its trace, and the update. `allocated` is that peak; `between_steps` are the bytes
-that stay when no activation is alive, which Megatron logs as allocated memory; `device` adds CUDA's context and
-communicators.
+traced model they are the spans of its trace, and the update. `allocated` is that peak. `between_steps` are the bytes
+without any activation; Megatron logs them as allocated memory. `device` adds CUDA's context and communicators.
 """
 
 from collections.abc import Sequence
@@ -43,10 +42,10 @@ _BESIDE = frozenset({"loss", "head", "backward", "recompute", "last block", "fir
 class Memory(NamedTuple):
     """The answer for one mode: GPU lines of the most loaded stage, host lines of one rank.
 
-    `moved_bytes` are the activations that one micro-batch sends to the host, `copied_bytes` the bytes copied,
-    including duplicates, `in_flight` the micro-batches alive at once, `pinned_bytes` the page-locked part of `host`,
-    `pageable_bytes` the part that would be, if a limit allowed it (`pageable`). `between_bytes` are the GPU bytes that
-    are freed before backward and allocated by the next step.
+    `moved_bytes` are one micro-batch's activations for the host, `copied_bytes` the bytes copied, including duplicates,
+    `in_flight` the micro-batches alive at once. `pinned_bytes` is the page-locked part of `host`, `pageable_bytes` a
+    part that a limit keeps from it (`pageable`). `between_bytes` are the GPU bytes freed before backward and allocated
+    by the next step.
     """
 
     stage: int
@@ -98,7 +97,7 @@ def estimate(run: TrainingRun, mode: Mode | None = None) -> Memory:
 
 @lru_cache(maxsize=64)
 def _differing(shape: ModelShape, spread: Layout) -> tuple[Stage, ...]:
-    """Return the stages, of those that are alike the first, which has the most micro-batches in flight."""
+    """Return the stages; of equal ones only the first, with the most micro-batches in flight."""
     found = {
         (parameters.layers(shape, stage.layers), stage.has_embedding, stage.has_head): stage
         for stage in reversed(layout.stages(shape, spread))
@@ -133,7 +132,7 @@ def _of_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Memory:
 
 
 def _counted(run: TrainingRun) -> LocalParameters | None:
-    """Return the parameters that a trace has counted, where it counted them: of a base, without adapters."""
+    """Return the parameters counted by a trace, if it counted them: of a base, without adapters."""
     if run.traced is None or not run.traced.is_counted:
         return None
     shards = run.layout.dense_shards if run.shards_optimizer else 1
@@ -185,7 +184,7 @@ class _Activations(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _activations(run: TrainingRun, mode: Mode, stage: Stage) -> _Activations:
-    """Return the tensors that the stage keeps, once for all modes that are the same `of_activations`."""
+    """Return the stage's kept tensors, once for all modes with equal `of_activations`."""
     found, flight = activations.kept_by_stage(run, mode, stage), activations.in_flight(run, stage.rank)
     host = Line(
         Kind.ACTIVATIONS,
@@ -218,7 +217,7 @@ def _activation_lines(run: TrainingRun, mode: Mode, stage: Stage, found: Kept, f
             Kind.LAYER_WORK,
             "one layer's work",
             round(found.layer),
-            "what backward needs of one layer at once",
+            "bytes that backward needs of one layer at once",
             found.layer_when,
         ),
     ]

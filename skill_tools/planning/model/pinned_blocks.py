@@ -3,8 +3,8 @@
 
 torch's host allocator makes pinned blocks of a power of two of bytes. Peers pin tensor by tensor, or in few flat
 buffers, so a part of their pinned memory holds nothing: a third of it is usual, and nearly half is possible. The
-buffers, and where each stands in its framework's source, are in `knowledge/host_buffers.yaml`. `reference_impl` pins
-slabs that it registers itself, which are not rounded.
+buffers, and where each stands in its framework's source, are in `knowledge/host_buffers.yaml`. `reference_impl`
+registers its pinned slabs itself, without rounding.
 
 Explained in docs/choosing.md.
 """

@@ -76,7 +76,7 @@ def shape_of(config: Config | None, *, model: str | None, config_json: str | Non
 
 
 def _named(name: str, config: Config | None) -> tuple[ModelShape, str] | None:
-    """Return the shape that `name` means here, and where it came from: a folder, a known model, or a cached one."""
+    """Return the shape of `name` here, and its source: a folder, a known model, or a cached one."""
     beside = [str(PurePath(source).parent) for source in config.sources] if config else []
     path = local_models.config_json(name, beside)
     known = known_models.find(name)
@@ -89,7 +89,7 @@ def _named(name: str, config: Config | None) -> tuple[ModelShape, str] | None:
 
 
 def _is_models_name(name: str | None) -> bool:
-    """Return whether `name` is a model's; that of a recipe's function says nothing where it has no number."""
+    """Return whether `name` is a model's; a recipe's function without a number in its name says nothing."""
     return bool(name) and re.search(r"[/\d]", name or "") is not None
 
 
@@ -274,7 +274,7 @@ def from_config_json(path: str) -> tuple[ModelShape, str]:
 
 
 def _unchecked(data: dict[str, Any]) -> str:
-    """Say so where a config.json is of a kind whose count was never held against transformers' own."""
+    """Return a note on a config.json of a kind whose count was never compared with transformers' own."""
     kind = str(_text_part(data).get("model_type", data.get("model_type", "")))
     if not kind or kind in known_models.counted_kinds():
         return ""

@@ -69,7 +69,7 @@ def _ring_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStat
 def scratch_of_matrices(run: TrainingRun, matrices: Matrices, states: StreamedStates, chunk: int) -> int:
     """Return the GPU bytes that the update of a chunk of so many elements of matrices needs beside the slot."""
     form = FORMS[states]
-    # Momentum is widened for the update, one matrix at a time, so that a chunk's scratch is that of fp32.
+    # Momentum is widened for the update, one matrix at a time: a chunk's scratch is fp32.
     widened = FP32_BYTES * matrices.largest if form.moment_bytes < FP32_BYTES else 0
     each_bytes = scratch_bytes(
         has_half_masters=form.master_bytes < FP32_BYTES and not has_own_masters(run), is_rounded=False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a run whose blocks or layers leave the GPU, at each value of its setting: what activations may take.
+"""The room for activations in a run with swapped blocks or layers, at each value of its setting.
 
 Apart because no other plan counts a model in blocks, nor answers with room instead of a sum.
 """
@@ -38,6 +38,6 @@ def _count(run: Run, step: Step, whole_bytes: int, usable_bytes: int) -> Count:
 
 
 def link_s(run: Run, bytes_moved: int, where: Machine) -> float:
-    """Return the seconds that the link takes for weights of `bytes_moved`, once in, and once out where they go back."""
+    """Return the link's seconds for weights of `bytes_moved`: once in, and once out if they go back."""
     one_way = bytes_moved / where.h2d_copy
     return one_way if run.is_one_way else one_way + bytes_moved / where.d2h_copy

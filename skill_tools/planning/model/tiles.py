@@ -73,7 +73,7 @@ def _in_attention(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> f
 
 
 def _of_all(parts: Mapping[str, float]) -> float:
-    """Bytes a token that attention saves for all heads together, and those that stay of its kernel."""
+    """Bytes a token that attention saves for all heads together, and its kernel's remaining bytes."""
     return sum(parts.get(name, 0.0) for name in _STAYS)
 
 

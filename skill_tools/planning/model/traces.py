@@ -41,7 +41,7 @@ def of_shape(shape: ModelShape) -> TracedModel | None:
 
 
 def with_what_ships(run: TrainingRun) -> TrainingRun:
-    """Return `run` with the profile that ships for its model, where each GPU runs the traced code on all of it."""
+    """Return `run` with its model's shipped profile, if each GPU runs the traced code on the whole model."""
     dialect = registry.named(run.dialect)
     if run.adapter is not None or not (dialect.runs_hugging_face or not dialect.has_files):
         return run
@@ -65,12 +65,12 @@ def _shipped(name: str) -> TracedModel:
 
 
 def run_of(path: str, run: TrainingRun, *, names_the_model: bool) -> TrainingRun:
-    """Return `run` with the profile in `path`, and with the adapters and the dtype that were traced.
+    """Return `run` with the profile in `path`, and with the traced adapters and dtype.
 
-    `names_the_model` says that the run's shape is the one `shape_in` the profile.
+    `names_the_model`: the run's shape is the one `shape_in` the profile.
 
-    Raises `UnusableInput` for a file that is none, for a profile of another model, and for a run that it does not
-    describe: one that splits its layers between GPUs, or that trains other weights than the traced ones.
+    Raises `UnusableInput` for no profile, for a profile of another model, and for a run outside the profile: one with
+    layers split between GPUs, or with other trained weights.
     """
     data = _read(path)
     found = model_of(data)
@@ -113,7 +113,7 @@ def _partly_frozen(run: TrainingRun, found: TracedModel) -> TrainingRun:
 
 
 def _with_matrices(run: TrainingRun, found: TracedModel) -> TrainingRun:
-    """Return `run` with the matrices that were counted, where Muon updates some."""
+    """Return `run` with the counted matrices, if Muon updates some."""
     if run.matrices is None or not found.matrices:
         return run
     matrices = Matrices(found.matrices, found.trained)
@@ -122,10 +122,10 @@ def _with_matrices(run: TrainingRun, found: TracedModel) -> TrainingRun:
 
 
 def _has_adapters(found: TracedModel) -> bool:
-    """Return whether adapters are trained, and not a model of which some weights are frozen.
+    """Return whether adapters are trained, and not a model with some frozen weights.
 
-    Adapters are few and narrow, and a trace has seen a backward in every layer. A table beside them has states that
-    are worth offloading.
+    Adapters are few and narrow, and a trace has seen a backward in every layer. A table beside them has states worth
+    offloading.
     """
     are_few = found.trained < _LEAST_TRAINED * found.parameters
     return found.adapter_rank > 0 and are_few and found.trained_width <= _ADAPTER_WIDTH
@@ -138,10 +138,10 @@ def _of_model(run: TrainingRun, found: TracedModel) -> TrainingRun:
 
 
 def shape_in(path: str) -> tuple[ModelShape, str]:
-    """Return the shape of the model that was traced, and where it came from.
+    """Return the shape of the traced model, and its source.
 
-    Where no config.json describes it, it is a decoder of as many layers that stands in for the model: of it only the
-    largest parameter and how forward and backward share the traced work are used.
+    Without a config.json, a decoder of as many layers stands in for the model. Only its largest parameter, and its
+    split of the traced work into forward and backward, are used.
     """
     data = _read(path)
     layers = len(data["steps"][0]["layers"])

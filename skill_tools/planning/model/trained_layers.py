@@ -119,7 +119,7 @@ def _resident(run: TrainingRun, mode: Mode, size: Sizes, held: int) -> list[Line
 
 
 def _states(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
-    """Return the bytes of states on the host: those that stream, and in fp32 those that the CPU updates."""
+    """Return the bytes of states on the host: the streamed ones, and in fp32 the CPU's."""
     states_bytes = streamed_states.element_bytes(run, mode.streamed_states)
     pass_ = round(mode.states_streamed * held)
     found = [

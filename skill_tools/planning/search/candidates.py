@@ -156,9 +156,9 @@ class Search:
         return Option(candidate, found, step, legality, limit_of(found, budget))
 
     def _least(self, candidate: Candidate, legality: Legality, budget: Budget) -> Option | None:
-        """Return the candidate with the smallest fraction that fits, or with its own where none does.
+        """Return the candidate with the smallest fraction that fits, or with its own if none does.
 
-        Nothing is returned where it fits without that offload: the combination without it is a candidate too.
+        Nothing is returned if it fits without that offload: the combination without it is a candidate too.
         """
         found = self._memory(candidate.mode)
         if OPTIMIZER not in candidate.mechanisms:
@@ -177,10 +177,10 @@ class Search:
         return self._option(least, partial if least is not candidate else legality, enough, budget)
 
     def _refilled(self, found: list[Option], budget: Budget) -> list[Option]:
-        """Return `found`; where layers that stream are the best that fits, or nothing is, with their states placed.
+        """Return `found`, with states placed if streamed layers are the best option that fits, or nothing fits.
 
-        The GPU may have room for states that the host has not, and its other room is not to stay empty. Elsewhere
-        optimizer offload is simpler, and about as fast.
+        The GPU may have room for states that the host has not. Without streamed layers optimizer offload is simpler,
+        and about as fast.
         """
         best = min((option for option in found if option.fits), key=preference, default=None)
         if best is not None and not best.candidate.mode.trained_layers:
@@ -188,7 +188,7 @@ class Search:
         return [self._placed(option, budget) for option in found]
 
     def _placed(self, option: Option, budget: Budget) -> Option:
-        """Return trained layers with their states where they are updated fastest, where that gains something."""
+        """Return trained layers with their states placed for the fastest update, if that gains something."""
         mode = option.candidate.mode
         streams = mode.trained_layers and not self._run.is_fully_sharded
         if not streams or mode.states_streamed < 1 or option.memory.device_bytes > budget.most_gpu_bytes:
@@ -215,7 +215,7 @@ class Search:
     def _smallest_fraction(
         self, candidate: Candidate, found: Memory, budget: Budget
     ) -> tuple[Candidate, Memory]:
-        """Return the candidate with the smallest hundredth that fits; `found` is its memory at 100 %, which fits."""
+        """Return the candidate with the smallest hundredth that fits; `found` is its fitting memory at 100 %."""
         low, high, best = 0, _STEPS, (candidate, found)
         step = self._guess(candidate, found, budget)
         while high - low > 1:

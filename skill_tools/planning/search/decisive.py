@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one assumption that changes a plan's answer most (`About`), with the command that would replace it by a fact.
+"""The one assumption that changes a plan's answer most (`About`), with the command that replaces it by a fact.
 
 Apart because the reports of plans and of diagnoses both print it.
 """
@@ -19,7 +19,7 @@ def assumption(plan: Plan) -> str:
     takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
     ignored = {About.DETAIL} if takes_host else {About.DETAIL, About.HOST_MEMORY}
     weighty = [each for each in plan.assumptions if each.about not in ignored]
-    # Where nothing fits the host's memory, that comes before the sizes of the run.
+    # If nothing fits the host's memory, that comes before the sizes of the run.
     stops = About.HOST_MEMORY if plan.recommendation is None and plan.floor.limit == HOST_MEMORY else None
     if weighty:
         most = min(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks the linter's rules whether a candidate is legal: the same facts that judge a configuration judge a plan.
 
-The candidate's settings are laid over the user's configuration and the result is linted. An error that
-reads one of the candidate's own keys rules it out, with the rule's id as the reason; a rule that needs a
-key nobody set becomes a condition.
+The candidate's settings are laid over the user's configuration and the result is linted. An error about one of the
+candidate's own keys excludes it, with the rule's id as the reason. A rule that needs an unset key becomes a condition.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ class Condition(NamedTuple):
 
 
 class Legality(NamedTuple):
-    """The rules' answer: those that rule a candidate out, those to watch, and which unset keys decide."""
+    """The rules' answer: rules that exclude a candidate, rules to watch, and the unset keys that decide."""
 
     ruled_out: tuple[RuledOut, ...]
     watch: tuple[RuledOut, ...]
@@ -94,7 +93,7 @@ class Judge:
         return known is not None and standing(known.exists, self._releases)[0] is Standing.ABSENT
 
     def dead_keys(self) -> tuple[str, ...]:
-        """Return the keys, as written, that are set and mean to offload, and that the run's release does not have."""
+        """Return the set keys of offload, as written, that the run's release lacks."""
         keys = load_keys()
         lacking = (
             setting.written
@@ -136,7 +135,7 @@ def _carrying_out(mechanism: str) -> frozenset[str]:
 
 @knowledge.derived
 def _serious(dialects: frozenset[str]) -> frozenset[str]:
-    """Return the rules about `dialects` that rule a candidate out where they hold."""
+    """Return the rules about `dialects` that exclude a candidate if they hold."""
     return frozenset(rule.id for rule in rules_about(dialects) if rule.severity is Severity.ERROR)
 
 

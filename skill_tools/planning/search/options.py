@@ -23,8 +23,8 @@ class Budget(NamedTuple):
     """The limits: bytes of one GPU, and of one node's host memory (None: not known, not held).
 
     A plan leaves the share `headroom` of both free. Of the host's `pinned_bytes` may be page-locked; None is all.
-    `gpu_assumed` says that nobody has named the GPU or its memory, `host_assumed` that the host's is that of a usual
-    machine with the GPU.
+    `gpu_assumed`: nobody has named the GPU or its memory. `host_assumed`: the host's memory is that of a usual machine
+    with the GPU.
     """
 
     gpu_bytes: int
@@ -109,7 +109,7 @@ def limit_of(found: Memory, budget: Budget) -> str:
 
 
 def over(option: Option, budget: Budget) -> str:
-    """Name the limit that `option` exceeds, or say that it leaves too little; nothing where it fits."""
+    """Name the limit that `option` exceeds, or say that it leaves too little; nothing if it fits."""
     if not option.limit:
         return ""
     if option.limit == GPU_MEMORY:

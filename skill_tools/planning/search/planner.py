@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner: from a run, a machine and budgets to a ranked answer.
 
-It takes the fastest legal combination that fits, the best of each other kind, those that rules forbid, and
-changes that change the answer. It neither reads files nor prints.
+It takes the fastest legal combination that fits, the best of each other kind, forbidden ones, and changes with another
+answer. It neither reads files nor prints.
 """
 
 from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ def _patch(option: Option | None, dialect: Dialect, config: Config, judge: Judge
 
 
 def _how_to_fuse(dialect: Dialect, config: Config, run: TrainingRun) -> str:
-    """Return the switch that fuses head and loss in the run's framework; nothing where it has none."""
+    """Return the switch of the run's framework that fuses head and loss, if it has one."""
     for lever in dialect.levers(config, run):
         if lever.kind is Kind.FUSED_LOSS:
             spelled = (f"{dialect.spelling(key)}={value}" for key, value in lever.settings.items())
@@ -248,7 +248,7 @@ def _as_it_is(mode: Mode) -> Candidate:
 
 
 def _alternatives(options: Sequence[Option], best: Option | None) -> tuple[Option, ...]:
-    """Return the best of each other set of mechanisms: those that fit first, then the nearest that do not."""
+    """Return the best of each other set of mechanisms: fitting ones first, then the nearest others."""
     near = sorted(
         (option for option in options if not option.fits), key=lambda option: option.memory.device_bytes
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mechanisms a search may use: those that `--only` names, none of those that `--without` names.
+"""Which mechanisms a search may use: those of `--only`, without those of `--without`.
 
 A restriction of offload leaves recomputation as the run has it, unless a mechanism that is asked for brings its own.
 """
@@ -53,7 +53,7 @@ class Restriction(NamedTuple):
         return mechanism not in self.without and (not self.only or mechanism in self.only)
 
     def left_out(self, candidate: Candidate, run: TrainingRun) -> frozenset[str]:
-        """Return the mechanisms that `candidate` uses although it may not; empty where it may be searched."""
+        """Return the forbidden mechanisms of `candidate`; empty if it may be searched."""
         used = frozenset(candidate.mechanisms)
         refused = used & self.without
         if not self.only:

@@ -46,7 +46,7 @@ def answers(
 
 
 def with_fused_loss(run: TrainingRun, option: Option) -> int | None:
-    """Return the GPU bytes of `option` where head and loss are one kernel, or None where that frees little."""
+    """Return the GPU bytes of `option` with head and loss in one kernel, or None if that frees little."""
     if not run.is_eager or run.fused_loss:
         return None
     fused = memory.estimate(run._replace(fused_loss=True), option.candidate.mode).device_bytes

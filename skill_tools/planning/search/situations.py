@@ -30,7 +30,7 @@ class Situation(NamedTuple):
 
 
 def table(config: Config, versions: Mapping[str, str]) -> tuple[Situation, ...]:
-    """Return the card's rows, those that apply first, without those that do not."""
+    """Return the card's rows: applicable ones first, then undecided ones."""
     from skill_tools.card.load import load_card  # needs PyYAML, which a plan does not
 
     scope = Scope(config, load_keys(), resolve(config.versions, versions))

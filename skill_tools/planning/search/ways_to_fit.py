@@ -4,7 +4,7 @@
 A lever's settings are laid over the configuration, the dialect reads the run again, and its candidates are searched
 as for any plan; the rules' verdicts on the candidates are taken from the plan. Of each kind the smallest change that
 fits is kept. If fewer than three kinds fit on their own, they are tried together with levers that do not change the
-training and are not enough alone. A change that breaks a rule which the configuration did not break is dropped.
+training and are not enough alone. A change that newly breaks a rule is dropped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -62,7 +62,7 @@ class Finder:
         self._errors_before = self._errors(config)
 
     def three_cheapest(self, run: TrainingRun) -> tuple[Way, ...]:
-        """Return the ways that fit, the cheapest first; none where nothing that the framework has is enough."""
+        """Return the ways that fit, the cheapest first; none if the framework has none that suffices."""
         levers = list(registry.named(run.dialect).levers(self._config, run))
         ways = [*self._by_host_memory(run), *self._by(levers, ())]
         if len(ways) < _SHOWN:
@@ -90,7 +90,7 @@ class Finder:
         return found
 
     def _by_host_memory(self, run: TrainingRun) -> list[Way]:
-        """Return the run as it is with more host memory, where that is all that lacks."""
+        """Return the run as it is with more host memory, if only that is missing."""
         prepared = self._prepare(self._config, None)
         if prepared.budget.host_bytes is None:
             return []
@@ -109,7 +109,7 @@ class Finder:
         try:
             prepared = self._prepare(laid, gpus)
         except UnusableInput:
-            return None  # sizes that do not divide, which another step of the lever may
+            return None  # sizes that do not divide; another step of the lever may
         return self._searched(levers, prepared, laid, host_bytes=prepared.budget.host_bytes)
 
     def _searched(

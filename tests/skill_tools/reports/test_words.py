@@ -54,7 +54,7 @@ CASES = {
         [
             "llama-#-#b (# parameters) on # x h# of # GiB (# GB), # tokens x micro-batch #",
             "does not fit as it is: # GiB a GPU, over the GPU memory",
-            "GPU: # GiB (# GB) of each, #% free; frees # GiB (# GB) of what it takes as it is",
+            "GPU: # GiB (# GB) of each, #% free; # GiB (# GB) less than the run as it is",
             "host: # GiB (# GB) of # GiB a node",
             "step: # s to # s, #x of the step without offload; an estimate from the h#'s rates",
             "rests most on: sequence length #: not set; --overrides seq_length=N (--details shows the rest)",
@@ -100,7 +100,7 @@ CASES = {
         "plan offloads.yaml --gpu h100 --gpus 8",
         [
             "fits as it is: # GiB a GPU, # GiB of host memory a node, # ms to # s a step; another way is faster",
-            "GPU: # GiB (# GB) of each, #% free; takes # GiB (# GB) more than as it is",
+            "GPU: # GiB (# GB) of each, #% free; # GiB (# GB) more than the run as it is",
         ],
     ),
     "a rule is broken": Case(
@@ -154,7 +154,7 @@ CASES = {
     ),
     "a folder with other files": Case(
         "lint folder",
-        ["read # as Megatron Bridge (--format json says by what); # passed over, of no known framework"],
+        ["read # as Megatron Bridge (--format json has the proofs); # passed over, of no known framework"],
     ),
     "findings in a line each": Case(
         "lint both.yaml --format concise",

@@ -233,7 +233,7 @@ WRONG = {
     "number.pickle": (pickle.dumps(10**200), "a number of"),
     "nothing.pickle": (pickle.dumps({"segments": [], "device_traces": [[]]}), "no block in use"),
     "cycle.pickle": (b"\x80\x02]q\x00h\x00a.", "something else"),
-    "unput.pickle": (b"\x80\x02h\x07.", "has not put there"),
+    "unput.pickle": (b"\x80\x02h\x07.", "has not stored"),
 }
 
 
