@@ -8,8 +8,8 @@ from typing import NamedTuple
 class About(IntEnum):
     """The subject of an assumption, the one that changes a plan's answer most first.
 
-    The run comes before its computation: a file that is missing or is not read, then the sizes of the run, of which the
-    layout's divide weights and states, then the machine, then the formulas.
+    The run comes before its computation: a missing or unread file, then the sizes of the run (the layout's divide
+    weights and states), then the machine, then the formulas.
     """
 
     MISSING_FILE = 0

@@ -28,16 +28,16 @@ if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
     from skill_tools.dialects.shapes import ModelShape
 
 
-# Mechanisms that a plan leaves out where the states of an optimizer have to stay with it.
+# Mechanisms that a plan leaves out if an optimizer has to keep its states.
 STATES_OF_OPTIMIZERS = ("optimizer-offload", "state-offload")
 
 
 class Evidence(NamedTuple):
-    """How many names of an input are this framework's; `certain` where nothing else can be true beside it.
+    """The number of an input's names that are this framework's; `certain`: no other framework is possible beside it.
 
-    Any vote at all says that the input is proven to be this framework's: names that others have too are none. `proof`
-    names the words that prove it, as the user finds them in the input: "base_model, adapter". `yields` says that the
-    input may be another's all the same, as the script behind a launcher may be, so that any other proof wins.
+    One vote is a proof: names shared with other frameworks do not count. `proof` names the words that prove it, as the
+    user finds them in the input: "base_model, adapter". `yields`: any other proof wins, because the input may be
+    another's all the same, as the script behind a launcher.
     """
 
     votes: int = 0
@@ -47,7 +47,7 @@ class Evidence(NamedTuple):
 
 
 class Question(NamedTuple):
-    """An open question that decides a plan: each answer with the settings that say it, the default last."""
+    """An open question that decides a plan: each answer with its settings, the default last."""
 
     text: str
     answers: Mapping[str, Mapping[str, object]]
@@ -58,7 +58,7 @@ NONE = Evidence()
 
 @lru_cache(maxsize=1)
 def flags_in(text: str) -> frozenset[str]:
-    """Return the long options in the text of a script, kept for the dialects that are asked about it in turn."""
+    """Return the long options in a script's text, cached for the dialects that read it in turn."""
     return frozenset(re.findall(r"(?<![\w-])--[a-z][\w-]+", text))
 
 
@@ -68,19 +68,19 @@ _FILES_OF_KEYS = (Kind.YAML, Kind.JSON, Kind.TOML)
 class Dialect(ABC):
     """One framework.
 
-    `name` is its value of `--framework`, `label` its name in a sentence. `has_files` says that it has configuration
-    files of its own, and with them rules. `example_file` tells the form of a rule's example that does not say it.
-    `looks_for` names in a few words the proof of an input; one of `marks`, if it has any, stands in the text of each
-    such YAML, JSON or TOML file: a file without is not parsed to be recognised. One of `shell_marks` stands in each
-    launch script that is proven, one of `python_marks` in each Python file. `form` and `language` say how settings are
-    shown to its users, `assigns` the sign between a key and its value. `embeds` names the dialects of which a
-    configuration may hold a section, inline or in a file that it names: their types, defaults, names and rules apply to
-    it as they stand. `reads_toml` says that its files are TOML, which no other's are. `takes_new_keys` says that a fix
-    may add a key at the end of a YAML file. `carry_out` is how to carry out a plan that changes no setting, `adapter`
-    how `reference_impl` carries out a plain loop's `plan.json` in its trainer, and `adapter_without` the mechanisms
-    that this plan must leave out because the trainer has no place for it. `scripts` are the kinds of scripts that take
-    settings in a form of their own (`in_script`). `runs_hugging_face` says that it trains transformers' own code, of
-    which traces ship. `no_plan` says why there is no plan, where a dialect has no `run` and no `candidates`.
+    `name` is its value of `--framework`, `label` its name in a sentence. `has_files`: it has configuration files of its
+    own, and with them rules. `example_file` gives the default form of a rule's example. `looks_for` names in a few
+    words the proof of an input. One of `marks`, if it has any, stands in the text of each such YAML, JSON or TOML file:
+    a file without is not parsed. One of `shell_marks` stands in each proven launch script, one of `python_marks` in
+    each Python file. `form` and `language` say how settings are shown to its users, `assigns` is the sign between a key
+    and its value. `embeds` names the dialects with sections in its configurations, inline or in a named file: their
+    types, defaults, names and rules apply there unchanged. `reads_toml`: its files are TOML, as no other's.
+    `takes_new_keys`: a fix may add a key at the end of a YAML file. `carry_out` tells how to carry out a plan without a
+    change of settings, `adapter` how `reference_impl` carries out a plain loop's `plan.json` in its trainer, and
+    `adapter_without` lists the mechanisms that this plan must leave out because the trainer has no place for them.
+    `scripts` are the kinds of scripts that take settings in a form of their own (`in_script`). `runs_hugging_face`: it
+    trains transformers' own code, and traces of that ship. `no_plan` is the reason against plans, of a dialect without
+    `run` and `candidates`.
     """
 
     name: str
@@ -111,12 +111,12 @@ class Dialect(ABC):
 
     @property
     def is_planned(self) -> bool:
-        """Whether a plan answers for a run of this framework, if only for a LoRA whose blocks wait on the host."""
+        """Whether a plan answers for a run of this framework, if only for LoRA with blocks on the host."""
         return not self.no_plan or type(self).block_swap is not Dialect.block_swap
 
     @property
     def heading(self) -> str:
-        """How a column of a table is called that is about this framework."""
+        """The heading of this framework's column in a table."""
         return self.label
 
     def carried_out_by(self, mode: "Mode", run: "TrainingRun") -> str:
@@ -124,11 +124,11 @@ class Dialect(ABC):
         return self.carry_out
 
     def launched_by(self, run: "TrainingRun") -> str:
-        """Return the command that launches `run` where no file of the framework has it."""
+        """Return the command that launches `run`, for a framework without it in its files."""
         return ""
 
     def answer_to_loop(self, text: str) -> str:
-        """Return advice for a Python file that is nobody's configuration, if it is a loop of this dialect."""
+        """Return advice for a Python file without a configuration, if it is a loop of this dialect."""
         return ""
 
     def carry_out_ours(
@@ -141,8 +141,8 @@ class Dialect(ABC):
     ) -> str:
         """Return how to have `reference_impl` offload in this framework's trainer; empty where it has no adapter.
 
-        `options` tell the plan of a plain loop facts of the run that it cannot read. With `keeps_optimizer` the
-        trainer's optimizer is none whose states it can take.
+        `options` give the plain loop's plan facts of the run that it cannot read. `keeps_optimizer`: it cannot take
+        over the states of the trainer's optimizer.
         """
         if not self.adapter:
             return ""
@@ -154,7 +154,7 @@ class Dialect(ABC):
         )
 
     def marks_in(self, kind: Kind) -> tuple[str, ...]:
-        """Return the texts of which one stands in each file of `kind` that is proven to be this framework's."""
+        """Return the marks for files of `kind`: one of them stands in each proven file of this framework."""
         match kind:
             case Kind.SHELL:
                 return self.shell_marks
@@ -216,11 +216,11 @@ class Dialect(ABC):
         return known.spelling.get(self.name, key) if known else key
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
-        """Return the run that `config` describes; raises `UnusableInput` for sizes that cannot be."""
+        """Return the run that `config` describes; raises `UnusableInput` for impossible sizes."""
         raise self.not_planned()
 
     def current(self, config: Config, run: "TrainingRun") -> "Mode":
-        """Return the mode that the configuration asks for as it stands."""
+        """Return the mode of the unchanged configuration."""
         from skill_tools.dialects.run import Mode
 
         return Mode()
@@ -230,7 +230,7 @@ class Dialect(ABC):
         raise self.not_planned()
 
     def question(self, config: Config) -> Question | None:
-        """Return the question that the input leaves open, so that a plan gives both answers."""
+        """Return the input's open question, for a plan with both answers."""
         return None
 
     def levers(self, config: Config, run: "TrainingRun") -> "Iterator[Lever]":
@@ -238,7 +238,7 @@ class Dialect(ABC):
         return iter(())
 
     def not_planned(self) -> NotPlannedError:
-        """Return why there is no plan, for a dialect that says it in `no_plan`."""
+        """Return the error for a dialect with `no_plan`."""
         ours = f"; {self.carry_out_ours()}" if self.adapter else ""
         return NotPlannedError(
             self.no_plan,
@@ -247,9 +247,9 @@ class Dialect(ABC):
         )
 
     def block_swap(self, config: Config) -> "OnHost | None":
-        """Return what can wait on the host, from which a plan answers how much of it; None where it is not counted.
+        """Return the blocks or layers that can wait on the host, for a plan of their number; None if not counted.
 
-        Raises `UnusableInput` for a program of the framework whose blocks nobody counted.
+        Raises `UnusableInput` for a program of the framework without counted blocks.
         """
         return None
 
@@ -270,7 +270,7 @@ class Dialect(ABC):
     ) -> "Patch":
         """Return `settings` as the user writes them, with the spellings that `config` already uses.
 
-        `dead` are keys of the input that mean to offload and that the framework does not have, so that they should go.
+        `dead` are keys of the input meant for offload that the framework lacks: they should go.
         """
         from skill_tools.dialects.patch import Patch, exports, in_named_files
 

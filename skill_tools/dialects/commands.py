@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the command that starts a program of a framework whose options argparse takes.
+"""Reads the command that starts a program with argparse options.
 
-`NAME.program` is the script or module, without its suffix. Where the programs have --config_file, the TOML that it
-names fills in the options that the command does not set; its sections are flattened one level, and a name that no
-option has is dropped without a word. Apart because several dialects read their commands with it.
+`NAME.program` is the script or module, without its suffix. In programs with --config_file, the named TOML fills in
+options missing in the command. Its sections are flattened one level, and an unknown name is silently dropped. Apart
+because several dialects read their commands with it.
 """
 
 import re
@@ -50,7 +50,7 @@ def compose(name: str, sources: Sequence[Source], overrides: Sequence[str], *, p
                 draft.keys_may_be_set((f"{_section(name)}.program",))
             case _:
                 raise source.refused(
-                    expected=f"a script that starts a program of {name}, or the file that its --config_file names",
+                    expected=f"a script that starts a program of {name}, or the file of its --config_file",
                     attempt="the script that starts the program",
                 )
     for text in overrides:
@@ -130,7 +130,7 @@ def _write_flags(draft: Draft, given: Iterable[Flag]) -> None:
 
 
 def full_name(draft: Draft, flag: str) -> str:
-    """Return the full name of an option, which argparse lets be cut short where only one fits."""
+    """Return the full name of an option: argparse accepts any unique abbreviation."""
     if draft.accepts(flag):
         return flag
     names = (name for name in load_vocabulary(draft.framework).names if name.startswith(flag))
@@ -157,7 +157,7 @@ def _is_of_others(draft: Draft, option: str) -> bool:
 
 @knowledge.derived
 def _programs_of(name: str) -> Mapping[str, frozenset[str]]:
-    """Return the programs that have an option which not all have; under an empty name, all that have any."""
+    """Return the programs of each option that not all have; under an empty name, all programs."""
     lines = knowledge.names(f"{name.replace('-', '_')}_programs")
     having = {option: frozenset(programs) for option, *programs in map(str.split, lines)}
     return {**having, "": frozenset().union(*having.values())}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed reading of a Config: "an integer under any of these names, if anybody set one".
 
-A value that contradicts its name ends in one error line that points at it.
+A value that contradicts its name gives one error line with its place.
 """
 
 import re

@@ -2,8 +2,8 @@
 """Finds configurations in files of other kinds: the command of a task, the DeepSpeed block of a GPT-NeoX file.
 
 A Kubernetes manifest, a SkyPilot or a dstack task is no training configuration, but the command in it may start one.
-The command becomes a source of its own, a shell text in which each word stands at the line and column that it has in
-the file, so that a finding points there. Nothing is written back into such a file.
+The command becomes a source of its own: a shell text with each word at its line and column in the file, so a finding
+points there. Nothing is written back into such a file.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,7 +13,7 @@ from skill_tools.configs.tree import entries_of
 from skill_tools.configs.yaml_lines import Node
 from skill_tools.errors import UnusableInput
 
-# Entries that stand beside the command in a task file, by the tool that reads it; one of each set is needed.
+# Entries beside the command in a task file, by the tool that reads it; one of each set is needed.
 _TASKS: Mapping[str, tuple[frozenset[str], str]] = {
     "a SkyPilot task": (
         frozenset({"resources", "num_nodes", "workdir", "setup", "file_mounts", "envs"}),
@@ -53,17 +53,17 @@ def commands(source: Source) -> Iterator[tuple[str, Source]]:
 
 
 def blocks(source: Source) -> Iterator[tuple[str, str, Source]]:
-    """Yield each section that belongs to a dialect, as a source of its own: its description, and the dialect."""
+    """Yield each section of a dialect as a source of its own: its description, the dialect, and the source."""
     for entries in _roots(source, _NEOX):
         proof = next((name for name in _NEOX if name in entries), "")
         fields = {name: node for name, node in entries.items() if name in _DEEPSPEED_FIELDS}
         if proof and fields:
             part = source.part([Node(fields, 1, 1)])
-            yield f"what a GPT-NeoX configuration ({proof}) hands to DeepSpeed", _DEEPSPEED, part
+            yield f"the part of a GPT-NeoX configuration ({proof}) for DeepSpeed", _DEEPSPEED, part
 
 
 def _roots(source: Source, marks: Iterable[str]) -> Iterator[dict[str, Node]]:
-    """Yield the entries of each document of a YAML or JSON file that holds one of `marks`."""
+    """Yield the entries of each document with one of `marks` in a YAML or JSON file."""
     kinds = (Kind.YAML, Kind.JSON)
     if source.kind not in kinds or not any(mark in f"\n{source.text}" for mark in marks):
         return
@@ -134,7 +134,7 @@ class _Page:
         self._lines = [""] * len(self._original)
 
     def write(self, node: Node, text: str) -> None:
-        """Write one word where it stands in the file, or after the words that are there already."""
+        """Write one word at its place in the file, or after the words already there."""
         at = min(node.line, len(self._lines)) - 1
         line = self._lines[at].ljust(node.column - 1)
         self._lines[at] = f"{line}{' ' if line.strip() else ''}{' '.join(text.splitlines())}"

@@ -25,7 +25,7 @@ def newton_schulz_flops(rows: int, columns: int, iterations: int = ITERATIONS) -
 def muon_work_bytes(rows: int, columns: int) -> int:
     """Return the scratch of one matrix, less than four kilobytes of alignment and of numbers.
 
-    That is the matrix twice, its Gram matrix and the polynomial of that one, all in bf16.
+    These are the matrix twice, its Gram matrix and the Gram matrix's polynomial, all in bf16.
     """
     m = min(rows, columns)
     return 2 * BF16_BYTES * (rows * columns + m * m)
@@ -53,7 +53,7 @@ class Matrices(NamedTuple):
         return max((rows * columns for rows, columns, _ in self.shapes), default=0)
 
     def longest_shard(self, ranks: int) -> int:
-        """The elements of the longest shard of rows of a matrix that `ranks` share, which nothing cuts."""
+        """The elements of the longest shard of rows of a matrix shared by `ranks`; nothing cuts a row."""
         return max((-(-rows // ranks) * columns for rows, columns, _ in self.shapes), default=0)
 
     @property

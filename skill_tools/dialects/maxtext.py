@@ -40,7 +40,7 @@ class MaxText(Dialect):
     form = "on the command line"
     assigns = "="
     takes_new_keys = False
-    no_plan = "MaxText trains with JAX, whose compiler decides what a step keeps on a device"
+    no_plan = "MaxText trains with JAX, whose compiler chooses the tensors that a step keeps on a device"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take one of its trainers."""
@@ -114,7 +114,7 @@ def _write(draft: Draft, words: "Sequence[Argument]", file: str) -> None:
 
 
 def _gather(draft: Draft) -> None:
-    """Give the tensors that are to leave the device a key of their own, and refuse a place that there is not."""
+    """Give the offloaded tensors a key of their own, and refuse an unknown place."""
     tensors = [
         each
         for each in draft.below("")

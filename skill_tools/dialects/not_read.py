@@ -21,7 +21,7 @@ class Known(NamedTuple):
     """A framework: its name, its own words in a script or names at the top of a file, and the advice.
 
     A script is its own by any match of `command`, which holds one of `marks`, or by two of `options` beside the text
-    `inside`; a file by all of `names`, with or without dashes before them, beside that text.
+    `inside`. A file is its own by all of `names`, with or without leading dashes, beside that text.
     """
 
     label: str

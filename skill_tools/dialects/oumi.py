@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Oumi as a dialect: the YAML that `oumi train` reads into its dataclasses with OmegaConf.
 
-The sections `fsdp` and `deepspeed` are read whole; of the others only what decides who trains. A switch that turns
-neither on leaves their offload without effect.
+The sections `fsdp` and `deepspeed` are read whole; of the others only the keys that decide the trainer. A switch that
+turns neither on leaves their offload without effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Oumi(Dialect):
     no_plan = "Oumi hands its settings to a Trainer of Transformers or TRL, or to its own, each with memory of its own"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take a model beside the choice of a trainer, which no other framework has in a section of that name."""
+        """Take a model beside the choice of a trainer, in sections that no other framework has."""
         training = entries["training"].value if "training" in entries else None
         proven = "model" in entries and isinstance(training, dict) and "trainer_type" in training
         return Evidence(1, certain=True, proof="model, training.trainer_type") if proven else NONE

@@ -33,9 +33,9 @@ def exports(settings: Mapping[str, object]) -> tuple[str, dict[str, object]]:
 
 
 def in_named_files(settings: Mapping[str, object], config: Config | None) -> tuple[str, Mapping[str, object]]:
-    """Split off the settings that belong into a JSON that the configuration names, such as `deepspeed: zero3.json`.
+    """Split off the settings for a JSON named by the configuration, such as `deepspeed: zero3.json`.
 
-    It is shown as the entries of that file, below a comment with its name, so that the whole is still YAML.
+    It is shown as the entries of that file, below a comment with its name: the whole is still YAML.
     """
     named: dict[str, dict[str, object]] = {}
     rest: dict[str, object] = {}

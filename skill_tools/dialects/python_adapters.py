@@ -35,10 +35,10 @@ _SHOWN = 60
 
 
 class Added(NamedTuple):
-    """The additions of a script: `condition` decides them where it cannot be read, empty where it is decided.
+    """The additions of a script: an unreadable `condition` decides them; it is empty if they are certain.
 
-    `bits` are those of a weight of the base. `rank` is None where it is computed. `recomputes`, `offloads_inputs` and
-    `sequence_len` are None where nothing of Unsloth's says them.
+    `bits` are those of a weight of the base. `rank` is None if computed. `recomputes`, `offloads_inputs` and
+    `sequence_len` are None without a setting of Unsloth's.
     """
 
     place: Place
@@ -51,7 +51,7 @@ class Added(NamedTuple):
 
 
 def added(config: Config) -> Added | None:
-    """Return the additions of the input's Python scripts to the model; None where none of them adds anything."""
+    """Return the additions of the input's Python scripts to the model; None without any."""
     scripts = ((name, text) for name, text in config.sources.items() if name.endswith(".py"))
     return next(filter(None, (_in_script(name, text) for name, text in scripts)), None)
 
@@ -67,7 +67,7 @@ def _in_script(name: str, text: str) -> Added | None:
 
 
 def question(config: Config) -> Question | None:
-    """Return the condition of adapters, where a script adds them under a condition that stays open."""
+    """Return the question of adapters, if a script adds them under an unreadable condition."""
     found = added(config) if config.value("use_peft") is None else None
     if found is None or not found.condition:
         return None
@@ -118,7 +118,7 @@ class _Script:
                 yield self._value(given)
 
     def _value(self, given: ast.expr) -> ast.expr:
-        """Return the value assigned to a name, where that is done once."""
+        """Return the value assigned to a name, if assigned once."""
         if not isinstance(given, ast.Name):
             return given
         assigned = [node for node in ast.walk(self._source.module) if _assigns(node, given.id)]
@@ -126,7 +126,7 @@ class _Script:
         return values[0] if len(values) == 1 else given
 
     def _open_conditions(self, node: ast.expr) -> list[str] | None:
-        """Return the conditions around `node` that nobody can read here; None where it is never reached."""
+        """Return the unreadable conditions around `node`; None if it is never reached."""
         found = []
         if isinstance(node, ast.IfExp):
             decided = self._decide(node.test)
@@ -224,7 +224,7 @@ class _Script:
         return [node for node in nodes if isinstance(node, ast.Call) and last_name(node.func) in names]
 
     def _given(self, call: ast.Call, name: str, otherwise: object) -> object:
-        """Return the constant that `call` is given as `name`; None where it is computed."""
+        """Return the constant argument `name` of `call`; None if computed."""
         value = next((item.value for item in call.keywords if item.arg == name), None)
         if value is None:
             return otherwise

@@ -3,8 +3,8 @@
 
 Each dialect names the proof in an input that it is its own. One proof decides; none, or two that exclude each other,
 is an error: a guess would lint against the wrong rules. Proofs of a dialect and of one that it embeds do not exclude
-each other. A script that proves nothing itself, or no more than its launcher, belongs to the dialect of the files that
-it names, where their dialect follows it to them.
+each other. A script without proof of its own, or with its launcher's alone, belongs to the dialect of its named files,
+if that dialect follows it to them.
 """
 
 import os
@@ -27,14 +27,14 @@ _PLENTY = 15
 
 
 class Contradiction(UnusableInput):
-    """An input that is proven to be of two frameworks at once."""
+    """An input with proofs of two frameworks at once."""
 
 
 class Reading(NamedTuple):
     """One configuration as it was recognised: its dialect, the inputs that make it up, and its proof.
 
-    `proof` is empty where the user said the dialect. `is_part` says that the source is a part of a file of another kind
-    (the command in a task file), so that nothing may be written back.
+    `proof` is empty if the user stated the dialect. `is_part`: the source is a part of a file of another kind (the
+    command in a task file), and nothing may be written back.
     """
 
     dialect: Dialect
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
     is_part: bool = False
 
     def compose(self, sources: Sequence[Source] = (), overrides: Sequence[str] = ()) -> Config:
-        """Return the configuration, or that of `sources`, which are the same inputs with other texts."""
+        """Return the configuration, or that of `sources`: the same inputs with other texts."""
         sources = sources or self.sources
         with with_files(_written(sources)):
             config = self.dialect.compose(sources, overrides)
@@ -135,7 +135,7 @@ def _whole(sources: Sequence[Source], overrides: Sequence[str], framework: str |
 
 
 def _blocks(source: Source, framework: str | None) -> list[Reading]:
-    """Return the sections that a file of another framework hands on to one that is known."""
+    """Return the sections that a file of another framework has for a known one."""
     from skill_tools.dialects.inside import blocks
 
     return [
@@ -171,7 +171,7 @@ def recognised(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tupl
 
 
 def _decided(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[Dialect, Evidence] | None:
-    """Return the dialect and its evidence, None where there is no proof; raises where two exclude each other."""
+    """Return the dialect and its evidence, None where there is no proof; raises if two exclude each other."""
     not_read.require_none(sources)
     found = _evidence(sources)
     found = _by_named_files(sources, found) or found
@@ -191,10 +191,10 @@ def _decided(sources: Sequence[Source], overrides: Sequence[str] = ()) -> tuple[
 
 
 def _by_named_files(sources: Sequence[Source], found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """Return the proofs of files that scripts among `sources` name, of dialects that follow the script to them.
+    """Return the proofs of files named by scripts among `sources`, for dialects that follow the script to them.
 
-    A dialect that is `found` already says nothing new: the launcher's own file, and a section that the launcher may be
-    given. They win over a launcher, and over a section of their own, as its launcher names one.
+    A dialect in `found` adds nothing: the launcher's own file, and a section for the launcher. These proofs win over a
+    launcher, and over a section of their own that the launcher names.
     """
     known = {*found, *(name for each in found for name in _embedded_by(each))}
     firm = {name for name, evidence in found.items() if not evidence.yields}
@@ -226,9 +226,9 @@ def _follows(named: Named, script: Source) -> bool:
 
 
 def _named(source: Source) -> Iterator[Named]:
-    """Yield the files that the commands of a script name and that are proven to be of one dialect.
+    """Yield the files named by a script's commands and proven to be of one dialect.
 
-    A script or a file that cannot be read names, or is, none.
+    An unreadable script or file yields none.
     """
     if source.kind is not Kind.SHELL:
         return
@@ -248,13 +248,13 @@ def _named(source: Source) -> Iterator[Named]:
 
 
 def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
-    """Return the words that name a configuration from which `config` was not read, once for each file."""
+    """Return the words that name an unread configuration, once for each file."""
     unread = {each.source.name: each for each in named if not each.counts_in(config)}
     return tuple(Setting(each.dialect.label, name, each.word, each.place) for name, each in unread.items())
 
 
 def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
-    """Raise `UnusableInput` where `sources` hold nothing of the stated framework, or what only another's files hold.
+    """Raise `UnusableInput` if `sources` hold nothing of the stated framework, or a proof of another.
 
     A merely unclear dialect is the user's to state.
     """
@@ -284,7 +284,7 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
         likely = max(others, key=lambda name: others[name].votes)
         raise UnusableInput(
             f"{names} is no configuration of {dialect.name}",
-            expected=f"--framework {likely}, by what it holds ({others[likely].proof})",
+            expected=f"--framework {likely}, by its own words ({others[likely].proof})",
             attempt=f"--framework {likely}, or none",
         )
     are_scripts = any(each.kind in (Kind.PYTHON, Kind.SHELL) and each.text.strip() for each in sources)
@@ -335,14 +335,14 @@ def _evidence_in(source: Source) -> dict[str, Evidence]:
 
 
 def _proven(found: Mapping[str, Evidence]) -> dict[str, Evidence]:
-    """Return the evidence that counts: none that yields beside one that does not, none beside what is certain."""
+    """Return the evidence that counts: a yielding one only alone, and only the certain one if there is any."""
     found = {name: evidence for name, evidence in found.items() if evidence.votes}
     found = {name: evidence for name, evidence in found.items() if not evidence.yields} or found
     return {name: evidence for name, evidence in found.items() if evidence.certain} or found
 
 
 def _embedded_by(name: str) -> frozenset[str]:
-    """Return the dialects of which a configuration of `name` may hold a section, at any depth."""
+    """Return the dialects with sections in configurations of `name`, at any depth."""
     found: set[str] = set()
     pending = [name]
     while pending:
@@ -384,7 +384,7 @@ def _unrecognised(sources: Sequence[Source]) -> Unrecognised:
 
 
 def _answer_to_loop(sources: Sequence[Source]) -> str:
-    """Return advice where `sources` are a loop that needs no framework."""
+    """Return advice for `sources` that are a loop without a framework."""
     loops = registry.named(registry.WITHOUT_FILES)
     answers = (loops.answer_to_loop(source.text) for source in sources if source.kind is Kind.PYTHON)
     return next(filter(None, answers), "")

@@ -78,7 +78,7 @@ def named(name: str) -> Dialect:
 
 @knowledge.derived
 def with_files() -> tuple[Dialect, ...]:
-    """Return the dialects that have configuration files, in the order in which evidence is weighed."""
+    """Return the dialects with configuration files, in the order of weighing evidence."""
     return (*map(named, _MODULES), *_added())
 
 

@@ -35,10 +35,10 @@ class Roll(Dialect):
     label = "ROLL"
     looks_for = "a role such as actor_train or sft_train with strategy_args"
     marks = ("strategy_args",)
-    no_plan = "ROLL trains on rollouts of no fixed size, and its strategies decide what stays on a GPU between phases"
+    no_plan = "ROLL trains on rollouts of no fixed size, and its strategies choose the states on a GPU between phases"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take a trained role that has a strategy, which no other framework's files have."""
+        """Take a trained role with a strategy, in no other framework's files."""
         for role in _TRAINED:
             section = entries[role].value if role in entries else None
             if isinstance(section, dict) and "strategy_args" in section:

@@ -56,10 +56,10 @@ class Spread(NamedTuple):
 class Exchange(NamedTuple):
     """The copies between data-parallel ranks, in bytes of an element; 0 for tensors that are not sent.
 
-    `gathered_forward` and `gathered_backward` are of weights, for each micro-batch's passes, `gathered_after_update` of
-    those that a step has updated; compute waits for these where `gather_waits`. Gradients are sent in `reduced`, with
-    each micro-batch or once a step, and back to all ranks where `all_reduces`. `group` are the ranks that share one
-    copy of the weights, 0 all; the groups then reduce among each other too.
+    `gathered_forward` and `gathered_backward` are weights, for each micro-batch's passes, `gathered_after_update` are
+    updated weights; with `gather_waits` compute waits for these. Gradients are sent in `reduced`, with each micro-batch
+    or once a step, and with `all_reduces` back to all ranks. `group` counts the ranks that share one copy of the
+    weights, 0 for all; several groups reduce among each other too.
     """
 
     gathered_forward: float = 0
@@ -96,25 +96,23 @@ class StreamedStates(StrEnum):
 
 
 class TrainingRun(NamedTuple):
-    """One training run. `micro_batches` are those one data-parallel rank does in a step.
+    """One training run. `micro_batches` counts one data-parallel rank's in a step.
 
-    Of a model without adapters `trained_share` of the weights is trained, and the rest frozen; before the first that is
-    trained are `layers_without_gradients`.
-    `weight_shards` and `gradient_shards` are the ranks that share weights and gradients (FSDP, ZeRO);
-    `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are bytes per token
-    and vocabulary entry that the loss keeps at its worst moment; `fused_activation` says that SwiGLU keeps
-    no product of its own; `clips` that gradients may be clipped by their global norm; `is_eager` that operations run
-    one by one, without Megatron's fusions; `widens_gradients` that the GPU's update makes fp32 of bf16 gradients.
-    `norm_bytes` are an eager norm's bytes of an element beyond its input and output. Where `traced` is
-    there, bytes of forward and backward and the time of both come from it, and not from the shape. `fused_loss` says
-    that head and loss are one kernel, which makes the logits in chunks. `reserves` False counts tensors alone: nothing
-    is set aside for CUDA's context, its libraries and fragmentation. `gradients_wait` False says that none waits
-    for its copy to the host, as on the CPU twin, whose copies are synchronous. `streamed_states` are the states that
-    the user asks for; `allows_other_numerics` lets a plan choose among all of them. `spread` is there if a plain loop
-    runs on several GPUs. `exchange` is there if data-parallel ranks send each other anything. `tower` are the
-    parameters of a vision tower that no text reaches: it has neither gradients nor states. `matrices` is there if Muon
-    updates some. `keeps_optimizer` says that `reference_impl` cannot take the place of the trainer's optimizer, by its
-    class.
+    Of a model without adapters `trained_share` of the weights is trained, the rest frozen; `layers_without_gradients`
+    come before the first trained one. `weight_shards` and `gradient_shards` count the ranks that share weights and
+    gradients (FSDP, ZeRO); `shards_optimizer` is Megatron's distributed optimizer or its equals. `loss_bytes` are the
+    loss's peak bytes per token and vocabulary entry. `fused_activation`: SwiGLU keeps no product of its own. `clips`:
+    gradients may be clipped by their global norm. `is_eager`: operations run one by one, without Megatron's fusions.
+    `widens_gradients`: the GPU's update makes fp32 of bf16 gradients. `norm_bytes` are an eager norm's bytes of an
+    element beyond its input and output. With `traced`, bytes and times of forward and backward come from the trace
+    instead of the shape. `fused_loss`: head and loss are one kernel, which makes the logits in chunks. Without
+    `reserves` only tensors count: nothing is set aside for CUDA's context, its libraries and fragmentation. Without
+    `gradients_wait` no gradient waits for its copy to the host, as on the CPU twin with its synchronous copies.
+    `streamed_states` are the user's choice of states; `allows_other_numerics` lets a plan choose among all of them.
+    `spread` is set if a plain loop runs on several GPUs, `exchange` if data-parallel ranks send each other anything.
+    `tower` counts the parameters of a vision tower that no text reaches: it has neither gradients nor states.
+    `matrices` is set if Muon updates some. `keeps_optimizer`: `reference_impl` cannot replace the trainer's optimizer,
+    by its class.
     """
 
     dialect: str
@@ -154,7 +152,7 @@ class TrainingRun(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Elements of the model without adapters: as a trace has counted them, else as the shape says."""
+        """Elements of the model without adapters: as a trace counted them, else by the shape."""
         if self.traced is None or not self.traced.is_counted:
             return parameters.model(self.shape).total
         return self.traced.parameters - (self.adapter.parameters if self.adapter else 0)
@@ -166,12 +164,12 @@ class TrainingRun(NamedTuple):
 
     @property
     def frozen_layers(self) -> tuple[int, ...]:
-        """Bytes of each layer that may stream, as a trace has counted them; nothing where none has."""
+        """Bytes of each layer that may stream, as a trace counted them; nothing without a trace."""
         return () if self.traced is None else self.traced.frozen_layers
 
     @property
     def streams_frozen_layers(self) -> bool:
-        """Whether layers have frozen weights that may stream: as a trace has found them, else under adapters."""
+        """Whether layers have frozen weights that may stream: as a trace found them, else under adapters."""
         frozen = any(self.frozen_layers) if self.frozen_layers else self.adapter is not None
         return frozen and not self.is_fully_sharded
 
@@ -187,7 +185,7 @@ class TrainingRun(NamedTuple):
 
 
 class OptimizerEngine(StrEnum):
-    """Who updates the parameters whose state left the GPU.
+    """The engine that updates parameters with offloaded state.
 
     `HYBRID_DEVICE` is Megatron-Core's HybridDeviceOptimizer, `CPU_ADAM` DeepSpeed's DeepSpeedCPUAdam.
     """
@@ -200,10 +198,10 @@ class OptimizerEngine(StrEnum):
 
 
 class ActivationEngine(StrEnum):
-    """Who moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor.
+    """The engine that moves activations: whole layers, named modules, checkpointed layer inputs, or every saved tensor.
 
     `ON_DEMAND` is TRL's OffloadActivations, which fetches a tensor when backward asks for it. `OWN` engines are
-    `reference_impl`'s: layers, checkpointed inputs that come back ahead of their use, and a budget.
+    `reference_impl`'s: layers, checkpointed inputs with prefetch, and a budget.
     """
 
     NONE = "none"
@@ -218,30 +216,31 @@ class ActivationEngine(StrEnum):
 
 
 class WeightEngine(StrEnum):
-    """Who moves frozen weights: `SWAPPED` is Axolotl's `layer_offloading`, out on the compute stream."""
+    """The engine that moves frozen weights: `SWAPPED` is Axolotl's `layer_offloading`, out on the compute stream."""
 
     SWAPPED = "axolotl-layer-offloading"
     REFERENCE = "reference"
 
 
 class Mode(NamedTuple):
-    """The tensors that are moved off the GPU, and those that are recomputed instead of kept.
+    """The offloaded tensors and the recomputed ones.
 
-    `optimizer_fraction` is a share of the optimizer shard's parameters, `streamed_fraction` the part of it
-    that is updated on the GPU while its state passes through, as `streamed_states`; `updates_in_backward` says that the
-    reference implementation's CPU starts there, which excludes clipping. `moves_masters` says that fp32
-    masters go with the moments. `layers` are the first decoder layers whose activations leave, `modules`
-    those of fine-grained offload. Under a budget `removed` is the share of the saved bytes that does not
-    stay, `recomputed` the part of it that is computed again instead of moved. `recompute` None keeps the
-    run's own. `weight_layers` are the frozen layers that are streamed, `trained_layers` says that all trained ones
-    are, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host; of their weights
-    those of `resident_layers` stay on the GPU, of all states the share `states_resident`, with `updates_in_backward`
-    their gradients do, the CPU updates the share `states_on_cpu`, and each layer takes a batch in `slices`.
-    Of layers that are computed again `attention_layers` have attention's results wait on the host in place of that.
-    With `tile_tokens` modules that mix no positions take so many tokens of a sequence at a time, and with `head_groups`
-    attention's backward takes one of so many groups of heads. `offload_parameters` is FSDP's or ZeRO's parameter and
-    optimizer offload, whose host memory DeepSpeed pins where `pins` (its `pin_memory`), `state_offload` Megatron's
-    (dev) optimizer-state offload.
+    `optimizer_fraction` is the offloaded share of the optimizer shard's parameters. Its part `streamed_fraction` is
+    updated on the GPU while its states pass through, as `streamed_states`. `updates_in_backward`: the reference
+    implementation's CPU starts there, which excludes clipping. `moves_masters`: fp32 masters go with the moments.
+    `layers` counts the first decoder layers with offloaded activations, `modules` are those of fine-grained offload.
+    Under a budget `removed` is the share of saved bytes off the GPU, and its part `recomputed` is computed again
+    instead of moved. `recompute` None keeps the run's own.
+
+    `weight_layers` counts the streamed frozen layers. `trained_layers`: all trained layers stream, or under FSDP2 their
+    shards, with gradients and states (as `streamed_states`) on the host. The weights of `resident_layers` and the share
+    `states_resident` of all states stay on the GPU, and with `updates_in_backward` their gradients too. The CPU updates
+    the share `states_on_cpu`, and each layer takes a batch in `slices`.
+
+    `attention_layers` of the recomputed layers keep attention's results on the host instead. With `tile_tokens` modules
+    that mix no positions take so many tokens of a sequence at a time, and with `head_groups` attention's backward takes
+    one of so many groups of heads. `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload; DeepSpeed
+    pins its host memory with `pins` (its `pin_memory`). `state_offload` is Megatron's (dev) optimizer-state offload.
     """
 
     optimizer_fraction: float = 0.0
@@ -274,7 +273,7 @@ class Mode(NamedTuple):
 
     @property
     def states_streamed(self) -> float:
-        """The share of states that pass through the GPU where trained layers stream."""
+        """The share of states that pass through the GPU, with streamed trained layers."""
         # Both have four decimals at most; 1 - 0.07 - 0.93 is less than nothing.
         return max(round(1 - self.states_resident - self.states_on_cpu, 4), 0.0)
 

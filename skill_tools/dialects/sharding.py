@@ -2,8 +2,8 @@
 """How the trainers of Hugging Face's models share a model's weights, gradients and states between GPUs, for a plan.
 
 These trainers spell FSDP and DeepSpeed in several ways; the part of either that a plan needs is here. Sharding is
-counted in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. The bytes per parameter that Hugging Face
-keeps are an assumption, which the plan states in words.
+counted in ZeRO's stages: 0 nothing, 1 states, 2 and gradients, 3 and weights. Hugging Face's bytes per parameter are an
+assumption, which the plan states in words.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,7 +55,7 @@ def precision_of(
     moments = 4.0 * count if small is None else small * count / 2
     if name.startswith("paged"):
         assumptions.append(
-            Assumption("paged states count as the GPU's; the driver pages what does not fit to the host")
+            Assumption("paged states count as the GPU's; the driver pages the excess to the host")
         )
     if adapted:
         return Precision(gradient_bytes=2, master_bytes=0, gradient_is_buffer=False)

@@ -50,12 +50,12 @@ class TracedStep(NamedTuple):
 class TracedModel(NamedTuple):
     """The step as it is and with its blocks recomputed; `source` names in words the traced model and the tools.
 
-    Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. Where
-    some are frozen, `adapter_rank` is the smallest dimension of the trained matrices, 0 where blocks have no backward,
-    and `trained_width` that of the largest parameter that is trained. `frozen_layers` are the bytes of each layer that
-    may stream, and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that
-    the model was counted, and not its shape. With `images` in each sequence its vision tower was counted too.
-    `matrices` are Muon's, as rows, columns and how many, where somebody has said it.
+    Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. With
+    some frozen, `adapter_rank` is the smallest dimension of the trained matrices, 0 if blocks have no backward, and
+    `trained_width` that of the largest trained parameter. `frozen_layers` are the bytes of each layer that may stream,
+    and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that the model was
+    counted, and not its shape. With `images` in each sequence its vision tower was counted too. `matrices` are Muon's,
+    as rows, columns and how many, where somebody has said it.
 
     Two are the same if they are the same object, so that results computed from one are found again quickly.
     """

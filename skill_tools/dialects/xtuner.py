@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XTuner v1 as a dialect: the Python configuration that its trainer loads, of which the one FSDPConfig is read."""
+"""XTuner v1 as a dialect: the Python configuration that its trainer loads; only the one FSDPConfig is read."""
 
 import re
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class XTuner(Dialect):
     language = "python"
     assigns = "="
     takes_new_keys = False
-    no_plan = "what XTuner keeps on a GPU follows from a model that its Python file computes"
+    no_plan = "XTuner's GPU memory follows from a model that its Python file computes"
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take an import of its class that is also called."""

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suppressions: `# offload: ignore[la-pp, oc-lora] why this is fine here`, on the line of a finding or
-above it.
+"""Suppressions: `# offload: ignore[la-pp, oc-lora] why this is fine here`, on the line of a finding or above it.
 
 A suppression needs a reason, because the next reader has to judge it. Suppressions without a reason, without a known
 rule or without effect are findings themselves (rules `suppression-*`). Only suppressions with a reason suppress.

@@ -62,7 +62,7 @@ def _refuse_clipping(draft: Draft) -> None:
 
 
 def _write_fields(draft: Draft, stated: Setting) -> None:
-    """Write the JSON that the plugin makes where no file is named."""
+    """Write the plugin's own JSON for an input without a DeepSpeed file."""
     _write_stage(draft, stated)
     for name in _DEVICES:
         _write_device(draft, stated, name)

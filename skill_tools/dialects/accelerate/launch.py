@@ -35,7 +35,7 @@ _SWITCHES = frozenset(
     }
 )
 _SHORT = {"-h": "help", "-q": "quiet", "-m": "module", "-t": "tee"}
-_BACKENDS = {  # in the order in which the launcher asks for them, after --cpu, which ends the asking
+_BACKENDS = {  # in the launcher's order; --cpu excludes the others
     "cpu": "NO",
     "use_deepspeed": "DEEPSPEED",
     "use_fsdp": "FSDP",

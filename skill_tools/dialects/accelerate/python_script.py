@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a Python script that makes `Accelerator(fsdp_plugin=..)` as the configuration that its plugins are.
+"""Reads the plugins of a Python script with `Accelerator(fsdp_plugin=..)` as a configuration.
 
-A plugin's field is kept under the key of the file's field that the launcher would hand to it. A field that a plugin
-leaves unset, it takes from the environment of its launcher, which is not known here. Facts: accelerator.py and
-utils/dataclasses.py of accelerate 1.13.0 to 1.15.0.
+A plugin's field is kept under the key of the file's field that the launcher would hand to it. A plugin takes an unset
+field from its launcher's environment, which is not known here. Facts: accelerator.py and utils/dataclasses.py of
+accelerate 1.13.0 to 1.15.0.
 """
 
 import ast
@@ -51,7 +51,7 @@ _ENUMS = frozenset({"ShardingStrategy", "StateDictType", "BackwardPrefetch"})
 
 
 def recipes(source: Source) -> dict[str, Construction | None]:
-    """Return each `Accelerator` of a script that is given a plugin, under the name that asks for it.
+    """Return each `Accelerator` with a plugin in a script, under the name that selects it.
 
     Where a script gives none to any, its first stands for the script's call of ours; None if there is none to see.
     """

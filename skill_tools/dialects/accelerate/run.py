@@ -145,7 +145,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
 def _precision(
     config: Config, sharding: Sharding, assumptions: list[Assumption], *, adapted: bool
 ) -> Precision:
-    """Return the bytes kept a parameter: fp32 where FSDP mixes precisions, bf16 throughout where nothing does."""
+    """Return the bytes kept a parameter: fp32 with FSDP's mixed precision, bf16 throughout without any."""
     mixed = config.value("accelerate.mixed_precision", "no") != "no"
     if sharding.stage and not sharding.by_deepspeed and not mixed:
         sharding = Sharding()

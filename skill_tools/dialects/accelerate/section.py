@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes Accelerate's input into the draft of whoever trains under it: file, launcher options, environment.
 
-The launcher takes options over the file, and fields that neither sets from the environment that it inherits. It writes
+Options win over the file. The launcher takes other fields from the environment that it inherits. It writes
 all of this into the environment of the training process, where the plugins of Accelerate read it. `settle` does as the
-plugins do: it decides which section counts, which values are refused, and the form that DeepSpeed's JSON gets. The
+plugins do: it decides the section that counts, the refused values, and the form of DeepSpeed's JSON. The
 draft has to embed `accelerate` and `deepspeed`. Facts: commands/launch.py, utils/launch.py and utils/dataclasses.py of
 accelerate 1.13.0 to 1.15.0.
 """

@@ -2,8 +2,8 @@
 """Reads AReaL's YAML with Hydra's overrides, as OmegaConf merges both into the dataclasses.
 
 Hydra composes the file itself, so an override without a plus changes only fields that stand in the file;
-the dataclasses come after it. They are closed and typed: a name that a section's class lacks ends the run, and so does
-null where a value is needed. Names at the top may be those of a class that somebody derived.
+the dataclasses come after it. They are closed and typed: a name missing in a section's class ends the run, and so does
+null for a required value. Names at the top may be those of a class that somebody derived.
 """
 
 import re
@@ -54,7 +54,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
-    """Read the configuration that a script names, if that is there, then its overrides."""
+    """Read a script's configuration, if it is there, then its overrides."""
     command = training_command(source, draft.accepts)
     write_environment(draft, command, source.name)
     words = command.words

@@ -3,7 +3,7 @@
 
 The DeepSpeed section is read as `deepspeed.*` keys whether it stands in the YAML or in a file
 (`dialects/deepspeed/section.py`). The JSON files that Axolotl itself ships are known facts (`keys.yaml`, `deepspeed`);
-any other file that is not there leaves the section open.
+any other missing file leaves the section open.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 class _Run:
     """A configuration in the making: the draft, the values of its file as the loader has them, and who reads options.
 
-    `is_click` says that options are `axolotl train`'s, else Fire's alone; `through_fire` that Fire reads their values;
-    `is_overrides` that they are the user's own `--overrides`.
+    `is_click`: options are `axolotl train`'s, else Fire's alone. `through_fire`: Fire reads their values.
+    `is_overrides`: they are the user's own `--overrides`.
     """
 
     def __init__(self, draft: Draft, sources: Sequence[Source]) -> None:
@@ -131,7 +131,7 @@ def _scalar(text: str) -> object:
 
 
 def _write_script(run: _Run, source: Source) -> None:
-    """Write a launch script: the configuration that it names, if that is there, then its options.
+    """Write a launch script: its configuration, if that is there, then its options.
 
     Words before the program and after `--` are the launcher's.
     """
@@ -207,7 +207,7 @@ def _write_options(run: _Run, words: Sequence[Argument], file: str) -> None:
 
 
 def _name_of(run: _Run, option: str) -> str | None:
-    """Return the key that an option sets, None where the command does not know it."""
+    """Return an option's key, None if the command does not know it."""
     name = option.removeprefix("--")
     if run.is_click and ("_" in name or not name):
         return None
@@ -279,7 +279,7 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
 
 
 def _write_deepspeed_file(draft: Draft, named: Setting, path: str, folders: Sequence[Path]) -> None:
-    """Write the file that is named, or where Axolotl ships it and it is not here, its known content."""
+    """Write the named file, or its known content if it is missing and Axolotl ships it."""
     if section.follow(draft, named, folders):
         return
     start = path.rfind(_PRESETS)

@@ -36,7 +36,7 @@ _DECISIVE = 1000
 
 
 class Axolotl(Dialect):
-    """Axolotl. A key that it does not know is dropped silently; one that its YAML does not set has a default."""
+    """Axolotl. An unknown key is silently dropped; an unset key has a default."""
 
     name = AXOLOTL
     label = "Axolotl"

@@ -33,7 +33,7 @@ class Read(NamedTuple):
 def read(text: str, existing: object, release: str | None, *, through_fire: bool) -> Read:
     """Return an option's value for `text` over `existing`, the value in the file, None for no such key.
 
-    `release` is Axolotl's, None where it is unknown; `through_fire` says that a launcher stands between.
+    `release` is Axolotl's, None if unknown; `through_fire`: a launcher stands between.
     """
     given = literal(text) if through_fire else text
     before, since = _before(given, existing), _since(given, existing)
@@ -44,7 +44,7 @@ def read(text: str, existing: object, release: str | None, *, through_fire: bool
     if isinstance(before, str) is isinstance(since, str) and before == since:
         return Read(since)
     said = f"{_shown(before)} in Axolotl before {COERCED_SINCE}, {_shown(since)} since"
-    # A text that the release before leaves to pydantic, which makes the same of it.
+    # The release before leaves this text to pydantic, with the same result.
     is_left = isinstance(before, str) and not isinstance(existing, bool) and before.lower() not in _NULLS
     return Read(since) if is_left else Read(UNREADABLE, said)
 

@@ -106,7 +106,7 @@ def _attention(shape: ModelShape, name: str) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:
-    """Return an entry as an expression, or None where it is none that can be asked without danger."""
+    """Return an entry as an expression, or None if it cannot be evaluated safely."""
     rows = _ROWS.fullmatch(text)
     # A class of characters at the end looks like rows only if it has nothing but digits and a colon.
     plain = rows.group(1) if rows else text

@@ -2,7 +2,7 @@
 """Trainers of image and video models that keep a part of the frozen or trained blocks on the host.
 
 - block swap: blocks of a transformer stay on the host and are brought for their forward and backward
-- program: the script that trains one model family; it decides which options there are and how many blocks swap
+- program: the script that trains one model family; it decides the options and the number of swapped blocks
 - layers on the host (OneTrainer, ai-toolkit), RamTorch and group offload (SimpleTuner): the same lever as a share
 """
 

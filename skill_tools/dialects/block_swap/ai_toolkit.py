@@ -41,9 +41,7 @@ class AiToolkit(Dialect):
     package = "toolkit"
     looks_for = "job beside config.process, of type sd_trainer, diffusion_trainer or another of its trainers"
     marks = ("process",)
-    no_plan = (
-        "what an image's or a video's activations take depends on the resolutions and frames of its datasets"
-    )
+    no_plan = "activations of images and videos depend on the resolutions and frames of the datasets"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a job whose process is a trainer of this program, or trains a model with a name_or_path."""

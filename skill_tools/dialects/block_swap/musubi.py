@@ -38,8 +38,7 @@ class MusubiTuner(Dialect):
     assigns = " "
     takes_new_keys = False
     no_plan = (
-        "what an image's or a video's activations take depends on its size, frames and attention, which the dataset's "
-        "configuration has"
+        "activations of images and videos depend on size, frames and attention, which its dataset's file has"
     )
 
     def evidence_in_text(self, text: str) -> Evidence:

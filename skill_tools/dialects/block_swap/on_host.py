@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the GPU at each value of a trainer's setting: a number of blocks, or a share of the Linear weights.
+"""The bytes off the GPU at each value of a trainer's setting: a number of blocks, or a share of the Linear weights.
 
-Only arithmetic on sizes that the readers `swapping.py` and `shares.py` found.
+Only arithmetic on the sizes from the readers `swapping.py` and `shares.py`.
 """
 
 import math
@@ -13,7 +13,7 @@ _MOST_CACHES = 10
 
 
 class BlockList(NamedTuple):
-    """A list of `length` equal blocks, sizes in bytes of one: `moved` leaves the GPU as it swaps, `stays` does not.
+    """A list of `length` equal blocks, sizes in bytes of one: `moved` leaves the GPU in a swap, `stays` does not.
 
     The moved bytes belong to `linears` Linear modules: `wide_bytes` in 16 bits, `largest_bytes` of the largest.
     """
@@ -28,7 +28,7 @@ class BlockList(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One value of the setting: bytes of weights that are off the GPU, once, and of buffers for them on it."""
+    """One value of the setting: bytes of weights off the GPU, counted once, and of buffers for them on it."""
 
     value: float
     moved_bytes: int
@@ -36,11 +36,11 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a plan says of every such run. `asked` is the input's own value.
+    """The facts of a run with blocks on the host. `asked` is the input's own value.
 
-    `beside` are other settings that the option needs, `smaller` is what else makes the run smaller, and `times` how
-    often a step brings each weight. `is_one_way` says that no weight is copied back. `inactive_bytes` are those of
-    Wan 2.2's other expert, which waits on the host.
+    `beside` are other settings that the option needs, `smaller` names other ways to a smaller run, and `times` counts
+    the copies of each weight in a step. `is_one_way`: no weight is copied back. `inactive_bytes` are those of Wan 2.2's
+    other expert, which waits on the host.
     """
 
     label: str
@@ -63,9 +63,9 @@ class Run(NamedTuple):
 class BlockSwap(NamedTuple):
     """Whole blocks. `keeps` of each list stay on the GPU.
 
-    `extra_single` is what the program adds to the single blocks, and `ring` the buffers for moved blocks that each list
-    has on the GPU. `by_ratio` says that the program divides by the lengths of its lists, `from_the_end` that its lists
-    are one, of which the last blocks leave and `keeps` stay.
+    `extra_single` counts the program's further single blocks, `ring` each list's buffers for moved blocks on the GPU.
+    `by_ratio`: the program divides by the lengths of its lists. `from_the_end`: its lists are one; the last blocks
+    leave and `keeps` stay.
     """
 
     run: Run
@@ -77,7 +77,7 @@ class BlockSwap(NamedTuple):
     unit: str = "blocks"
 
     def steps(self) -> Iterator[Step]:
-        """Yield each number of blocks that the program's own assertion lets pass, from 0."""
+        """Yield each number of blocks that the program's own assertion allows, from 0."""
         for blocks in range(self.most + 1):
             if self.is_allowed(blocks):
                 parts = list(zip(self.run.lists, self.split(blocks), strict=True))
@@ -86,7 +86,7 @@ class BlockSwap(NamedTuple):
                 yield Step(blocks, moved, buffers)
 
     def split(self, blocks: int) -> tuple[int, ...]:
-        """Return how many of each list swap for `--blocks_to_swap blocks`: half double, the rest two single each."""
+        """Return each list's swapped blocks for `--blocks_to_swap blocks`: half double, the rest two single each."""
         if len(self.run.lists) == 1 or not blocks:
             return (blocks,) * len(self.run.lists)
         if self.from_the_end:
@@ -98,7 +98,7 @@ class BlockSwap(NamedTuple):
         return double, 2 * (blocks - double) + self.extra_single
 
     def _split_by_ratio(self, blocks: int) -> tuple[int, int]:
-        """Divide by the lists' lengths; of what one list cannot give, two single blocks stand for a double one."""
+        """Divide by the lists' lengths; two single blocks replace a double one that a list cannot give."""
         lengths = [each.length for each in self.run.lists]
         ratio = lengths[1] / lengths[0]
         double = round(blocks / (1 + ratio / 2))
@@ -150,7 +150,7 @@ class LayerShare(NamedTuple):
             yield Step(value, moved, buffers)
 
     def _layers(self, share: float) -> tuple[int, int]:
-        """Return what OneTrainer keeps off the GPU, never the two layers that it needs, and its cache's overhead."""
+        """Return OneTrainer's bytes off the GPU, at most all but two layers, and its cache's overhead."""
         lists = self.run.lists
         total = self.rest_moved_bytes + sum(each.length * each.moved_bytes for each in lists)
         loaded = max(int(total * (1 - share)), 2 * max(each.moved_bytes for each in lists))
@@ -161,7 +161,7 @@ class LayerShare(NamedTuple):
         return max(total - loaded, 0), caches * largest
 
     def _modules(self, percent: int) -> int:
-        """Return the bytes of the modules that leave: of each list its share, or in order until their number is met."""
+        """Return the bytes of modules off the GPU: of each list its share, or in order up to their number."""
         moved = self.rest_moved_bytes * percent // 100
         if not self.in_order:
             return moved + percent * sum(each.length * each.moved_bytes for each in self.run.lists) // 100
@@ -173,7 +173,7 @@ class LayerShare(NamedTuple):
         return moved
 
     def _slot_bytes(self) -> int:
-        """Return what the device holds of weights on their way: `slots` of the mean size, in 16 bits."""
+        """Return the device's bytes for weights in flight: `slots` of the mean size, in 16 bits."""
         return self.slots * max(each.wide_bytes // each.linears for each in self.run.lists)
 
 

@@ -2,7 +2,7 @@
 """OneTrainer as a dialect: the JSON that its window saves and scripts/train.py trains.
 
 Each part of a model (transformer, text encoders) says for itself which share of it leaves the GPU. The checks ask about
-the parts that the model type has, so the reader finds the part that a check is about, and gives it a key of its own.
+the model type's parts, so the reader finds the part of each check, and gives it a key of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ class OneTrainer(Dialect):
     form = "in the JSON"
     language = "json"
     takes_new_keys = False
-    no_plan = "what an image's activations take depends on its size and buckets, which the concepts have"
+    no_plan = "activations of images depend on size and buckets, which the concepts have"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a method and a model type under the names that this trainer alone has for them."""
@@ -262,7 +262,7 @@ def _true(draft: Draft, name: str) -> Setting | None:
 
 
 def _above_none(draft: Draft, name: str) -> Setting | None:
-    """Return the share of a part that leaves the GPU, None where none does or where it is no number."""
+    """Return the offloaded share of a part, None without offload or for a share that is no number."""
     setting = draft.get(name)
     if setting is None or isinstance(setting.value, list | dict):
         return None

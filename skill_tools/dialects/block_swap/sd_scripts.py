@@ -42,9 +42,7 @@ class SdScripts(Dialect):
     language = "text"
     assigns = " "
     takes_new_keys = False
-    no_plan = (
-        "what an image's activations take depends on its size and attention, which the dataset's file has"
-    )
+    no_plan = "activations of images depend on size and attention, which the dataset's file has"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take one of its programs beside an option that it needs."""

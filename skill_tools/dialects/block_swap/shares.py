@@ -37,7 +37,7 @@ _SWAP_RING = 2  # musubi_block_swap.py: _h2d_ring_size
 
 
 class _Trainer(NamedTuple):
-    """A trainer's keys: what is trained, its rank, optimizer and share, and how the share is written.
+    """A trainer's keys: the trained part, its rank, optimizer and share, and the share's spelling.
 
     `trains` has the values of `method` that train a LoRA, None any.
     """
@@ -103,7 +103,7 @@ _TRAINERS = {
 
 
 def of_config(config: Config) -> LayerShare | BlockSwap:
-    """Return the weights of the run in `config`; raises `UnusableInput` for what nobody counted."""
+    """Return the weights of the run in `config`; raises `UnusableInput` for an uncounted model."""
     trainer = _TRAINERS[config.framework]
     family = fields.text(config, trainer.family) or ""
     method = fields.text(config, trainer.method)

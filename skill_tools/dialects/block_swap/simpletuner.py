@@ -37,10 +37,10 @@ class SimpleTuner(Dialect):
     form = "in the JSON"
     language = "json"
     takes_new_keys = False
-    no_plan = "what an image's or a video's activations take depends on the resolutions and frames of its data backends"
+    no_plan = "activations of images and videos depend on the resolutions and frames of the data backends"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take a file with the three options that every run needs and that no other framework has together."""
+        """Take a file with three options that every run needs, together in no other framework."""
         proven = {name.lstrip("-") for name in entries}.issuperset(_NEEDED)
         return Evidence(1, certain=True, proof=", ".join(_NEEDED)) if proven else NONE
 

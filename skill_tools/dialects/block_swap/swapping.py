@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How musubi-tuner or sd-scripts swaps the blocks of a model: `knowledge/block_swap.yaml`, read for one run.
 
-Both trainers keep exactly the blocks on the GPU that do not swap: a block that comes takes the storage of the one that
-leaves (`custom_offloading_utils.py::ModelOffloader`). musubi-tuner's `--block_swap_h2d_only` has a ring of buffers
-beside them, for each list of blocks.
+Both trainers keep exactly the unswapped blocks on the GPU: an incoming block takes the storage of the outgoing one
+(`custom_offloading_utils.py::ModelOffloader`). musubi-tuner's `--block_swap_h2d_only` has a ring of buffers beside
+them, for each list of blocks.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ _SCALED = 64  # weights of scaled fp8 that share one bf16 scale
 
 
 def assumed_activations_bytes() -> int:
-    """Return the bytes that activations are given where nobody says what they take."""
+    """Return the default bytes for activations."""
     found: int = knowledge.index()["block_swap"]["activations"]["bytes"]
     return found
 
 
 def of_config(config: Config) -> BlockSwap:
-    """Return the blocks of the run in `config`; raises `UnusableInput` for a program whose blocks nobody counted."""
+    """Return the blocks of the run in `config`; raises `UnusableInput` for a program without counted blocks."""
     program = fields.text(config, f"{config.framework.partition('-')[0]}.program") or ""
     row = row_of(config, program)
     if row is None or fields.text(config, "--model_type") == "chroma":
@@ -47,13 +47,13 @@ def of_config(config: Config) -> BlockSwap:
 
 
 def row_of(config: Config, program: str) -> dict[str, Any] | None:
-    """Return what `program` trains by the words of the input, None where nobody counted it."""
+    """Return the row of the model that `program` trains by the words of the input, None if nobody counted it."""
     rows = knowledge.index()["block_swap"]["programs"][config.framework].get(program, ())
     return next((each for each in rows if _is_about(each, config)), None)
 
 
 def model_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the model that a row is about."""
+    """Return the sizes of a row's model."""
     found: dict[str, Any] = knowledge.index()["block_swap"]["models"][row["model"]]
     return found
 
@@ -148,6 +148,6 @@ def _assumptions(config: Config, moments: int, note: str) -> Iterator[str]:
     if not fields.flag(config, "gradient_checkpointing"):
         yield "the input lacks --gradient_checkpointing, without which activations take several times as much"
     for key in sorted(_READ & config.unresolved):
-        yield f"{key} is set to what cannot be read here, so that its default counts"
+        yield f"{key} is set to a value that cannot be read here, so its default counts"
     if note:
         yield note

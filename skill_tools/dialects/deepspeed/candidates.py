@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a DeepSpeed section may keep on the CPU at its stage, for every trainer whose plan reads one.
+"""The tensors that a DeepSpeed section may keep on the CPU at its stage, for all trainers with such a section.
 
 Apart because a plan of a run without DeepSpeed needs none of it. A file that is not here stays as it is.
 """
@@ -17,7 +17,7 @@ _DEVICE = f"{DEEPSPEED}.zero_optimization.offload_{{}}.device"
 
 
 def weights(config: Config, mode: Mode) -> Iterator[Part]:
-    """Yield the ways that the section has; `mode` is the run as it stands, the only one where nothing is known."""
+    """Yield the section's modes; `mode` is the unchanged run, the only one for an unknown section."""
     by_deepspeed: dict[str, object] = {"optimizer_engine": OptimizerEngine.CPU_ADAM, "pins": mode.pins}
     level = stage(config) if is_used(config) else None
     if not level:

@@ -64,7 +64,7 @@ class DeepSpeed(Dialect):
         return Evidence(_DECISIVE, proof="a line of its launcher that names a JSON") if is_named else NONE
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Take a script that makes DeepSpeed's engine itself, where no trainer is in it."""
+        """Take a script that makes DeepSpeed's engine itself, without a trainer."""
         return Evidence(1, proof=MAKES_ENGINE, yields=True) if _MAKES.search(text) else NONE
 
     def recipes(self, source: Source) -> Sequence[Source]:
@@ -118,7 +118,7 @@ class DeepSpeed(Dialect):
         return "ds-offload-not-mapping" if is_section else "ds-value-type"
 
     def replaced(self, config: Config) -> Iterator[tuple[str, Setting, Setting]]:
-        """Yield the fields that one object holds under both of their names, which pydantic refuses."""
+        """Yield the fields under both of their names in one object; pydantic refuses them."""
         for loser in config.overridden:
             winner = config.settings.get(loser.key)
             if (

@@ -2,8 +2,7 @@
 """Reads the configuration that a Python script gives `deepspeed.initialize`: a dict that stands there, or a path.
 
 `config` counts, and `config_params`, its older name, where `config` is None. A configuration that the script reads or
-computes is not known, and an engine that is given one is none of these. Source: deepspeed/__init__.py, initialize, of
-0.17.0 to 0.19.8.
+computes is not known; an engine with one is left out. Source: deepspeed/__init__.py, initialize, of 0.17.0 to 0.19.8.
 """
 
 import ast
@@ -25,7 +24,7 @@ _Given = tuple[object, Place]
 
 
 def engines(source: Source) -> dict[str, _Given]:
-    """Return the configuration of each engine of a script that can be read, by the name that asks for it."""
+    """Return each readable configuration of an engine in a script, by the name that selects it."""
     ours = {
         (node.lineno, node.col_offset + 1)
         for node in ast.walk(source.module)
@@ -61,7 +60,7 @@ def write(draft: Draft, source: Source) -> None:
 
 
 def write_literal(draft: Draft, config: Section, place: Place) -> None:
-    """Write a dict that a Python script holds; one that code which is not followed may change is left open."""
+    """Write a dict of a Python script; a dict that unfollowed code may change is left open."""
     if plain(config) is UNREADABLE:
         draft.section_may_be_set(DEEPSPEED)
         return

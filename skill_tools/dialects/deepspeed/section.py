@@ -76,7 +76,7 @@ def follow(draft: Draft, named: Setting, folders: Sequence[Path]) -> bool:
 
 
 def follow_or_settle(draft: Draft, key: str, folders: Sequence[Path]) -> None:
-    """Follow the file that the canonical `key` names, or judge the mapping that stands there instead of a path.
+    """Follow the file named by the canonical `key`, or judge the mapping in place of a path.
 
     For a Trainer's `deepspeed` argument, which takes either (`HfTrainerDeepSpeedConfig(config_file_or_dict)`).
     """
@@ -107,13 +107,13 @@ def take_accumulation(draft: Draft) -> None:
 
 
 def leave_open(draft: Draft, named: Setting) -> None:
-    """Note that the file that `named` names is not here, so that nothing is known of its settings."""
+    """Note that the file named by `named` is missing and its settings unknown."""
     draft.missing_files.append(named)
     draft.section_may_be_set(DEEPSPEED)
 
 
 def _expected(key: Key | None, setting: Setting, expected: str | None) -> str | None:
-    """Return the value that DeepSpeed expects instead, or None where it takes it."""
+    """Return DeepSpeed's expected value, or None if it takes this one."""
     value, is_strict = setting.value, setting.key.startswith(_STRICT)
     if setting.key == _ZERO:
         return None if isinstance(value, dict | bool) else "a section"
@@ -138,7 +138,7 @@ def _expected(key: Key | None, setting: Setting, expected: str | None) -> str | 
 
 
 def _form(source: Source, root: Node, *, strict: bool) -> list[Fault]:
-    """Return the keys that stand twice in one object, and where the text is more than JSON; `strict` is the reader."""
+    """Return the keys repeated in one object, and the place where the text is no JSON; `strict` is the reader."""
     faults = []
     pending = [root]
     while pending:
@@ -156,7 +156,7 @@ def _form(source: Source, root: Node, *, strict: bool) -> list[Fault]:
 
 
 def not_json(text: str) -> int:
-    """Return the first line at which `text` is no longer JSON, 0 where all of it is."""
+    """Return the first line of `text` that is no JSON, 0 if all of it is."""
     import json
 
     try:

@@ -28,7 +28,7 @@ class Fsdp1(Dialect):
     language = "python"
     assigns = "="
     takes_new_keys = False
-    no_plan = "a script builds its model itself, so that no plan can see what it trains"
+    no_plan = "a script builds its model itself, so no plan can see the model"
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take a text that imports torch's FSDP, names the wrapper and calls CPUOffload."""

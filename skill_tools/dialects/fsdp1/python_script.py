@@ -59,7 +59,7 @@ def _names(module: ast.Module) -> set[str]:
 
 
 def _write_wrapping(draft: Draft, calls: Sequence[Construction], every: Sequence[Construction]) -> None:
-    """Write whether the calls offload, and their devices; left open where that is computed."""
+    """Write whether the calls offload, and their devices; left open if computed."""
     offloads = [(_offloads(each, every), each.place) for each in calls]
     known = [each for each in offloads if each[0] is not None]
     if any(value is UNREADABLE for value, _ in offloads):
@@ -127,7 +127,7 @@ def _is_of_utils(call: ast.Call) -> bool:
 def _accumulating(module: ast.Module) -> Iterator[ast.Call]:
     """Yield the backwards in a loop that does not step after each of them.
 
-    It steps where a count says so, or behind the loop, which then is one over micro-batches.
+    It steps at a count, or behind the loop, which then is one over micro-batches.
     """
     for node in ast.walk(module):
         for block in (getattr(node, "body", None), getattr(node, "orelse", None)):
@@ -174,7 +174,7 @@ def _is_scheduler(node: ast.AST) -> bool:
 
 
 def _counts(test: ast.expr) -> bool:
-    """Return whether a test counts steps: by a remainder other than that of 1, or by a name that says so."""
+    """Return whether a test counts steps: by a remainder other than that of 1, or by a telling name."""
     for node in ast.walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             return not (isinstance(node.right, ast.Constant) and node.right.value == 1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a Python script that shards by FSDP2: its policy, the backends of its process group, clipping, and threads.
 
-Several models may be sharded in one script, each with a policy of its own; the policy counts where every one of them
-that is given a policy has it. A process group that is made elsewhere, or of a computed backend, may have any.
+Several models may be sharded in one script, each with a policy of its own; a policy counts if all models with a policy
+share it. A process group that is made elsewhere, or of a computed backend, may have any.
 """
 
 import ast
@@ -54,7 +54,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 
 def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
-    """Write whether the calls offload; left open where that is computed, or where calls differ."""
+    """Write whether the calls offload; left open if computed, or if calls differ."""
     given = [
         each.section.fields["offload_policy"][-1] for each in calls if "offload_policy" in each.section.fields
     ]
@@ -72,7 +72,7 @@ def _write_policy(draft: Draft, calls: Sequence[Construction]) -> None:
 def _write_mixed(draft: Draft, source: Source) -> None:
     """Write whether one call clips all parameters of a module that `fully_shard` is to leave some of.
 
-    It is open where those are computed elsewhere, or where the script freezes parameters, which then have no gradient.
+    It is open if those are computed elsewhere, or if the script freezes parameters: they have no gradient.
     """
     calls = [node for node in ast.walk(source.module) if isinstance(node, ast.Call) and node.args]
     ignored = {
@@ -99,7 +99,7 @@ def _write_mixed(draft: Draft, source: Source) -> None:
 
 
 def _write_backend(draft: Draft, calls: Sequence[Construction]) -> None:
-    """Write the backend that the one process group is given; none given is torch's choice, which depends on it."""
+    """Write the backend of the one process group; without one it is torch's choice."""
     named = [
         next((value for name, value, _ in each.values() if name == "backend"), None)
         or next(iter(each.positional), UNREADABLE)

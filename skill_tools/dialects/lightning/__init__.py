@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: Python scripts that give a Trainer, or Fabric, a strategy that shards or offloads.
+"""Lightning: Python scripts with a Trainer or Fabric, and a strategy that shards or offloads.
 
 - python_script: the strategy and its arguments; DeepSpeed's arguments become the JSON that the strategy makes
 """

@@ -41,11 +41,11 @@ class Lightning(Dialect):
     language = "python"
     assigns = "="
     takes_new_keys = False
-    no_plan = "a Lightning script builds its model itself, so that no plan can see what it trains"
+    no_plan = "a Lightning script builds its model itself, so no plan can see the model"
     adapter = 'Trainer(callbacks=[cpu_offloading.integrations.lightning.OffloadCallback("plan.json")])'
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Take a strategy that shards, or our callback, in a script that imports Lightning and makes its Trainer."""
+        """Take a sharding strategy, or our callback, in a script that imports Lightning and makes its Trainer."""
         if not _IMPORTS.search(text):
             return NONE
         made, found = _MADE.search(text), _STRATEGY.search(text)

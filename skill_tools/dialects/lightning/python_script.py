@@ -35,7 +35,7 @@ from skill_tools.nearest import nearest
 _CALLBACK = "OffloadCallback"
 _KINDS = {FSDP_STRATEGY: "fsdp", DEEPSPEED_STRATEGY: "deepspeed", PARALLEL_STRATEGY: "model_parallel"}
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")
-_ENVIRONMENT = "PL_DEEPSPEED_CONFIG_PATH"  # a file that counts where the strategy is given no config
+_ENVIRONMENT = "PL_DEEPSPEED_CONFIG_PATH"  # a file that counts for a strategy without config
 _REGISTERED = re.compile(r"deepspeed(?:_stage_([123]))?(?:(?<=[123])(_offload)(?:(?<=3_offload)(_nvme))?)?")
 _OF_FABRIC_ALONE = "deepspeed_stage_1_offload"
 _FSDP_NAMES = ("fsdp", "fsdp_cpu_offload")
@@ -140,7 +140,7 @@ _Given = dict[str, tuple[object, Place]]
 
 
 def recipes(source: Source) -> dict[str, Construction]:
-    """Return each Trainer and Fabric of a script that is given a strategy, under the name that asks for it."""
+    """Return each Trainer and Fabric with a strategy in a script, under the name that selects it."""
     made = constructions(source, MAKERS)
     given = [each for each in made if "strategy" in each.section.fields] or made[:1]
     if len(given) < 2:
@@ -199,7 +199,7 @@ def _write(draft: Draft, made: Construction, every: Sequence[Construction], fold
 
 
 def _note_no_arguments(draft: Draft, made: Sequence[Construction]) -> None:
-    """Note arguments that a DeepSpeedStrategy does not take; it refuses them also where no Trainer gets it."""
+    """Note arguments that a DeepSpeedStrategy does not take; it refuses them even without a Trainer."""
     for each in made:
         given = each.section.fields if each.name == DEEPSPEED_STRATEGY else {}
         for name in given.keys() - _ARGUMENTS.keys():
@@ -207,10 +207,10 @@ def _note_no_arguments(draft: Draft, made: Sequence[Construction]) -> None:
 
 
 def _leave_strategies_open(draft: Draft, made: Sequence[Construction], place: Place) -> None:
-    """Note that one of the strategies that the script makes may count, or none of them."""
+    """Note that one of the script's strategies may count, or none."""
     for each in made[:1]:
         draft.section_may_be_set(DEEPSPEED)
-        text = f"{each.name} (line {each.place.line}) or what is assigned after it, and nothing is said about either"
+        text = f"{each.name} (line {each.place.line}) or a later assignment, and nothing is said about either"
         draft.faults.append(Fault("pl-strategy-open", text, place))
 
 
@@ -272,7 +272,7 @@ def _write_config(draft: Draft, config: object, place: Place, folders: Sequence[
 
 
 def _write_deepspeed(draft: Draft, given: _Given, made: Place, written: str = "") -> None:
-    """Write the JSON that the strategy makes of its arguments; values that none sets stand at the strategy."""
+    """Write the strategy's JSON from its arguments; unset values get the place of the strategy."""
 
     def write(key: str, argument: str) -> None:
         value, place = given.get(argument, (_ARGUMENTS[argument], made))

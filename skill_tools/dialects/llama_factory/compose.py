@@ -121,7 +121,7 @@ def _takes_any(draft: Draft) -> bool:
 
 
 def _write_script(draft: Draft, source: Source) -> None:
-    """Write the first training command of a script: the YAML that it names, if that is there, then its words."""
+    """Write the first training command of a script: its YAML, if that is there, then its words."""
     command = next((each for each in commands_of(source) if _trains_at(each)), None)
     if command is None:
         raise UnusableInput(

@@ -22,7 +22,7 @@ _COMMAND = r"(?m)^[^#\n]*?(\b(?:llamafactory-cli|lmf) train\b|--finetuning_type\
 
 
 class LlamaFactory(Dialect):
-    """LLaMA-Factory. An argument that no class owns is refused; one that is not given has the class's default."""
+    """LLaMA-Factory. An argument without an owning class is refused; an absent one has the class's default."""
 
     name = LLAMA_FACTORY
     label = "LLaMA-Factory"
@@ -66,7 +66,7 @@ class LlamaFactory(Dialect):
         return compose(sources, overrides)
 
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
-        """An argument that no class owns is refused; the Trainer drops a field of fsdp_config that it does not know."""
+        """An argument without an owning class is refused; the Trainer drops an unknown field of fsdp_config."""
         return "hf-fsdp-unknown-key" if unknown.written.startswith("fsdp_config.") else "lf-unknown-key"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":

@@ -22,9 +22,9 @@ _PRESETS_THAT_OFFLOAD = (
         False,
     ),
 )
-# No file is here that lint could read: what its rule says of ZeRO-2's offload is said with it.
+# lint cannot read these files, so its rule about ZeRO-2's offload is quoted here.
 _DROPS = "no deepspeed from 0.15.2 to 0.18.9, which drops gradients [ds-accumulation-drops-gradients]"
-_KEPT = 2  # micro-batches whose gradients these releases keep
+_KEPT = 2  # micro-batches with gradients that these releases keep
 
 
 def found(config: Config, run: TrainingRun) -> Iterator[Lever]:

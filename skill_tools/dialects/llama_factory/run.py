@@ -109,7 +109,7 @@ def _activations(run: TrainingRun) -> Iterator[Part]:
 
 
 def _shard_stage(config: Config) -> int:
-    """Return ZeRO's stage; where the file is not here, the one that its name states (ds_z3_config.json)."""
+    """Return ZeRO's stage; for a missing file, the one in its name (ds_z3_config.json)."""
     stage = zero.stage(config)
     if stage is not None:
         return stage
@@ -118,7 +118,7 @@ def _shard_stage(config: Config) -> int:
 
 
 def _named_mode(config: Config) -> Mode:
-    """Return the mode that the name of a file which is not here states: LLaMA-Factory's presets with offload do.
+    """Return the mode in the name of a missing file: LLaMA-Factory's presets with offload do.
 
     Its stage 2 offloads the optimizer, its stage 3 the weights too.
     """

@@ -2,13 +2,12 @@
 """Composes Megatron Bridge's inputs in its own order: recipe, file, dotted overrides, environment.
 
 The order is the framework's, whatever the order on the command line: a Python recipe first, then YAML files and
-launch scripts as they were given, then overrides. The shell's environment wins over `env_vars`, which only sets a
-variable that is not set.
+launch scripts as they were given, then overrides. The shell's environment wins over `env_vars`, which sets only unset
+variables.
 
 Last come Bridge's changes of a merged configuration before it trains, as far as a rule can see it: `mixed_precision`
-overwrites the fields of the same name in model, optimizer and ddp; `comm_overlap` overwrites the overlap switches that
-it sets; a distributed optimizer that is on in one section is turned on in both. The values that lose stay in
-`Config.overridden`.
+overwrites the fields of the same name in model, optimizer and ddp; `comm_overlap` overwrites its overlap switches; a
+distributed optimizer on in one section is turned on in both. The values that lose stay in `Config.overridden`.
 """
 
 import re

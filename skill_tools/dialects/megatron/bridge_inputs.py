@@ -50,7 +50,7 @@ def write_file(draft: Draft, root: Node, file: str) -> None:
 class Overrides:
     """Dotted overrides in their order, laid over a configuration as Hydra lays them.
 
-    The recipe behind it is not known: a field that nothing here sets is taken to have its default, which it may lack.
+    The recipe behind it is not known: a field unset here is taken to have its default, which may be wrong.
     """
 
     def __init__(self, draft: Draft) -> None:
@@ -78,7 +78,7 @@ class Overrides:
             self._write_section(spelling, override, override.value, override.key, place)
 
     def refuse_form(self, text: str, expected: str, place: Place) -> None:
-        """Note that the run ends at a word that is no override, where it names a section of a configuration."""
+        """Note that the run ends at a word without an override, if the word names a section of a configuration."""
         if text.lstrip("+~").partition("=")[0].partition(".")[0] in _SECTIONS:
             self.refuse(f"{text}: expected {expected}", place)
 
@@ -90,7 +90,7 @@ class Overrides:
         return name in _SECTIONS or self._draft.accepts(name)
 
     def _why_not(self, override: Override, spelling: str) -> str | None:
-        """Return why Hydra refuses an override of a field that there is; None where it does not, or may not."""
+        """Return Hydra's reason to refuse an override of an existing field; None if it does not, or may not."""
         value, sign = override.value, override.sign
         is_gone = any(f"{spelling}.".startswith(f"{each}.") for each in self._removed)
         if is_gone and sign not in ("+", "++"):
@@ -163,7 +163,7 @@ def write_section(draft: Draft, spelling: str, value: object, written: str, plac
 
 
 def is_saved_run(root: Node) -> bool:
-    """Return whether `root` is a whole ConfigContainer that Bridge saved, not a part that overrides one."""
+    """Return whether `root` is a whole ConfigContainer saved by Bridge, not an overriding part."""
     container = _target(root).rpartition(".")[2] == "ConfigContainer"
     return container or bool(_target(_child(root, "model")))
 

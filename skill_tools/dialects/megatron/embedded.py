@@ -21,7 +21,7 @@ def share(draft: Draft, code: tuple[str, ...] = SHARED_CODE) -> None:
 
 
 def hand_on(draft: Draft, path: str, spelling: str) -> None:
-    """Give the key that Bridge calls `spelling` the value that stands under `path`, if anything does."""
+    """Give Bridge's key `spelling` the value under `path`, if there is one."""
     key = draft.table.find(BRIDGE, spelling)
     if key is None:
         return
@@ -48,7 +48,7 @@ def give(draft: Draft, values: Mapping[str, object], origin: Setting) -> None:
 
 
 def model_may_set(draft: Draft) -> None:
-    """Note that the model's provider decides in place of a recipe of Bridge, except where the framework itself decides.
+    """Note that the model's provider decides in place of a Bridge recipe, except for the framework's own decisions.
 
     Such a key has a default of the framework's own.
     """

@@ -180,7 +180,7 @@ def _times(text: str, position: int) -> tuple[int, int]:
 def check(shape: ModelShape, layout: Layout, config: Config) -> tuple[Assumption, ...]:
     """Raise `UnusableInput` for groups that do not divide their shared part; return the assumptions.
 
-    Layers over pipeline stages may be uneven where the configuration, or a recipe that it lies over, says how.
+    Pipeline stages may have different numbers of layers, as the configuration or its recipe says.
     """
     _divides(shape.heads, "attention heads", layout.tensor, "tensor_model_parallel_size")
     if shape.experts:

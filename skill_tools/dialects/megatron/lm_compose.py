@@ -31,7 +31,7 @@ from skill_tools.dialects.megatron import LM
 
 _YAML_CFG_SECTIONS = ("language_model", "model_parallel")
 _OVERRIDES = "<overrides>"
-# The programs that add no arguments of their own to those of `_PARSER`, or ones that the vocabulary has.
+# The programs without arguments of their own beside those of `_PARSER`, or with known ones only.
 _PROGRAMS = re.compile(r"(?:pretrain_(?:gpt|bert|t5|ict|mamba|hybrid|retro|vlm|vision_\w+)|train_rl)\.py")
 _PARSER = "megatron/training/arguments.py"
 _OF_A_FORK = 3  # flags that are not Megatron-LM's
@@ -92,8 +92,8 @@ def _write_flags(
 ) -> None:
     """Write flags; `is_closed` says that the program adds none of its own to Megatron-LM's.
 
-    A fork may: where its code is a checkout around `folder`, it is asked. Where it is not, several flags that are not
-    Megatron-LM's, nor nearly, are a fork's own (MindSpeed's `--swap-attention`).
+    A fork may: where its code is a checkout around `folder`, it is asked. Otherwise several flags unlike any of
+    Megatron-LM's are a fork's own (MindSpeed's `--swap-attention`).
     """
     unknown: list[Flag] = []
     for flag in given:
@@ -136,7 +136,7 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
 
 
 def taken(flag: Flag, kind: str) -> object:
-    """Return the value that argparse takes for a flag whose key is of `kind`: one word, or all for a list."""
+    """Return argparse's value for a flag with a key of `kind`: one word, or all for a list."""
     if not flag.known or _is_to_fill_in(flag):
         return UNREADABLE
     if kind == "bool" or not flag.values:
@@ -145,12 +145,12 @@ def taken(flag: Flag, kind: str) -> object:
 
 
 def _is_to_fill_in(flag: Flag) -> bool:
-    """Return whether the words of a flag say what somebody is to put there: `your model path`."""
+    """Return whether the words of a flag are a placeholder: `your model path`."""
     return len(flag.values) > 1 and flag.values[0].lower() == "your"
 
 
 def refuse_left_over(draft: Draft, name: str, flag: Flag, kind: str) -> None:
-    """Note the words that argparse does not take for a flag; that a switch is meant is plain, unless one says off."""
+    """Note the words that argparse does not take for a flag; a switch is plainly meant, unless one says off."""
     is_switch = kind == "bool"
     values = flag.values[not is_switch :]
     if values and flag.known and kind != "any" and not _is_to_fill_in(flag):
@@ -206,7 +206,7 @@ def _write_fields(draft: Draft, entries: dict[str, Node], file: str) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Follow `arguments.py` after parsing, where it changes a value that a rule reads."""
+    """Follow `arguments.py` after parsing, for values read by rules."""
     _derive(
         draft,
         "cpu_offloading_num_layers",
@@ -221,7 +221,7 @@ def _settle(draft: Draft) -> None:
 
 
 def _derive(draft: Draft, source: str, holds: Callable[[object], bool], key: str, value: object) -> None:
-    """Give `key` its value where that of `source` makes it; leave it open where `source` is open."""
+    """Give `key` its value if that of `source` implies one; leave it open if `source` is open."""
     setting = draft.get(source)
     if setting is not None and holds(setting.value):
         draft.set_key(key, value, setting.written, setting.place)

@@ -33,9 +33,9 @@ _RAY_ENVIRONMENT = "runtime-env"  # Ray gives it to the trainer, beside the scri
 class Program(NamedTuple):
     """A framework's program: its launch, in words, and its changes of flags after they are parsed.
 
-    `forced` are values that it gives by itself, `decided` keys that may become anything, `passed_over` the beginnings
-    of options that another parser takes, and `tokens` the key of a micro-batch's most tokens, if it has one.
-    `is_closed` says that its Megatron-LM is a release as it is, so that no other option can be one.
+    `forced` are values that it sets by itself, `decided` keys with any possible value, `passed_over` the prefixes of
+    another parser's options, and `tokens` the key of a micro-batch's most tokens, if it has one. `is_closed`: its
+    Megatron-LM is an unchanged release, so there is no further option.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _force(draft: Draft, program: Program, place: Place) -> None:
 
 
 def _settle_tokens(draft: Draft, program: Program) -> None:
-    """Give a micro-batch its tokens: the most that a GPU gets where batches are dynamic, else 4096 by default."""
+    """Give a micro-batch its tokens: a GPU's most tokens with dynamic batches, else 4096 by default."""
     tokens, ranks = draft.get(program.tokens), draft.get("context_parallel_size")
     if tokens is not None and isinstance(tokens.value, int):
         each = ranks.value if ranks is not None and isinstance(ranks.value, int) else 1

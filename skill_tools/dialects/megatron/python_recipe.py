@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a Python recipe statically: its assignments to the configuration, without importing or running it.
 
-One recipe is the function that returns the configuration, or the script itself where no function does. A file with
+A recipe is the function that returns the configuration, or the script itself without such a function. A file with
 several needs `file.py::function`. `configs.python.statements` follows the code; this module chooses the recipe and
 writes its sections into the draft.
 """
@@ -56,7 +56,7 @@ def recipes(source: Source) -> list[Source]:
 
 
 def _candidates(functions: dict[str, Function]) -> list[str]:
-    """Return the functions that are recipes: those that say so, else those that set a configuration."""
+    """Return the functions that are recipes: those named so, else those that set a configuration."""
     own = {name: node for name, node in functions.items() if not _translates(node)}
     names = [name for name, node in own.items() if _returns_container(node)]
     names = names or [name for name, node in own.items() if name != "main" and _sets_config(node)]
@@ -109,7 +109,7 @@ def _ambiguous(source: Source, problem: str, names: list[str]) -> UnusableInput:
 
 
 def _write(draft: Draft, root: Section) -> None:
-    """Write every field below `root`, all values of it in order, so that the ones that lost are known."""
+    """Write every field below `root`, all its values in order, so overridden ones are known."""
     pending = [("", root)]
     seen = {id(root)}
     while pending:

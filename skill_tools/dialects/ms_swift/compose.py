@@ -143,7 +143,7 @@ def _spelling(draft: Draft, flag: str, program: str) -> str:
 
 
 def _note_release(draft: Draft, spelling: str, place: Place, release: str | None) -> None:
-    """Note an argument that the stated release does not have yet, or no more, or newer ones where none is stated."""
+    """Note an argument that the stated release lacks, yet or no longer, or newer arguments if none is stated."""
     lacks, since = lacking(MS_SWIFT, spelling, release) if release else None, gone_since(MS_SWIFT, spelling)
     if lacks:
         draft.faults.append(Fault(_OF_RELEASE, lacks, place))
@@ -209,7 +209,7 @@ def _parsed(kind: str, texts: Sequence[str], value: object) -> tuple[object, str
 
 @knowledge.derived
 def argument_kinds() -> dict[str, str]:
-    """Return argparse's treatment of each argument of `swift sft`, where all releases that were read agree."""
+    """Return argparse's treatment of each argument of `swift sft`, if all known releases agree."""
     pairs = (line.split(" ") for line in knowledge.names("ms_swift_kinds"))
     return {name: kind for kind, name in pairs}
 
@@ -217,7 +217,7 @@ def argument_kinds() -> dict[str, str]:
 def _set_from_file(
     draft: Draft, spelling: str, value: object, written: str, place: Place, release: str | None
 ) -> None:
-    """Write a value of a file as the text that stands for it on the command line that ms-swift makes of the file."""
+    """Write a file's value as its text on the command line that ms-swift makes of the file."""
     is_list = isinstance(value, list)
     if value is UNREADABLE or isinstance(value, dict) or (is_list and _is_refused_list(value, release)):
         name = _set(draft, spelling, value, written, place)
@@ -243,7 +243,7 @@ def _is_refused_list(value: object, release: str | None) -> bool:
 
 
 def _program_of(draft: Draft, entries: Mapping[str, Node]) -> str:
-    """Return which of the two programs takes a file: `megatron` where that alone has some of its arguments."""
+    """Return which of the two programs takes a file: `megatron` if that alone has some of its arguments."""
     only_megatron = (
         draft.accepts(f"{_MEGATRON} --{name}") and not draft.accepts(f"--{name}") for name in entries
     )

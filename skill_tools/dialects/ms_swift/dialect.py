@@ -27,7 +27,7 @@ class MsSwift(Dialect):
     name = MS_SWIFT
     label = "ms-swift"
     package = "swift"
-    no_plan = "what ms-swift's trainers and rollout engines keep on a GPU is not modelled"
+    no_plan = "the GPU memory of ms-swift's trainers and rollout engines is not modelled"
     adapter = (
         'for swift sft, cpu_offloading.integrations.transformers.offload(self.trainer, "plan.json") in the plugin '
         "file of docs/trainers.md, named by --external_plugins offload_swift.py --optimizer offload"

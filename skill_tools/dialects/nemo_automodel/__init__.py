@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo AutoModel: a YAML recipe whose classes are named by `_target_`, over FSDP2, Megatron-FSDP or DDP.
 
-- recipe: the class that trains; each of them reads the `distributed` section alike, but those of diffusion, which have
-  `fsdp` or `ddp` instead
+- recipe: the class that trains; all read the `distributed` section alike, except diffusion's, which have `fsdp` or
+  `ddp` instead
 - strategy: FSDP2, Megatron-FSDP or DDP; the rest of the section must be fields of its configuration
 """
 

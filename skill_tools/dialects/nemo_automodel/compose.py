@@ -32,7 +32,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
         if source.kind not in (Kind.YAML, Kind.JSON):
             raise source.refused(
                 expected="the YAML of a recipe",
-                attempt="the file that automodel runs; what its command sets goes into --overrides",
+                attempt="the file that automodel runs, with its command's settings in --overrides",
             )
         draft.take(source)
         _write_file(draft, entries_of(single_document(source)), source.name)
@@ -60,7 +60,7 @@ def _write_file(draft: Draft, entries: Mapping[str, Node], file: str) -> None:
 
 
 def _write(draft: Draft, path: str, value: object, place: Place) -> None:
-    """Write one setting, if it is in a section that is read; a name that no strategy has is noted."""
+    """Write one setting of a read section; a name without a strategy is noted."""
     if path.partition(".")[0] not in _STRICT and path not in _SWITCHES:
         return
     if not draft.accepts(path):
@@ -70,7 +70,7 @@ def _write(draft: Draft, path: str, value: object, place: Place) -> None:
 
 
 def _settle(draft: Draft) -> None:
-    """Give the strategy its one name, and find names that it has no field for, and a policy that is no section."""
+    """Give the strategy its one name, and find names without a field, and a policy that is no section."""
     strategy = draft.get("automodel.strategy")
     name = strategy.value if strategy is not None else "fsdp2"
     if draft.is_open("automodel.strategy") or not isinstance(name, str):
@@ -90,6 +90,6 @@ def _settle(draft: Draft) -> None:
 
 @knowledge.derived
 def _fields() -> Mapping[str, frozenset[str]]:
-    """Return the strategies that have an option which not all have."""
+    """Return the strategies of each option that not all have."""
     lines = map(str.split, knowledge.names("nemo_automodel_strategies"))
     return {option: frozenset(strategies) for option, *strategies in lines}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo AutoModel as a dialect: the YAML that `automodel` runs, of which the section of the strategy is read."""
+"""NeMo AutoModel as a dialect: the YAML that `automodel` runs; only its strategy's section is read."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ class NemoAutoModel(Dialect):
     label = "NeMo AutoModel"
     looks_for = "recipe or step_scheduler beside `_target_: nemo_automodel.…`"
     marks = (_PACKAGE,)
-    no_plan = "what a recipe keeps on a GPU follows from the classes that its YAML names"
+    no_plan = "a recipe's GPU memory follows from the classes that its YAML names"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Take a recipe, or a schedule of steps, in a file that names a class of the package."""

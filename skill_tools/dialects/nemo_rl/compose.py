@@ -157,7 +157,7 @@ def _is_no_field(draft: Draft, path: str) -> bool:
 
 
 def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
-    """Read the configuration that a script names, if that is there, then its overrides."""
+    """Read a script's configuration, if it is there, then its overrides."""
     draft.take(source)
     command = training_command(source, lambda word: bool(_PROGRAM.search(word)) or draft.accepts(word))
     write_environment(draft, command, source.name)
@@ -211,7 +211,7 @@ def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: s
 
 
 def _leave_open(draft: Draft) -> None:
-    """Note that a file which is not here may set anything."""
+    """Note that a missing file may set anything."""
     draft.may_be_set()
     draft.keys_may_be_set(key.name for key in draft.table.by_name.values() if BRIDGE in key.spelling)
 

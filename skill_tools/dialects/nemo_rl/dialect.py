@@ -23,7 +23,7 @@ _PROOF = Evidence(1, certain=True, proof="policy with a backend, or a parent in 
 
 
 class NemoRL(Dialect):
-    """NeMo-RL. Its files hold everything that the code reads; a key that nothing asks for is never missed."""
+    """NeMo-RL. Its files hold every key that the code reads; an unread key does no harm."""
 
     name = NEMO_RL
     label = "NeMo-RL"

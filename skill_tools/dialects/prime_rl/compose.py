@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads prime-rl's TOML: the trainer's model and optimizer, wherever the kind of run has them.
 
-In an RL run, which has [trainer] or [orchestrator], they are below [trainer], and [model] at the top is the model that
-trainer and inference share. In an SFT run they are at the top. Apart because no other lint loads it.
+In an RL run, with [trainer] or [orchestrator], they are below [trainer], and [model] at the top is the model of trainer
+and inference. In an SFT run they are at the top. Apart because no other lint loads it.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def _write_value(draft: Draft, name: str, node: Node, written: str, place: Place
 
 
 def _refused(key: Key, setting: Setting | None) -> str | None:
-    """Return prime-rl's expectation in place of a value that has the key's type; None where it takes the value."""
+    """Return prime-rl's expected value in place of one of the key's type; None if it takes this one."""
     value = setting.value if setting is not None else None
     if value is None:
         return None if key.name in _OPTIONAL else "a value"

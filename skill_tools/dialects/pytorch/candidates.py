@@ -106,9 +106,9 @@ def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
 
 
 def _of_sequences(run: TrainingRun, *, on_host: bool) -> Iterator[_Part]:
-    """Yield the tilings of layers that are computed again where sequences are longer than a tile, on one GPU.
+    """Yield the tilings of recomputed layers, for sequences longer than a tile, on one GPU.
 
-    Attention's results wait where layer inputs do. Probabilities that are written out are no kernel's.
+    Attention's results wait beside layer inputs. Materialized probabilities are no kernel's.
     """
     yield _NOTHING
     if run.seq_length <= TILE_TOKENS or run.layout.gpus > 1:
@@ -181,7 +181,7 @@ def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 
 
 def objects(mode: Mode, run: TrainingRun) -> Iterator[str]:
-    """Yield the one line that makes the object for `mode`; none where that takes more than one mechanism."""
+    """Yield the one line that makes the object for `mode`; none for several mechanisms."""
     activations = mode.activation_engine is not ActivationEngine.NONE
     if mode.tile_tokens:
         # Several objects: `apply_plan` makes all.
@@ -286,10 +286,10 @@ def _checkpointing(of_sequence: _Part) -> _Part:
 
 
 def _budgets(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
-    """Yield the ways of removal that the budget engine may be told.
+    """Yield the removals of the budget engine.
 
-    It learns from one forward and backward, so not where gradients add up over several, nor beside streamed weights or
-    those that FSDP2 gathers; it cannot remove everything, because a layer's own tensors stay while it runs.
+    It learns from one forward and backward: there are none with accumulated gradients, streamed weights or weights
+    gathered by FSDP2. It cannot remove everything, because a layer's own tensors stay while it runs.
     """
     if not run.trains_all or run.micro_batches > 1 or run.is_fully_sharded:
         return

@@ -49,11 +49,11 @@ class PyTorch(Dialect):
     )
 
     def answer_to_loop(self, text: str) -> str:
-        """Return where a loop's answer is: it makes gradients and steps an optimizer by itself."""
+        """Return the place of a loop's answer; a loop makes gradients and steps an optimizer by itself."""
         if not all(call in text for call in _CALLS_OF_A_LOOP):
             return ""
         return (
-            f"{COMMAND} plan --framework {self.name} --model NAME --gpu NAME, which says what fits; "
+            f"{COMMAND} plan --framework {self.name} --model NAME --gpu NAME, which plans it; "
             "docs/pytorch-loop.md has the lines to add"
         )
 
@@ -66,7 +66,7 @@ class PyTorch(Dialect):
         return launch(run)
 
     def carried_out_by(self, mode: "Mode", run: "TrainingRun") -> str:
-        """Return the call, and the objects that it makes; a loop that checkpoints by itself has to stop first."""
+        """Return the call, and the objects that it makes; a loop's own checkpointing has to go first."""
         from skill_tools.dialects.pytorch.candidates import objects
         from skill_tools.dialects.run import Mode
 
@@ -81,16 +81,16 @@ class PyTorch(Dialect):
                 lines.append(
                     'a model that is larger than the GPU stays on the CPU: apply_plan(..., device="cuda")'
                 )
-            lines += [f"or make what it makes: {made}" for made in objects(mode, run)]
+            lines += [f"or make its objects yourself: {made}" for made in objects(mode, run)]
         return "\n".join(lines)
 
     @property
     def heading(self) -> str:
-        """Who moves the tensors is worth a word."""
+        """The heading names the package that moves the tensors."""
         return "PyTorch (`reference_impl`)"
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
-        """Read `key=value` settings; raises `UnusableInput` for a name that means nothing to a loop."""
+        """Read `key=value` settings; raises `UnusableInput` for a name unknown to a loop."""
         settings = {}
         for key, value in _pairs([word for text in overrides for word in text.split()]).items():
             if key not in SETTINGS and not _is_size(key):

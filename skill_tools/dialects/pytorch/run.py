@@ -61,7 +61,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     if granularity not in {None, "none", "full"}:
         raise UnusableInput(
             f"recompute_granularity={granularity}",
-            expected="full or none, which is what a plain PyTorch loop is planned with",
+            expected="full or none, the only ones in plans of a plain PyTorch loop",
             attempt="recompute_granularity=full",
         )
     rank = fields.count(config, "lora_rank")

@@ -106,7 +106,7 @@ def _one_of(config: Config, key: str, choices: tuple[str, ...]) -> str:
 
 
 def launch(run: TrainingRun) -> str:
-    """Return the lines that launch a sharded loop and shard its `model`, or launch one whose model is replicated."""
+    """Return the lines that launch a loop and shard its `model`, or launch one with a replicated model."""
     here = run.layout.ranks_on_node
     nodes = -(-run.layout.gpus // here)
     across = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""

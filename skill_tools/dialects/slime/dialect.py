@@ -36,13 +36,12 @@ class Slime(MegatronLM):
     marks = ()
     shell_marks = OWN_OPTIONS
     is_fork = False
-    # `_set_default_megatron_args`, and the settings that follow from the folder that it loads and
-    # dist_ckpt_save_pre_mcore_014.
+    # `_set_default_megatron_args`, and the settings implied by its loaded folder and dist_ckpt_save_pre_mcore_014.
     forced: Mapping[str, object] = {"use_distributed_optimizer": True, "bf16": True}
     decided: tuple[str, ...] = ("load_optim", "finetune", "dist_ckpt_optim_fully_reshardable")
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take two options that only slime and miles have, and the sign that tells one from the other."""
+        """Take two options that only slime and miles have, and the sign that distinguishes them."""
         found = [
             name for name in OWN_OPTIONS if name in text and re.search(rf"(?<![\w-]){name}(?![\w-])", text)
         ]
@@ -98,7 +97,7 @@ class Slime(MegatronLM):
                 *said,
                 "SGLang stays on these GPUs with its share of their memory, which is not counted here",
             )
-        text = "SGLang's weights and KV cache leave these GPUs for the update; what its processes keep is not counted"
+        text = "SGLang's weights and KV cache leave these GPUs for the update; its processes' memory is not counted"
         return (*said, text)
 
 

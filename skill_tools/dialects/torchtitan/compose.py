@@ -72,7 +72,7 @@ def _write_file(draft: Draft, source: Source) -> None:
 
 
 def _write_script(draft: Draft, source: Source) -> None:
-    """Write a launch script: the TOML that it names if that is there, then its options."""
+    """Write a launch script: its TOML if that is there, then its options."""
     draft.take(source)
     command = next((each for each in commands_of(source) if _starts(each)), None)
     if command is None:

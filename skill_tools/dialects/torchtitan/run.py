@@ -47,7 +47,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     whole = fields.integer(config, "torchtitan.training.global_batch_size") or -1
     if fields.text(config, _CHECKPOINTS) in {None, "selective", "memory_budget"}:
         assumptions.append(
-            Assumption("selective checkpointing keeps most of what a layer saves: counted as none")
+            Assumption("selective checkpointing keeps most saved tensors of a layer: counted as none")
         )
     run = TrainingRun(
         dialect=config.framework,
@@ -80,7 +80,7 @@ def _exchange(run: TrainingRun, shards: int) -> Exchange | None:
 
 
 def current(config: Config, run: TrainingRun) -> Mode:
-    """Return the mode that the TOML asks for as it stands; without shards there is nothing that offloads."""
+    """Return the mode of the unchanged TOML; without shards nothing offloads."""
     return Mode(offload_parameters=run.weight_shards > 1 and bool(fields.flag(config, _OFFLOAD)))
 
 
@@ -109,7 +109,7 @@ def as_toml(spelled: Mapping[str, object]) -> str:
 
 
 def _stated_gpus(config: Config, degrees: list[int]) -> int | None:
-    """Return the GPUs that the degrees need, if the sharding degree is stated; -1 takes all that there are."""
+    """Return the GPUs of all degrees together, if the sharding degree is stated; -1 takes all GPUs."""
     shard = fields.integer(config, "torchtitan.parallelism.data_parallel_shard_degree")
     if shard is None or shard < 1:
         return None

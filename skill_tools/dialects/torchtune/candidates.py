@@ -57,7 +57,7 @@ def _activations(run: TrainingRun) -> Iterator[_Part]:
 
 
 def _states(config: Config, run: TrainingRun) -> Iterator[_Part]:
-    """Yield the ways to keep weights and states that the recipe has; one that is for one device shards nothing."""
+    """Yield the recipe's ways to keep weights and states; a recipe for one device shards nothing."""
     component = fields.text(config, "torchtune.optimizer._component_") or ""
     if component.endswith(f".{CPU_OPTIMIZER}"):
         gradients = bool(fields.flag(config, "torchtune.optimizer.offload_gradients"))

@@ -3,8 +3,8 @@
 
 Facts from `torchtune/config/_utils.py::_merge_yaml_and_cli_args` and `torchtune/_cli/run.py`: an override of a
 component by its section's name alone changes the component, `~key` removes from the file, `None` is null, and the first
-word after the launcher's options is the recipe. Keys that nobody reads are no error there, so a name is called misspelt
-only if it is close to one that some recipe reads.
+word after the launcher's options is the recipe. Unread keys are no error there, so a name counts as misspelt only if it
+is close to a key of some recipe.
 """
 
 import re
@@ -113,7 +113,7 @@ def _note_recipe(draft: Draft, recipe: str, place: Place) -> None:
 
 
 def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
-    """Read the first `tune run` of a script: the recipe, the file that it names if that is there, and its overrides."""
+    """Read the first `tune run` of a script: the recipe, its file if that is there, and its overrides."""
     command = next((each for each in commands_of(source) if _is_launch(each)), None)
     if command is None:
         raise UnusableInput(
@@ -220,7 +220,7 @@ def _node(value: object, names: Sequence[str], place: Place) -> Node:
 
 
 def _why_refused(draft: Draft, entries: Entries, word: Argument) -> str | None:
-    """Return why torchtune's own parser ends at a word that it gets, None where it does not or nobody knows."""
+    """Return the reason of torchtune's own parser to refuse a word, None if it does not or nobody knows."""
     text = word.text
     name = text.lstrip("~-").partition("=")[0]
     if not word.resolved or not word.certain or (text.startswith("-") and not draft.accepts(name)):

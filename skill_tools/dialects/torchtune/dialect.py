@@ -21,7 +21,7 @@ _COMMAND = r"(?m)^[^#\n]*\b(tune run)\b"
 
 
 class TorchTune(Dialect):
-    """torchtune. A key that the YAML does not set has the recipe's default; a key that no recipe reads is ignored."""
+    """torchtune. An unset key has the recipe's default; an unread key is ignored."""
 
     name = TORCHTUNE
     label = "torchtune"

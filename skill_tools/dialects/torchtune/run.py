@@ -157,9 +157,7 @@ def _precision(config: Config, assumptions: list[Assumption]) -> Precision:
     )
     if optimizer.startswith("Paged"):
         assumptions.append(
-            Assumption(
-                "paged states count as the GPU's; what does not fit is paged to the host by the driver"
-            )
+            Assumption("paged states count as the GPU's; the driver pages the excess to the host")
         )
     return Precision(
         weight_bytes=weight,

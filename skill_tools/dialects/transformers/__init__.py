@@ -3,13 +3,13 @@
 
 - arguments: the fields of `TrainingArguments`, of its subclasses (`SFTConfig`) and of the dataclasses parsed with them
 - recipe: arguments in a YAML or JSON file, as `TrlParser` and `HfArgumentParser` read them
-- python_script: the arguments that a Python script makes, or a trainer that is given none; our_line: `offload(trainer)`
+- python_script: the arguments made by a Python script, or a trainer without any; our_line: `offload(trainer)`
 - launch: a command that starts a training script; words before the script are the launcher's
 """
 
 TRANSFORMERS = "transformers"
-EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # of these the arguments may hold a section
-CLASS = "arguments_class"  # the key that holds the class of the arguments, where it is known
+EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # dialects with sections in the arguments
+CLASS = "arguments_class"  # the key of the arguments' class, if known
 LAUNCHER = "launcher"
 PACKAGES = ("transformers", "trl")  # whose classes these are
 # Together they are the Trainer's alone: which engine shards, and the batch, which no other program calls so.

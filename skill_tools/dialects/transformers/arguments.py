@@ -22,7 +22,7 @@ from skill_tools.dialects.transformers import TRANSFORMERS
 FSDP_CONFIG = "fsdp_config"
 KWARGS = ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
 _SECTIONS = (FSDP_CONFIG, DEEPSPEED, *KWARGS)
-# Of torch's checkpoint, then those that Transformers and TRL take out before it is called.
+# Of torch's checkpoint, then those that Transformers and TRL remove before its call.
 _OF_CHECKPOINT = frozenset(
     {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
     | {"offload", "every_n_layers", "selective"}
@@ -30,8 +30,8 @@ _OF_CHECKPOINT = frozenset(
 _TRUTHS = frozenset({"use_reentrant", "preserve_rng_state", "debug", "offload", "selective"})
 _EVERY = "every_n_layers"
 _MODEL = "base_model"
-_LIKENESS = 0.86  # of a key to a known one, from which it is that key misspelt and not a script's own
-_MOST_ALIKE = 2  # letters by which a misspelt key may be longer or shorter
+_LIKENESS = 0.86  # from this likeness on a key is a misspelt known one, not a script's own
+_MOST_ALIKE = 2  # letters more or less in a misspelt key
 _LEAST_LETTERS = 10  # of a key; use_lora of a script is no slip for use_dora, nor is a plural one
 _RENAMED = {"evaluation_strategy": "eval_strategy"}  # since 4.46
 
@@ -91,7 +91,7 @@ def settle(draft: Draft, folders: Sequence[Path]) -> None:
 
 @lru_cache(maxsize=1024)
 def misspelt(name: str) -> tuple[str, ...]:
-    """Return the arguments that `name`, which is none, looks like; a script may have arguments of its own."""
+    """Return the arguments like the unknown `name`; a script may have arguments of its own."""
     if len(name) < _LEAST_LETTERS or _words().issuperset(name.split("_")):
         return ()
     alike = _alike(name, load_vocabulary(TRANSFORMERS).names)

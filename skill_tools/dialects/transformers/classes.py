@@ -29,7 +29,7 @@ def accepted(name: str) -> frozenset[str]:
 
 
 def nearest(name: str, field: str) -> tuple[str, ...]:
-    """Return the fields of the class `name` that `field`, which is none, may mean."""
+    """Return the fields of the class `name` that the unknown `field` may mean."""
     return tuple(names_nearest(field, accepted(name), count=_SHOWN, likeness=_LIKENESS))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Composes a Trainer's arguments: recipes, launch scripts and Python scripts in order, options above them.
 
-The files that the arguments name (DeepSpeed's JSON, `fsdp_config`) are followed last, from the value that won.
+Files named by arguments (DeepSpeed's JSON, `fsdp_config`) are followed last, from the winning value.
 """
 
 from collections.abc import Mapping, Sequence

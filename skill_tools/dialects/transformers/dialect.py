@@ -89,7 +89,7 @@ class Transformers(Dialect):
         return Evidence(_DECISIVE, proof=parser) if parser else NONE
 
     def evidence_in_python(self, text: str) -> Evidence:
-        """Take a call of an argument class in a text that imports transformers or TRL, or a trainer that it imports."""
+        """Take a call of an argument class, or of an imported trainer, in a text that imports transformers or TRL."""
         if not re.search(r"^\s*(?:from|import) (?:transformers|trl)\b", text, re.MULTILINE):
             return NONE
         called = set(re.findall(r"\b(\w+)\(", text))
@@ -166,7 +166,7 @@ class Transformers(Dialect):
         return current(config, run)
 
     def remarks(self, config: Config, mode: "Mode") -> tuple[str, ...]:
-        """Say which layers Unsloth keeps on the host, which no mode here does."""
+        """Name the layers that Unsloth keeps on the host; no mode here does that."""
         from skill_tools.dialects.unsloth.python_script import remarks
 
         return remarks(config)
@@ -178,7 +178,7 @@ class Transformers(Dialect):
         return candidates(config, run)
 
     def question(self, config: Config) -> Question | None:
-        """Return the condition under which a script adds adapters, where that cannot be read."""
+        """Return the unreadable condition under which a script adds adapters."""
         from skill_tools.dialects.python_adapters import question
 
         return question(config)

@@ -46,14 +46,14 @@ _FILLS_TRAINERS = r"\b(HfArgumentParser|TrlParser|H4ArgumentParser)\("
 _FIELD = r"^[ \t]+(\w+)[ \t]*:[^=\n]+="
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
-RECIPE = "config"  # the option of TrlParser that names a recipe
+RECIPE = "config"  # TrlParser's option for a recipe
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
 class Launch(NamedTuple):
-    """One start of a script: who starts it, with which words in front, and the command of the script itself.
+    """One start of a script: its launcher, the launcher's words, and the command of the script itself.
 
-    `trainer` is the class that TRL's own command fills, `program` the word that is the script.
+    `trainer` is the class that TRL's own command fills, `program` the script's word.
     """
 
     launcher: str
@@ -71,7 +71,7 @@ class Launch(NamedTuple):
 class Option(NamedTuple):
     """One option of a command line: its name with underscores, its value as text, True, or `UNREADABLE`.
 
-    `is_plain` says that it is `x=y` without dashes, which argparse leaves over.
+    `is_plain`: it is `x=y` without dashes, which argparse does not parse.
     """
 
     name: str
@@ -105,7 +105,7 @@ def parses_itself(source: Source) -> bool:
 
 
 def trainers_parser(source: Source) -> str | None:
-    """Return the parser by which all programs of a script fill the Trainer's arguments; None where one does not."""
+    """Return the parser by which all programs of a script fill the Trainer's arguments; None if they differ."""
     texts = _programs(source)
     found = [re.search(_FILLS_TRAINERS, text) for text in texts if re.search(_ARGUMENTS, text)]
     return found[0][1] if found and found[0] is not None and all(found) and len(found) == len(texts) else None
@@ -117,7 +117,7 @@ def declared(source: Source) -> frozenset[str]:
 
 
 def _programs(source: Source) -> list[str]:
-    """Return the texts of the programs that a script starts and that are here; none where the script is no launch.
+    """Return the texts of a script's programs that are here; none if the script is no launch.
 
     Scripts that lie in a folder of their project start the programs of its root: `python train.py` in scripts/run.sh.
     """
@@ -137,7 +137,7 @@ def names_recipe(launch: Launch) -> bool:
 
 
 def recipes(launch: Launch, folders: Sequence[Path]) -> list[Source]:
-    """Return the recipes that a launch names and that are here: `--config X`, or a file as the only argument."""
+    """Return a launch's recipes that are here: `--config X`, or a file as the only argument."""
     named = [option.value for option in options(launch.words, "") if option.name == RECIPE]
     if not named and launch.words and launch.words[0].text.endswith(_SUFFIXES):
         named = [launch.words[0].text]
@@ -200,7 +200,7 @@ def started_ranks(launch: Launch) -> int | None:
 
 
 def holds_more(words: Sequence[Argument]) -> bool:
-    """Return whether words that cannot be read stand where options may: `train.py $EXTRA --bf16 True "$@"`."""
+    """Return whether unreadable words stand in the place of options: `train.py $EXTRA --bf16 True "$@"`."""
     after_option = False
     for word in words:
         if not word.resolved and not word.text.startswith("--") and not after_option:
@@ -230,7 +230,7 @@ def _launch_at(command: Command, position: int) -> Launch:
 
 
 def _launcher(before: Sequence[Argument]) -> str:
-    """Return who starts the script; unknown where something spreads it that is not followed."""
+    """Return the script's launcher; unknown if an unfollowed one spreads it."""
     names = [word.text.rpartition("/")[2] for word in before]
     for name in names:
         if name in _LAUNCHERS:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value that each parser makes of an argument, and the argument that an option is short for.
+"""Each parser's value of an argument, and the full name of an abbreviated option.
 
-An option goes through argparse (`HfArgumentParser`), which knows any start of a name that fits one name alone, and
-`string_to_bool`. A recipe does so in `TrlParser`, whose values are argparse's defaults, but not in
-`HfArgumentParser.parse_yaml_file`, which hands each value on as it is, as a call in Python does: there any text is
-true, and none is a number. ms-swift and LLaMA-Factory parse with the same class.
+An option goes through argparse (`HfArgumentParser`), which knows any unique abbreviation, and `string_to_bool`. A
+recipe does so in `TrlParser`, whose values are argparse's defaults. `HfArgumentParser.parse_yaml_file` passes each
+value on unchanged, as a call in Python does: there any text is true, and none is a number. ms-swift and LLaMA-Factory
+parse with the same class.
 Facts: transformers/hf_argparser.py of 4.51.3 to 5.23.0, trl/scripts/utils.py::TrlParser of 1.16.0.
 """
 
@@ -24,7 +24,7 @@ _NUMBER = "a number without quotes, since nothing converts text here"
 
 
 class Parser(Enum):
-    """Who reads a value: argparse, a call that takes it as it is, or a recipe of which that is unknown."""
+    """Who reads a value: argparse, a call that takes it unchanged, or a recipe with an unknown parser."""
 
     ARGPARSE = "argparse"
     CALL = "call"

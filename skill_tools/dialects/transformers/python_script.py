@@ -26,7 +26,7 @@ _SHOWN = 5
 
 
 def recipes(source: Source) -> dict[str, Construction]:
-    """Return the objects of argument classes that a script makes, each under the name that asks for it.
+    """Return a script's objects of argument classes, each under the name that selects it.
 
     A trainer that is given none is among them: it makes them with their defaults.
     """
@@ -43,7 +43,7 @@ def _named(source: Source, every: Sequence[Construction]) -> dict[str, Construct
 
 
 def _has_defaults(made: Construction) -> bool:
-    """Return whether `made` is a trainer that nobody gives arguments, and no subclass, which may make others."""
+    """Return whether `made` is a trainer without arguments, and no subclass (a subclass may make its own)."""
     given = [value for name, value, _ in made.values() if name == "args"]
     is_trainer = made.kind in TRAINERS and made.name == made.kind
     return (
@@ -52,7 +52,7 @@ def _has_defaults(made: Construction) -> bool:
 
 
 def _called_as_imported(source: Source) -> set[Place]:
-    """Return where a script calls a trainer by the name that it imports from them, and from nobody else."""
+    """Return the place where a script calls a trainer by its imported name, imported from them alone."""
     nodes = list(ast.walk(source.module))
     theirs: dict[str, bool] = {}
     for node in nodes:
@@ -91,7 +91,7 @@ def write_script(draft: Draft, source: Source) -> None:
 
 
 def _write_defaults(draft: Draft, source: Source, made: Construction) -> None:
-    """Write the settings of a trainer without arguments: the class that it makes, and the model where it is a name."""
+    """Write the settings of a trainer without arguments: its class, and the model if it is a name."""
     draft.set_key(CLASS, TRAINERS[made.kind], "class", made.place)
     models = [value for name, value, _ in made.values() if name == "model"] or [*made.positional]
     for model in models:

@@ -126,7 +126,7 @@ def _names(words: object, word: str) -> bool:
 
 
 def _stage(config: Config) -> int:
-    """Return DeepSpeed's stage; that of a file that is not here may stand in its name."""
+    """Return DeepSpeed's stage; a missing file's stage may stand in its name."""
     stage = zero.stage(config)
     named = config.value("deepspeed")
     if stage is None and isinstance(named, str):

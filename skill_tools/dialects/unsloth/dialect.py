@@ -26,7 +26,7 @@ class Unsloth(Dialect):
     language = "python"
     assigns = "="
     takes_new_keys = False
-    no_plan = "nothing in this script says what its trainer is given"
+    no_plan = "this script does not show its trainer's arguments"
 
     def evidence_in_python(self, text: str) -> Evidence:
         """Take an import of unsloth with a load by one of its classes."""

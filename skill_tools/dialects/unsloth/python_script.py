@@ -88,7 +88,7 @@ def _write(draft: Draft, section: str, call: Construction) -> None:
 
 
 def _layers(draft: Draft, value: object, place: Place) -> object:
-    """Return a number of layers, or auto; note a value that is neither, which ends the run. None and False are 0."""
+    """Return a number of layers, or auto; note any other value, which ends the run. None and False are 0."""
     if value is None or value is False:
         return 0
     if value != _AUTO and not _counts(value, least=0):

@@ -2,8 +2,8 @@
 """Reads verl's command lines and YAML, and writes values that verl passes on to Megatron to Megatron's keys.
 
 verl's own configuration files are the base: a key that no override sets has their value, unless the run names another
-configuration or program than verl's. The groups that exchange an engine (`model_engine=megatron`, `engine=veomni`,
-the configuration `ppo_megatron_trainer`) set the strategies that they bring.
+configuration or program than verl's. Groups that exchange an engine (`model_engine=megatron`, `engine=veomni`, the
+configuration `ppo_megatron_trainer`) set its strategies.
 """
 
 import re
@@ -253,7 +253,7 @@ def _closed_names() -> frozenset[str]:
 def _write_value(draft: Draft, word: Argument, written: str, place: Place, *, is_closed: bool) -> None:
     """Write a value; a mapping is merged into the section, and anything else takes the section's place.
 
-    `is_closed` says that the mapping may only have names that the section has.
+    `is_closed`: the mapping may only have names of the section.
     """
     value: object = UNREADABLE
     if word.resolved and word.certain:

@@ -29,12 +29,12 @@ _OTHER_ENGINE = "verl-other-engine"
 _ENGINE = "model_engine"
 _ENGINE_GROUPS = frozenset({_ENGINE, "actor", "ref", "critic"})
 _ENGINES = ("dp", "megatron", "veomni", "torchtitan", "mindspeed")
-# The sections that the configuration of a role has for one engine, and for no other one.
+# A role's sections for one engine alone.
 _OF_ROLE = re.compile(
     r"(?:(?:actor_rollout_ref\.(?:actor|ref)|critic)\.(?P<engine>megatron|veomni|torchtitan|mindspeed)"
     r"|actor_rollout_ref\.(?:actor|ref)\.fsdp_config|critic\.(?:model\.fsdp_config|fsdp))(?=[.=]|$)"
 )
-# Keys beside the sections that were FSDP's alone, up to the first release that has them for each engine.
+# Keys beside the sections that were FSDP's alone, with the first release that has them for each engine.
 _FSDP_ALONE = {
     **{
         f"actor_rollout_ref.model.enable_{name}": "0.7.0"
@@ -51,19 +51,18 @@ _OF_ANY_ENGINE = (
     *(f"{role}.strategy" for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")),
     *("actor_rollout_ref.model.", "critic.model.", "algorithm.", "trainer.", "data."),
 )
-# The first release with a class for a role, which refuses a section that a plus adds; VeOmni's critic came later.
+# The first release with a class for a role: it refuses a section added by a plus. VeOmni's critic came later.
 _CLASSES_SINCE = {"actor_rollout_ref.actor.": "0.6", "critic.model.": "0.6", "critic.": "0.6"}
 _VEOMNI_CRITIC_SINCE = "0.8"
 _CHECKED = re.compile(r"(?:fsdp_config|fsdp|megatron|veomni|torchtitan)\.\w+$")  # fields of verl's classes
 
 
 class Base(NamedTuple):
-    """The configuration that overrides lie over, of verl itself or of the `fork` whose files are here.
+    """The configuration below the overrides, of verl itself or of the `fork` with files here.
 
-    `engine` is the one whose sections it has, None where that is not plain. `release` is None in a fork and where
-    nothing states it. `knows_values` says that the keys with a value in it are known. `removed` are the names
-    that a `~` has taken out so far, with a dot at the end those below a section that a value stands for. `added`
-    are the keys in sections of other engines that a plus has brought.
+    `engine` is the engine of its sections, None if not plain. `release` is None in a fork and if not stated.
+    `knows_values`: its keys with a value are known. `removed` are the names that a `~` has removed so far, and with a
+    dot at the end the section that a value replaced. `added` are keys in sections of other engines, added by a plus.
     """
 
     engine: str | None
@@ -77,13 +76,13 @@ class Base(NamedTuple):
 def base_of(
     words: Sequence[Argument], configuration: str, fork: Path | None, release: str | None, *, is_ppo: bool
 ) -> Base:
-    """Return the base of a command, by the configuration that its options name; `is_ppo` says which program runs."""
+    """Return the base of a command, by the configuration of its options; `is_ppo`: the program is PPO's."""
     engine = _engine(words, configuration)
     return Base(engine, fork, None if fork else release, is_ppo and fork is None, set(), set())
 
 
 def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool:
-    """Note why Hydra refuses an override, if it does; return whether the run has a section for its key at all."""
+    """Note Hydra's reason to refuse an override, if any; return whether the run has a section for its key at all."""
     if not word.resolved:
         return True
     if base.engine and _is_of_another_engine(word, base):
@@ -104,7 +103,7 @@ def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool
 
 
 def _follow(word: Argument, base: Base) -> None:
-    """Note the keys that an override takes out, and those that one with a plus brings back."""
+    """Note the keys that an override removes, and those that a plus brings back."""
     sign, written = _split(word.text)
     name, _, value = written.partition("=")
     if sign == "~":
@@ -119,7 +118,7 @@ def _follow(word: Argument, base: Base) -> None:
 
 
 def _engine(words: Sequence[Argument], configuration: str) -> str | None:
-    """Return the engine whose sections the run's configuration has; None where that is not plain."""
+    """Return the engine of the sections in the run's configuration; None if not plain."""
     if configuration == "ppo_megatron_trainer":
         return "megatron"
     chosen = [word for word in words if word.text.partition("=")[0].partition("@")[0] in _ENGINE_GROUPS]
@@ -175,7 +174,7 @@ def _note_other_engine(draft: Draft, key: str, engine: str, place: Place) -> Non
 
 
 def _why_no_override(draft: Draft, word: Argument, base: Base) -> str | None:
-    """Return why Hydra's command line does not take a word that names a key, None where it does."""
+    """Return the reason of Hydra's command line to refuse a word that names a key, None if it takes it."""
     name = word.text.lstrip("-+~").partition("=")[0]
     if not draft.accepts(name):
         return None
@@ -220,7 +219,7 @@ def _why_not_of_release(word: Argument, base: Base) -> str | None:
 
 
 def _note_gone(draft: Draft, word: Argument, place: Place, base: Base) -> None:
-    """Note a key that newer releases do not have, where nothing states the release."""
+    """Note a key that newer releases lack, if no release is stated."""
     sign, name = _split(word.text.partition("=")[0])
     since = gone_since(VERL, name)
     if since and base.release is None and base.knows_values and not sign:
@@ -279,7 +278,7 @@ def _is_filled(key: str, engine: str | None, release: str | None) -> bool:
 
 @knowledge.derived
 def _filled() -> dict[str, list[tuple[str, str, str]]]:
-    """Return the keys that have a value: for which engine, from which release on and until which."""
+    """Return the keys that have a value: its engine, its first release and its last."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for line in knowledge.names("verl_values"):
         *words, name = line.split(" ")

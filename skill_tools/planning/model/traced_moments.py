@@ -117,7 +117,9 @@ def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tup
         away = _away(mode, found.saved_up_to, moment, index, gone)
         here = moment.saved - away + (0.0 if index else kept.waiting)
         moved = f", less {away / GIB:.2f} GiB that are away" if away else ""
-        saved = f"saved tensors of {moment.layers} layers, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"
+        saved = (
+            f"saved tensors of {moment.layers} layers, {moment.saved / GIB:.2f} GiB{moved}, in {moment.name}"
+        )
         rest = f"all else that is alive in {moment.name}"
         lines = (
             Line(Kind.ACTIVATIONS, "activations", round(here), saved, "step"),

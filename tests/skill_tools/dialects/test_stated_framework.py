@@ -55,7 +55,7 @@ def test_the_refusal_says_whose_it_is_and_by_what() -> None:
     with pytest.raises(UnusableInput, match=r"run\.sh is no configuration of verl") as refused:
         read_sources([Source("run.sh", MEGATRON_LM)], framework="verl")
     assert refused.value.expected == (
-        "--framework megatron-lm, by what it holds "
+        "--framework megatron-lm, by its own words "
         "(pretrain_gpt.py, --optimizer-cpu-offload, --use-precision-aware-optimizer)"
     )
     assert refused.value.attempt == "--framework megatron-lm, or none"

@@ -137,7 +137,7 @@ def test_lint_takes_its_name_and_fixes_its_file(run_yaml: Path, capsys: pytest.C
     assert main(["lint", "--framework", "toy", "--fix", str(run_yaml)]) == 1
     assert run_yaml.read_text(encoding="utf-8") == BAD.replace("wings: 1", "wings: 2")
     assert main(["lint", "--framework", "megatron-lm", str(run_yaml)]) == 2
-    assert "--framework toy, by what it holds" in capsys.readouterr().err
+    assert "--framework toy, by its own words" in capsys.readouterr().err
 
 
 def test_what_is_nobodys_is_offered_to_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

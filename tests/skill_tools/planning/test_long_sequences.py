@@ -203,7 +203,7 @@ def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"why {kept}" in said
     assert f"why {in_tiles}" in said
     # The line that makes one object would leave the other out.
-    assert "or make what it makes" not in said
+    assert "or make its objects yourself" not in said
 
 
 def test_a_host_without_the_room_computes_attention_again(capsys: pytest.CaptureFixture[str]) -> None:

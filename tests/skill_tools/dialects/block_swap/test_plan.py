@@ -157,7 +157,7 @@ def test_another_adapter_is_counted_as_a_lora_and_said() -> None:
 
 def test_a_value_that_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(tmp_path, f"{QWEN} --network_dim $RANK", "--gpu-memory", "24GiB") == 0
-    assert "--network_dim is set to what cannot be read here" in capsys.readouterr().out
+    assert "--network_dim is set to a value that cannot be read here" in capsys.readouterr().out
 
 
 def test_stated_activations_decide_and_what_fits_nowhere_ends_with_2(
