@@ -7,9 +7,8 @@ prediction.
 """
 
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from skill_tools.configs.config import Config
@@ -24,15 +23,14 @@ from skill_tools.diagnosis import (
     memory_owners,
     messages,
     model_in_log,
-    newer,
-    no_effect,
     phases,
+    quiet,
     steps,
     symptoms,
 )
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
-from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect, of_finding
+from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
 from skill_tools.diagnosis.exceptions import native
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
@@ -42,6 +40,7 @@ from skill_tools.diagnosis.memory_owners import Owners
 from skill_tools.diagnosis.messages import HOST_RAN_OUT, OF_THE_HOST, Seen
 from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.quiet import Complaint
 from skill_tools.diagnosis.residency import moments
 from skill_tools.diagnosis.series import anomalies, around, inert, numbers
 from skill_tools.diagnosis.steps import StepPattern
@@ -56,7 +55,6 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
-_MOST_SUSPECTS = 3  # faults without a sign in the log that an answer names
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(
     r"(?i)\bpin_memory\b|page-lock|pinned"
@@ -75,8 +73,8 @@ class Diagnosis:
     `gpu` is the GPU that the log names, `host_bytes` the part of its host that the run may take, `parameters` how many
     the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
     where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
-    the failing code's package which release ran and which are known. `suspects` are faults that show in no log, which
-    are the first to look at where nothing failed and results are wrong. `may_plan` says that runs of the
+    the failing code's package which release ran and which are known. `suspects` are faults that show in no log, by what
+    somebody may have against a run in which nothing failed. `may_plan` says that runs of the
     configuration's framework have a plan.
     """
 
@@ -98,7 +96,7 @@ class Diagnosis:
     owners: Owners
     in_use: tuple[int, int] | None
     releases: str
-    suspects: tuple[Suspect, ...] = ()
+    suspects: Mapping[Complaint, tuple[Suspect, ...]] = field(default_factory=dict)
     may_plan: bool = True
 
     @property
@@ -125,7 +123,7 @@ class Diagnosis:
     @property
     def usual_step_s(self) -> float | None:
         """Median of the step times without the first, which pins memory and compiles."""
-        return statistics.median(self.steps[1:] or self.steps) if self.steps else None
+        return steps.usual_s(self.steps)
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -243,7 +241,9 @@ def diagnose(
         owners=evidence.owners,
         in_use=memory_owners.in_use(log),
         releases=code.release(where.code.package, releases) if where else "",
-        suspects=_suspects(evidence, texts, releases) if conclusion is None else (),
+        suspects=quiet.suspects(evidence, log, texts, releases, usual_step_s=steps.usual_s(times))
+        if conclusion is None
+        else {},
         may_plan=not framework or registry.named(framework).is_planned,
     )
 
@@ -257,33 +257,6 @@ def _said(log: Log, failure: Failure) -> str:
     """Return the text of `failure` from its first line on; of an abort its reason stands in the first line."""
     rest = log.text[failure.raised_at : min(failure.end, failure.raised_at + _SAID)]
     return rest if rest.startswith(failure.text) else f"{failure.text}\n{rest.partition(chr(10))[2]}"
-
-
-def _suspects(
-    evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
-) -> tuple[Suspect, ...]:
-    """Return silent faults that are possible under the run's offloads; nothing where it failed."""
-    if evidence.failure is not None:
-        return ()
-    own = (_of_a_finding(each) for each in evidence.findings if each.effect == "wrong-numerics")
-    faults = (_suspect(each) for each in numbers.suspects(evidence.offloads, texts, releases))
-    found = (*own, *no_effect.rest(evidence), *faults)[:_MOST_SUSPECTS]
-    return tuple(Suspect(each.cause, *newer.named([each.check], evidence)) for each in found)
-
-
-def _of_a_finding(finding: Finding) -> Suspect:
-    """Return what the configuration's own finding says of a run that goes wrong without a word, and its change."""
-    told = of_finding(finding)
-    return Suspect(f"{told.cause}: {finding.message}", f"then {' or '.join(told.change)}")
-
-
-def _suspect(found: numbers.Found) -> Suspect:
-    fault = found.fault
-    if_ = f"if this is {' and '.join(found.depends_on)}, " if found.depends_on else ""
-    return Suspect(
-        f"{if_}{fault.cause} ({', '.join(found.shown_by)})",
-        f"to be sure: {fault.tell}; then {' or '.join(fault.change)}",
-    )
 
 
 def _lines_of_what_was_caught(

@@ -14,6 +14,11 @@ from skill_tools.diagnosis.log import Log
 
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9]{1,12}(?:\.[0-9]+)?)")
 _PROGRESS = re.compile(r"[ ,]([0-9]{1,9}(?:\.[0-9]+)?)s/it\b")
+# DeepSpeed's own timers of a step, in ms.
+_TIMERS = re.compile(
+    r"\bfwd(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?) \| bwd(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?)[^\n]{0,200}?"
+    r"\| step(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?)"
+)
 _OTHER_BARS = re.compile(
     r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping"
 )
@@ -35,6 +40,20 @@ def times_s(log: Log) -> tuple[float, ...]:
     """Return the step times of the log in seconds, in order."""
     iterations = [float(value) / 1000 for value in _ITERATION.findall(log.text)]
     return tuple(iterations or (float(match.group(1)) for match in _training_bars(log)))
+
+
+def usual_s(times: Sequence[float]) -> float | None:
+    """Return the median of step times without the first, which pins memory and compiles."""
+    return statistics.median(times[1:] or times) if times else None
+
+
+def update_s(log: Log) -> tuple[float, float] | None:
+    """Return the usual time of the optimizer's step and of forward and backward, where timers of the log say them."""
+    timed = [tuple(float(each) / 1000 for each in match) for match in _TIMERS.findall(log.text)]
+    if not timed:
+        return None
+    forward, backward, step = (statistics.median(column) for column in zip(*timed, strict=True))
+    return step, forward + backward
 
 
 def _training_bars(log: Log) -> Iterator[re.Match[str]]:

@@ -60,12 +60,12 @@ def _quiet(found: Diagnosis) -> str:
 
 
 def _suspects(found: Diagnosis) -> list[str]:
-    """Return the first suspects where results are wrong and nothing failed: faults that print nothing."""
-    lines = (
-        ["if its results, or its memory, are wrong all the same, look first at:"] if found.suspects else []
-    )
-    for each in found.suspects:
-        lines += [f"  {each.cause}", f"    {each.check}"]
+    """Return the first suspects where nothing failed, by what somebody may have against the run."""
+    lines = []
+    for complaint, suspects in found.suspects.items():
+        lines.append(f"if {complaint}, look first at:")
+        for each in suspects:
+            lines += [f"  {each.cause}", f"    {each.check}"]
     return lines
 
 
@@ -186,7 +186,11 @@ def document(found: Diagnosis, *, planned: bool = False) -> dict[str, Any]:
             "known": found.conclusion.is_known,
             "others": list(found.conclusion.others),
         },
-        "suspects": [each._asdict() for each in found.suspects],
+        "suspects": [
+            {"if": complaint, **each._asdict()}
+            for complaint, suspects in found.suspects.items()
+            for each in suspects
+        ],
         "failure": found.failure
         and {
             "rank": found.failure.rank,

@@ -57,6 +57,10 @@ def build() -> dict[str, Any]:
         ],
         "residency": [_without(entry, "quote", "source") for entry in knowledge.load_yaml("residency.yaml")],
         "numbers": {**numbers, "faults": [_without(fault, "fault", "source") for fault in numbers["faults"]]},
+        "quiet": {
+            part: [_without(entry, "source") for entry in entries]
+            for part, entries in knowledge.load_yaml("quiet.yaml").items()
+        },
         "fixes": [_without(entry, "fix") for entry in knowledge.load_fixes()],
         "marks": {
             kind.value: {each.name: marks for each in registry.with_files() if (marks := each.marks_in(kind))}

@@ -7,6 +7,7 @@ import pytest
 
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.quiet import Complaint
 from skill_tools.diagnosis.series import around, inert
 
 SAVER = {"loop.py": "from torch_memory_saver import torch_memory_saver\n"}
@@ -70,7 +71,7 @@ def test_figures_that_stay_are_a_cause_under_an_offload_and_a_part_is_a_suspect(
     assert answer(log, {}).conclusion is None
     part = answer("before offload: 41 GiB\nafter offload: 9.4 GiB\n", {"run.yaml": "cpu_offload: true\n"})
     assert part.conclusion is None
-    assert part.suspects[0].cause.startswith("9.4 GiB of 41.0 GiB stay on the GPU")
+    assert part.suspects[Complaint.RESULTS][0].cause.startswith("9.4 GiB of 41.0 GiB stay on the GPU")
 
 
 def test_what_grows_from_cycle_to_cycle_is_told_with_a_full_gpu() -> None:
@@ -87,5 +88,5 @@ def test_a_run_that_shows_nothing_wrong_has_suspects_and_no_cause() -> None:
     found = answer("step 1 loss 2.0\nstep 2 loss 1.9\n", SWAP)
     assert found.conclusion is None
     assert not found.has_problem
-    assert found.suspects[0].cause.startswith("the swap gives a block's buffer")
-    assert answer("step 1 loss 2.0\nstep 2 loss 1.9\n", {"run.toml": "blocks_to_swap = 0\n"}).suspects == ()
+    assert found.suspects[Complaint.RESULTS][0].cause.startswith("the swap gives a block's buffer")
+    assert answer("step 1 loss 2.0\nstep 2 loss 1.9\n", {"run.toml": "blocks_to_swap = 0\n"}).suspects == {}

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to look at first where a log shows no failure and somebody brings it all the same.
+
+Its numbers may be wrong in silence, its steps slow, or it may stand still at its last line. None of it is claimed:
+each is possible under an offload that the run shows, and comes with the way to see whether it is so.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis import newer, no_effect, steps
+from skill_tools.diagnosis.evidence import Evidence, Suspect, of_finding
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.series import numbers
+from skill_tools.diagnosis.symptoms import named, sign_in
+from skill_tools.rules.finding import Finding
+
+_MOST = 3  # faults without a sign in the log that an answer names
+_MOST_SLOW = 2
+_LONG_S = 30  # seconds of a step from which its speed is the likeliest complaint
+_LAST = 600  # characters at a log's end in which its last line stands
+
+
+class Complaint(StrEnum):
+    """What somebody may have against a run in which nothing failed, as an answer says it."""
+
+    RESULTS = "its results, or its memory, are wrong all the same"
+    SPEED = "it is slower than it should be"
+    STILL = "it stands still there"
+
+
+class _Slow(NamedTuple):
+    """What the steps of a run with `offload` wait for; `needs` and `lacks` are words of its files or log."""
+
+    offload: str
+    needs: tuple[tuple[str, ...], ...]
+    lacks: tuple[str, ...]
+    cause: str
+    tell: str
+    change: tuple[str, ...]
+
+
+@knowledge.derived
+def load_slow() -> tuple[_Slow, ...]:
+    """Return what slows steps, in the file's order."""
+    return tuple(
+        _Slow(
+            offload,
+            tuple(map(tuple, entry.get("needs", ()))),
+            tuple(entry.get("lacks", ())),
+            entry["cause"],
+            entry["tell"],
+            tuple(entry["change"]),
+        )
+        for entry in knowledge.index()["quiet"]["slow"]
+        for offload in named(entry["offload"])
+    )
+
+
+def suspects(
+    evidence: Evidence,
+    log: Log,
+    texts: Sequence[tuple[str, str]],
+    releases: Mapping[str, str],
+    *,
+    usual_step_s: float | None,
+) -> dict[Complaint, tuple[Suspect, ...]]:
+    """Return what is possible by complaint, the likeliest first; nothing where the run failed."""
+    if evidence.failure is not None:
+        return {}
+    timed = steps.update_s(log)
+    waits = timed is not None and timed[0] > timed[1]
+    found = {
+        Complaint.STILL: tuple(_still(log)),
+        Complaint.RESULTS: _wrong(evidence, texts, releases),
+        Complaint.SPEED: tuple(_slow(evidence, texts)),
+    }
+    if waits or (usual_step_s or 0) > _LONG_S:
+        found = {Complaint.SPEED: found.pop(Complaint.SPEED), **found}
+    if found[Complaint.STILL] and usual_step_s is None:
+        found[Complaint.SPEED] = ()
+    if timed is not None and waits and found[Complaint.SPEED]:
+        first, *others = found[Complaint.SPEED]
+        seen = f"the optimizer's step takes {timed[0]:.2f} s, forward and backward {timed[1]:.2f} s"
+        found[Complaint.SPEED] = (first._replace(cause=f"{seen}: {first.cause}"), *others)
+    return {complaint: each for complaint, each in found.items() if each}
+
+
+def _wrong(
+    evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
+) -> tuple[Suspect, ...]:
+    """Return silent faults that are possible under the run's offloads."""
+    own = (_of_a_finding(each) for each in evidence.findings if each.effect == "wrong-numerics")
+    faults = (_of_a_fault(each) for each in numbers.suspects(evidence.offloads, texts, releases))
+    found = (*own, *no_effect.rest(evidence), *faults)[:_MOST]
+    return tuple(Suspect(each.cause, *newer.named([each.check], evidence)) for each in found)
+
+
+def _of_a_finding(finding: Finding) -> Suspect:
+    """Return what the configuration's own finding says of a run that goes wrong without a word, and its change."""
+    told = of_finding(finding)
+    return Suspect(f"{told.cause}: {finding.message}", f"then {' or '.join(told.change)}")
+
+
+def _of_a_fault(found: numbers.Found) -> Suspect:
+    fault = found.fault
+    if_ = f"if this is {' and '.join(found.depends_on)}, " if found.depends_on else ""
+    return Suspect(
+        f"{if_}{fault.cause} ({', '.join(found.shown_by)})",
+        f"to be sure: {fault.tell}; then {' or '.join(fault.change)}",
+    )
+
+
+def _slow(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Yield what the steps of the run's offloads wait for: the configuration's own findings first."""
+    own = [each for each in evidence.findings if each.effect == "slow"][:1]
+    told = [_of_a_finding(each) for each in own]
+    causes = set()
+    for each in load_slow():
+        here = each.offload in evidence.offloads and each.cause not in causes
+        if here and all(sign_in(group, texts) for group in each.needs) and not sign_in(each.lacks, texts):
+            causes.add(each.cause)
+            told.append(
+                Suspect(
+                    f"{each.cause} ({evidence.offloads[each.offload]})",
+                    f"to be sure: {each.tell}; then {' or '.join(each.change)}",
+                )
+            )
+    yield from told[: _MOST_SLOW + len(own)]
+
+
+def _still(log: Log) -> Iterator[Suspect]:
+    """Yield what a run was doing whose log ends with a line of something that begins."""
+    last = log.text[-_LAST:].rstrip().replace("\r", "\n").rpartition("\n")[2]
+    for entry in knowledge.index()["quiet"]["ends"]:
+        if any(text in last for text in named(entry["text"])):
+            yield Suspect(
+                f"{entry['cause']} (the log's last line: {last.strip()[:80]})",
+                f"then {' or '.join(entry['change'])}",
+            )
+            return

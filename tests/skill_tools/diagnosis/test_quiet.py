@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that shows no failure has, by complaint, what to look at first: slow steps, or its log's last line."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema
+import pytest
+
+from skill_tools import knowledge
+from skill_tools.bundle import schema_path
+from skill_tools.configs.source import Source
+from skill_tools.diagnosis import quiet
+from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
+from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.quiet import Complaint
+from skill_tools.diagnosis.symptoms import load_offloads, named
+from skill_tools.dialects import registry
+from tests.support.for_each import for_each
+
+QUIET = knowledge.load_yaml("quiet.yaml")
+STEPS = "step 1 loss 2.0\nstep 2 loss 1.9\n"
+ZERO2 = {"ds.json": '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'}
+
+
+def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
+    return diagnose(Log("train.log", log), unread=unread or {})
+
+
+def test_the_facts_are_what_their_schema_says() -> None:
+    jsonschema.validate(QUIET, json.loads(schema_path("quiet").read_text(encoding="utf-8")))
+    assert {each.offload for each in quiet.load_slow()} <= set(load_offloads())
+
+
+@for_each(QUIET["slow"], name=lambda entry: entry["cause"])
+def test_what_slows_steps_is_told_of_a_run_with_its_offload(entry: dict[str, Any]) -> None:
+    offload = load_offloads()[named(entry["offload"])[0]]
+    words = [group[0] for group in entry.get("needs", ())]
+    told = answer(STEPS, {"run.yaml": "\n".join([offload.signs[0], *words])}).suspects[Complaint.SPEED]
+    assert any(each.cause.startswith(entry["cause"]) for each in told)
+    lacking = {"run.yaml": "\n".join([offload.signs[0], *words, *entry.get("lacks", ())])}
+    if "lacks" in entry:
+        others = answer(STEPS, lacking).suspects.get(Complaint.SPEED, ())
+        assert not any(each.cause.startswith(entry["cause"]) for each in others)
+
+
+@for_each(QUIET["ends"], name=lambda entry: entry["cause"])
+def test_the_last_line_says_what_the_run_was_at(entry: dict[str, Any]) -> None:
+    for text in named(entry["text"]):
+        (told,) = answer(f"some line\n{text}").suspects[Complaint.STILL]
+        assert told.cause.startswith(entry["cause"]), text
+        assert Complaint.STILL not in answer(f"{text}\nand what came after it\n").suspects
+
+
+def test_a_bar_that_has_not_moved_is_the_first_step() -> None:
+    (told,) = answer("Map: 100%\r  0%|          | 0/500 [00:00<?, ?it/s]").suspects[Complaint.STILL]
+    assert told.cause.startswith("the first step is not over")
+
+
+def test_an_optimizer_that_takes_most_of_a_step_comes_first_with_its_time() -> None:
+    timers = (
+        "time (ms) | fwd: 900.0 | bwd: 2100.0 | bwd_inner: 2000.1 | bwd_allreduce: 99.0 | step: 45000.0\n"
+    )
+    found = answer(timers * 3, ZERO2)
+    assert next(iter(found.suspects)) is Complaint.SPEED
+    first = found.suspects[Complaint.SPEED][0].cause
+    assert first.startswith(
+        "the optimizer's step takes 45.00 s, forward and backward 3.00 s: the optimizer updates"
+    )
+    quick = answer(timers.replace("45000.0", "450.0") * 3, ZERO2)
+    assert next(iter(quick.suspects)) is not Complaint.SPEED
+
+
+def test_a_long_step_puts_its_speed_first() -> None:
+    bars = "".join(f"| {each}/90 [00:10<10:00, {{}}s/it]\n" for each in range(1, 7))
+    slow, quick = (answer(bars.format(*[time] * 6), ZERO2) for time in ("182.00", "1.20"))
+    assert next(iter(slow.suspects)) is Complaint.SPEED
+    assert next(iter(quick.suspects)) is Complaint.RESULTS
+
+
+@pytest.mark.parametrize("log", ["Traceback (most recent call last):\nValueError: no\n", ""])
+def test_nothing_is_told_of_a_failure_or_of_nothing(log: str) -> None:
+    config = registry.named("deepspeed").compose([Source("ds.json", "{}")], [])
+    assert diagnose(Log("train.log", log), config=config).suspects == {}
