@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries_have_their_workspaces():
-    """What the first matrix product of either thread allocates for good belongs to no test."""
+    """The permanent allocations of either thread's first matrix product belong to no test."""
     if torch.cuda.is_available():
         layer = torch.nn.Linear(64, 64, device="cuda")
         # torch warns of the small workspace once. Where a test that takes warnings for errors is a worker's first, the

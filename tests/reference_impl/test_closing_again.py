@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`close()` after one that has failed: all else was closed, the first error was raised, and what is left comes next."""
+"""`close()` after one that has failed: all else was closed, the first error was raised, and the rest comes next."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from reference_impl.verification.model import Decoder, DecoderShape, add_lora, d
 
 IDS = torch.arange(32).reshape(2, 16)
 SHAPE = DecoderShape(layers=3, hidden=64, ffn=256, vocab=64)
-# What everything else is closed by, in the end.
+# The last closer, which closes everything else.
 SEAMS = [(each, "close") for each in (HostArena, Slab, SlabSupply, SpillFile, Worker, DeadlineWorkers)]
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
@@ -39,7 +39,7 @@ class Injected(Exception):
 
 
 class Failing:
-    """Lets the calls numbered in `fails`, counted over all `seams`, raise in place of what they do."""
+    """Lets the calls numbered in `fails`, counted over all `seams`, raise instead of acting."""
 
     def __init__(self, monkeypatch, seams, *fails):
         self.fails, self.calls = set(fails), []

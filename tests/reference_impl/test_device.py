@@ -328,7 +328,7 @@ def test_segments_grow_unless_the_user_has_chosen(monkeypatch, said, chosen):
     [
         ("", True),
         ("garbage_collection_threshold:0.8", True),
-        # The long block would be nobody's: what is shorter than the limit is not cut from it.
+        # The long block would be nobody's: a piece shorter than the limit is not cut from it.
         ("max_split_size_mb:128", False),
         ("roundup_power2_divisions:4", False),
     ],

@@ -125,7 +125,7 @@ def test_once_closed_a_model_does_not_wait_for_the_garbage_collector(attach, tmp
             model(torch.ones(256, 128)).sum().backward()
         return weakref.ref(model)
 
-    # What torch makes at its first use may hold it for a while.
+    # Torch's objects from its first use may hold it for a while.
     train()
     gc.collect()
     gc.disable()
@@ -183,7 +183,7 @@ def of_layers(model):
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "dropped"])
 @pytest.mark.parametrize("make", [of_hybrid, that_updates, of_states, of_layers])
 def test_a_trained_model_is_collected(make, is_closed):
-    """Its weights would stay on the device: what looks for the optimizer of a parameter keeps none alive."""
+    """Its weights would stay on the device: the lookup of a parameter's optimizer keeps none alive."""
     model = Model().requires_grad_()
     optimizer, close = make(model)
     for _ in range(2):

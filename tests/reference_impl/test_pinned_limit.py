@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under a limit on pinned memory every mechanism computes what it computes without one, and pins no more than that."""
+"""Under a limit on pinned memory every mechanism gives the same results, and pins no more than the limit."""
 
 import copy
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What objects say of themselves at a prompt and in a notebook: readable, in GB, at any time of their lives."""
+"""Objects at a prompt and in a notebook: readable, in GB, at any time of their lives."""
 
 import io
 import re

@@ -55,7 +55,7 @@ def test_a_saved_tensor_passes_nine_modules_at_most_until_it_is_on_the_device_ag
     assert len(walk) <= 9
 
 
-# What happens to a gradient, in order.
+# A gradient's way, in order.
 SENT, DECIDED, QUEUED = GradientMover._copy, ClipDecision.__init__, DeadlineWorkers.submit
 COUNTED, UPDATED, PUBLISHED, AWAITED = CpuStep.count, CpuKernel.update, Publisher.publish, Publisher.wait
 # Hooks and decorators, which pass calls on, and `step()`, which asks the engine to take one.
@@ -78,4 +78,4 @@ def test_a_gradient_passes_twelve_modules_at_most_until_the_forward_has_its_new_
     assert sorted(walk) == sorted(listed("Gradient → new weight")), "\n".join(found)
     assert len(walk) <= 12
     missing = [name for name in AROUND if f"`{name}`" not in section("Gradient → new weight")]
-    assert not missing, f"docs/design.md does not say what stands around the walk: {missing}"
+    assert not missing, f"docs/design.md does not explain the walk: {missing}"

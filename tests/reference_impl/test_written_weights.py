@@ -114,7 +114,7 @@ def test_streamed_frozen_layers_have_what_was_written_where_they_are_gathered(de
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_written_to_a_streamed_layer_is_not_lost_by_its_refusal(device, batches, way):
-    """As the error says nothing is lost: the weight is what was written once the streamer is closed."""
+    """As the error says nothing is lost: the weight has the written value once the streamer is closed."""
     model = decoder(device, lora=True)
     loaded = model.layers[0].gate.base.weight
     with FrozenLayerStreamer(model, prefetch=1):
@@ -153,7 +153,7 @@ def test_nobody_looks_at_streamed_weights_that_nobody_touches(device, batches, m
     overlap=["gradients", "update"],
 )
 def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batches, way, name, overlap):
-    """A block that lingers, one that is away, and what never leaves."""
+    """A block that lingers, one that is away, and a resident one."""
 
     def run():
         model = decoder(device)

@@ -165,7 +165,7 @@ def test_each_way_of_a_plan_is_bitwise_the_same(trainee, device, decision):
 
 
 def cheap_plan_of(trainee, device):
-    """A plan that computes what is cheap again and keeps the rest."""
+    """A plan that recomputes cheap results and keeps the rest."""
     plan = plan_of(trainee, device, Decision.KEEP)
     cheap = tuple(Decision.RECOMPUTE if name in ("silu", "mul") else Decision.KEEP for name in plan.names)
     return dataclasses.replace(plan, decisions=cheap)
@@ -379,7 +379,7 @@ def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before
             long_trainee.step()
         hook.remove()
         assert long_trainee.step() == expected
-        # What the broken step did not show, the next ones do.
+        # The next steps show the tensors that the broken step did not.
         assert max(peaks(long_trainee, ledger, 10)[7:]) <= budget
         assert long_trainee.step() == expected
         assert offloader.plan is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which step is profiled, and what is done about a step that does not keep its word."""
+"""The profiled step, and the answer to a step that differs from its profile."""
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def test_named_layers_give_a_budget_to_a_model_without_a_list_of_blocks(device):
 
 
 class Watched:
-    """Stands for the headroom of an engine: a plan's measured step, and what it was told to allow less."""
+    """Stands for the headroom of an engine: a plan's measured step, and its reduced allowance."""
 
     def __init__(self):
         self.shrunk = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Around compiled blocks the engine moves what the compiled code saves."""
+"""Around compiled blocks the engine moves tensors saved by the compiled code."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_a_compiled_model_around_the_layers(trainee):
 
 @pytest.mark.parametrize("offloader", [ActivationOffloader, CheckpointOffloader])
 def test_a_whole_graph_around_offloaded_layers_is_refused_before_anything_runs(trainee, offloader):
-    # What it has once skipped in a graph it passes over in silence.
+    # It silently passes over code that it once skipped in a graph.
     torch._dynamo.reset()
     ids, model = torch.randint(512, (2, 8)), trainee.model
     ran = []

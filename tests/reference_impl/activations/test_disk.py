@@ -42,7 +42,7 @@ def test_a_slow_disk_only_takes_time(trainee, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("eighths", range(8, 33, 2))
 def test_staging_memory_of_any_size_that_holds_the_largest_storage_suffices(tmp_path, eighths):
-    """What was read ahead leaves it in pieces, each of which may be too small for what is needed at once."""
+    """Read-ahead leaves it in pieces, each perhaps too small for the next request."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)

@@ -24,7 +24,7 @@ def peaks(trainee, device, steps=5):
 
 @pytest.fixture
 def long(trainee, device):
-    # Large against what single tensors are rounded up by, to 512 bytes.
+    # Large against the rounding of single tensors, up to 512 bytes.
     trainee.ids = torch.randint(512, (2, 2048 if device.is_accelerator else 512), device=device.torch_device)
     return trainee
 

@@ -59,7 +59,7 @@ def equal(got, expected):
 
 
 def both_ways(model, action, **options):
-    """Return what `action` gives without offload and, twice, with it."""
+    """Return the results of `action` without offload and, twice, with it."""
     expected = action()
     with ActivationOffloader(model, **SMALL, **options) as offloader:
         got = [action(), action()]

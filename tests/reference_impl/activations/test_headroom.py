@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step needs is its peak less what lay there by the engine's choice while the peak was reached."""
+"""A step's need is its peak less the bytes there by the engine's choice at the peak."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from reference_impl.device import Device
 
 
 class Run:
-    """Nothing but what can be referred to weakly."""
+    """A plain object for weak references."""
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_micro_batches_in_pipeline_order(trainee, rank):
 
 
 def test_recomputation_around_the_modules_still_recomputes(trainee):
-    """What the engine does not move is left to the checkpoint that is active outside."""
+    """The engine leaves unmoved tensors to the active outer checkpoint."""
 
     class Recomputed(nn.Module):
         def __init__(self, block):

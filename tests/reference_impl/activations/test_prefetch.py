@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes back early: in the order that backward has shown, and never above the step's own peak."""
+"""Tensors that come back early: in the order that backward has shown, and never above the step's own peak."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_the_first_backward_goes_in_reverse_and_the_second_as_the_first_has_show
 ):
     loads = Loads(monkeypatch)
     with (
-        # What waits for its copy out when backward asks for it does not come back: it is still there.
+        # A tensor still waiting for its copy out when backward asks for it does not come back: it is still there.
         ActivationOffloader(trainee.model, in_flight_bytes=0, **SMALL),
         Ledger(device, track=trainee.model.parameters()),
     ):

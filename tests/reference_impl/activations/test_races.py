@@ -99,7 +99,7 @@ def test_two_hundred_steps_with_random_sleeps(model, batches):
 
 
 def test_memory_that_is_used_again_at_once_does_not_reach_the_copies(model, batches):
-    """What comes after the layer overwrites freed memory while copies are still asleep."""
+    """The code behind the layer overwrites freed memory while copies still sleep."""
     expected = references(model, batches)
     with ActivationOffloader(model, min_bytes=1024) as offloader:
         for batch, wanted in zip(batches, expected, strict=True):

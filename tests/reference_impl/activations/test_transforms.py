@@ -2,7 +2,7 @@
 """torch.func and forward-mode derivatives through offloaded models: as without offload, or refused by name.
 
 Guards are asked before a module runs. Forward-mode derivatives of layers whose saved tensors move have ended the
-process inside torch, so no test calls them: there the guard is tried with what would merely raise.
+process inside torch, so no test calls them: there the guard is tried with cases that merely raise.
 """
 
 import warnings
@@ -150,7 +150,7 @@ def test_second_derivatives_and_functional_calls_are_offloaded(kind):
 
 
 def test_offloaded_weights_are_refused_by_name_before_a_module_runs():
-    """What would crash is not tried: the guard is asked before that, whatever the transform."""
+    """Crashing cases are not tried: the guard is asked before that, whatever the transform."""
     model = Net()
     with ActivationOffloader(model, num_layers=2, weights=True, min_bytes=1):
         model(BATCH).backward()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights never cross to the host: not they, not their views, not what autocast makes of them."""
+"""Weights never cross to the host: not they, not their views, not autocast's copies of them."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an offloader puts on a model shows nowhere else: not in its signature, its copies, nor after it is closed."""
+"""An offloader's wrappers on a model show nowhere else: not in its signature, its copies, nor after it is closed."""
 
 import copy
 import inspect
@@ -101,7 +101,7 @@ def test_a_copy_keeps_the_users_own_patch():
 
 
 def test_a_method_that_was_put_elsewhere_runs_the_copys_weights():
-    """As accelerate does, which keeps what it replaces in another attribute."""
+    """As accelerate does, which keeps the replaced forward in another attribute."""
     model, x = Model(), torch.ones(1, 8)
     with ActivationOffloader(model, min_bytes=1):
         model._original_forward = model.forward

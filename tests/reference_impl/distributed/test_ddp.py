@@ -108,7 +108,7 @@ def test_gradients_leave_while_backward_runs(monkeypatch):
 @pytest.mark.parametrize("before_backward", [True, False])
 @pytest.mark.parametrize(("split", "overlap"), [(CPU, "gradients"), (STREAMED, "nothing")])
 def test_gradients_are_dropped_as_loops_do(views, to_none, before_backward, split, overlap):
-    """What stands for a gradient is nothing that DDP could read, where it adds to it or makes buckets."""
+    """DDP cannot read a stand-in for a gradient, to add to it or to make buckets."""
     model, data = net(gradient_as_bucket_view=views), data_of(4)
     with hybrid(model, split=split, backward_overlap=overlap) as optimizer:
         optimizer.attach(model)

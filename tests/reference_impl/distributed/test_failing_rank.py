@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that fails ends the others at once, and its error is what is said: over gloo, and on two GPUs over NCCL."""
+"""A failing rank ends the others at once, and its error is the reported one: over gloo, and on two GPUs over NCCL."""
 
 import os
 import subprocess
@@ -62,5 +62,5 @@ def test_torchrun_ends_the_ranks_that_wait_for_one_that_is_gone(place):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_rank_cannot_is_refused_on_every_rank(tmp_path, ranks):
-    """The error names the rank and what is missing there, and model and host are as they were."""
+    """The error names the rank and its missing memory, and model and host are as before."""
     run_ranks(poor_rank.__file__, ranks, str(tmp_path / "store"))

@@ -207,7 +207,7 @@ def test_parameters_that_the_model_has_replaced_are_refused():
 
 
 def test_the_gathers_stream_waits_and_then_the_current_one(monkeypatch):
-    """What CUDA would do, in the order in which it would be told."""
+    """The actions of CUDA, in the order of their calls."""
     model, (one, other) = net(), data_of(2)
     told, streams = [], ["current"]
 
@@ -262,7 +262,7 @@ FORMATS = {
 
 @contextmanager
 def with_room(device, dtype, streaming):
-    """Yield a net, its optimizer of streamed states, and what these take of the device between steps."""
+    """Yield a net, its optimizer of streamed states, and their device bytes between steps."""
     model = net(device.torch_device.type).to(dtype)
     with Ledger(device, track=model.parameters()) as ledger:
         before = ledger.device_bytes
@@ -302,7 +302,7 @@ def test_states_of_shards_stay_on_the_device_instead_of_coming_in_early(device, 
         assert_same(*(_states(each) for each in (optimizer.state_dict(), document)))
         share = optimizer._engine.open.streamed
         moving = [chunk for chunk in share.chunks if not chunk.resident]
-        # Of compact states vectors always stay, exactly. What is cut begins at a multiple of 512 elements.
+        # Of compact states vectors always stay, exactly. A cut part begins at a multiple of 512 elements.
         held = [chunk for chunk in share.chunks if chunk.resident and chunk.compact == moving[0].compact]
         if device.torch_device.type == "cpu":
             assert room - 600 * each <= bytes_here - bytes_away <= room + 512

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two GPUs or four, and NCCL: what the CPU twin shows by order alone, with streams that can run ahead of each other.
+"""Two GPUs or four, and NCCL: the CPU twin's results by order alone, here with streams that can run ahead of each
+other.
 
 On the CPU's share the bits are those of the CPU's kernel, and weights are compared within its rounding; all else is
 compared to the bit, and replicas always are. Under DDP every rank's streams are delayed at random.

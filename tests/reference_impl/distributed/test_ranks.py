@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a host share."""
+"""Resources shared by the ranks of a host."""
 
 import torch
 

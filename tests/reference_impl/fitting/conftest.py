@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of `fit` share."""
+"""Fixtures of tests of `fit`."""
 
 import contextlib
 import io

@@ -117,7 +117,7 @@ def test_a_plan_for_more_memory_is_tried_first_and_corrected(tmp_path):
 
 
 def fitted_under(nth, monkeypatch, budget):
-    """Fit where the n-th operation of the trials fails; return what training then gives, the plan and the count."""
+    """Fit with a failing n-th operation of the trials; return the losses of training, the plan and the count."""
     model, optimizer = make()
     with (
         failing_trials(nth, monkeypatch) as failing,

@@ -72,7 +72,7 @@ def test_a_model_on_the_host_is_trained_on_the_gpu_and_is_on_the_host_again(budg
     torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     with fit(model, optimizer, ids, loss_of, gpu_budget=budget_mib * MIB, device="cuda") as fitted:
-        # No zero_grad() at the end: what stands on the gradients goes with the plan.
+        # No zero_grad() at the end: objects on the gradients go with the plan.
         for _ in range(3):
             fitted.optimizer.zero_grad()
             loss = loss_of(model, ids)

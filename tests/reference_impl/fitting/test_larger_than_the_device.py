@@ -227,7 +227,7 @@ def test_gradients_that_had_left_do_not_stay_when_the_model_moves_back(execute, 
     def moving(model, device):
         for param in model.parameters():
             if param.grad is not None:
-                # What a move to another device does; on the twin no tensor has to move.
+                # As a move to another device does; on the twin no tensor has to move.
                 param.grad.to("meta")
         move(model, device)
 
@@ -296,5 +296,5 @@ def test_layers_that_stay_count_on_the_device_and_the_others_on_the_host():
             assert ledger.device_bytes >= whole - 1.05 * streamed
             # Beside them gradients, and the two moments of weights that are their own masters.
             assert ledger.host_bytes == pytest.approx(streamed + 3 * whole, rel=0.02)
-        # What stayed there is brought back by whoever has moved it.
+        # The mover brings remaining tensors back.
         assert ledger.device_bytes < whole - 0.9 * streamed

@@ -19,7 +19,7 @@ from skill_tools.dialects.pytorch import candidates
 
 TILE = 64
 IDS = torch.arange(1024).reshape(1, -1) % 64
-# What a layer's MLP keeps for all positions has no room in it; what its tiles keep has.
+# It has no room for an MLP's tensors of all positions, but for those of its tiles.
 BUDGET_BYTES = 14_000 * 2**10
 
 
@@ -123,7 +123,7 @@ def test_a_trial_says_which_mechanisms_have_found_no_module(cls, without):
 
 
 def test_a_model_without_such_modules_is_planned_without_tiles():
-    """After the first step has found none; its plan says what else would fit."""
+    """After the first step has found none; its plan names another that fits."""
     model, optimizer = make(WrittenDecoder)
     with pytest.raises(FitError, match=r"nothing fits .*expected at least") as refused:
         fit(model, optimizer, IDS, loss_of, gpu_budget=BUDGET_BYTES, progress=False)

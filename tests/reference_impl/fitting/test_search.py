@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked next, by what a trial has shown: on a GPU too, whose trials are played here."""
+"""The next request, by a trial's result: on a GPU too, whose trials are played here."""
 
 from types import SimpleNamespace
 
@@ -48,7 +48,7 @@ def streaming(allocated):
 
 
 class Planner:
-    """Answers with what it is asked for, less what a plan leaves; `plans` answer first.
+    """Answers with the requested plan, less a plan's exclusions; `plans` answer first.
 
     Of those that stream trained layers it has some for 100 bytes too.
     """
@@ -70,7 +70,7 @@ class Planner:
 
 @pytest.fixture
 def played(monkeypatch):
-    """Settle where each trial is what `answers` gives for its plan."""
+    """Settle with trials from `answers` for each plan."""
 
     def play(planner, *answers, on_gpu=True, on_host=False, budget=BUDGET, other_bytes=0, first=None):
         left, limits = list(answers), []

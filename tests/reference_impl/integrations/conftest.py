@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test of a trainer needs: no network, and one thread."""
+"""Needs of every test of a trainer: no network, and one thread."""
 
 import os
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "axolotl-train"
-# What `axolotl.train` imports, by the names of its metadata.
+# Imports of `axolotl.train`, by the names of its metadata.
 NEEDED = {
     "accelerate", "addict", "art", "axolotl-contribs-lgpl", "axolotl-contribs-mit", "bitsandbytes", "colorama",
     "datasets", "einops", "evaluate", "fastcore", "fire", "numba", "nvidia-ml-py", "peft", "posthog", "pydantic",
@@ -27,7 +27,7 @@ REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9_.-]+)(?P<pin>[^;]*)")
 
 
 def main() -> None:
-    """Make what is not there yet."""
+    """Make missing files."""
     for version in sys.argv[1:]:
         if not (FOLDER / version / ".ready").exists():
             make(FOLDER / version, version)

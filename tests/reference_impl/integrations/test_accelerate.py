@@ -221,7 +221,7 @@ def test_nothing_to_offload_is_an_error():
 
 
 def two_processes(rank, folder, port):
-    """Train with each optimizer on both ranks; rank 0 writes what it found."""
+    """Train with each optimizer on both ranks; rank 0 writes its results."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

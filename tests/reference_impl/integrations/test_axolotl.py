@@ -71,7 +71,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch):
-    """Give back what a run changes for all that follow: it expects a process of its own."""
+    """Restore a run's global changes: it expects a process of its own."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -103,7 +103,7 @@ def dpo(home):
 
 
 def train(cfg, *callbacks):
-    """Run what `axolotl train` runs; return its trainer and what our plugin says of it."""
+    """Run as `axolotl train` does; return its trainer and our plugin's report."""
     forget_plugins()
     cfg = load_cfg(cfg)
     load = load_preference_datasets if cfg.rl else load_datasets
@@ -137,7 +137,7 @@ CASES = {
 
 
 def course(trainer):
-    """What `Course` says, without Axolotl's own measures of speed."""
+    """The values of `Course`, without Axolotl's own measures of speed."""
     for entry in trainer.state.log_history:
         for name in [name for name in entry if name.startswith(("memory/", "tokens/"))]:
             del entry[name]
@@ -159,7 +159,7 @@ def test_training_is_bitwise_that_without_the_plugin(home, case):
 
 
 def test_a_run_resumes_bitwise_and_saves_the_same_model(home):
-    """What Axolotl resumes is not to the bit what it goes on with, so both runs resume."""
+    """Axolotl's resumed run is not bitwise the uninterrupted one, so both runs resume."""
     saves = {"save_strategy": "steps", "save_steps": 3}
     saved = {}
     for name, ours in {"stock": {}, "ours": OURS}.items():
@@ -179,7 +179,7 @@ def test_a_plan_is_carried_out(home, tmp_path):
 
 
 def test_the_example_trains_on_local_files(home):
-    """What it would fetch, and what needs a GPU, is another's; the rest is the file's."""
+    """Downloads and GPU settings are replaced; the rest is the file's."""
     path = Path(__file__).parents[3] / "examples" / "train_with_axolotl.yaml"
     example = yaml.safe_load(path.read_text(encoding="utf-8"))
     fetched = ("base_model", "datasets", "output_dir", "bf16")

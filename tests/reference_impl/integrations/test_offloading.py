@@ -311,7 +311,7 @@ def test_weights_without_a_frozen_base_are_refused_before_anything_is_touched():
 
 
 class Packed(torch.Tensor):
-    """A quantized weight that hides what it holds."""
+    """A quantized weight that hides its contents."""
 
     @staticmethod
     def __new__(cls, held):

@@ -90,7 +90,7 @@ def test_torchtitan_takes_an_optimizer_by_a_subclass_of_its_container():
 
 
 def test_torchtitan_takes_a_file_that_its_toml_names(tmp_path, monkeypatch):
-    """What docs/trainers.md has as offload_titan.py."""
+    """The text of offload_titan.py in docs/trainers.md."""
     reason = "needs torchtitan: pip install torchtitan==0.2.2"
     optimizer = pytest.importorskip("torchtitan.components.optimizer", reason=reason)
     if not hasattr(optimizer, "build_optimizers"):
@@ -129,7 +129,7 @@ def test_torchtitan_takes_a_file_that_its_toml_names(tmp_path, monkeypatch):
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A folder with a tiny model, its tokenizer and data; no network is needed."""
-    # LLaMA-Factory else refuses newer releases of what it imports.
+    # LLaMA-Factory else refuses newer releases of its imports.
     for name in ("DISABLE_VERSION_CHECK", "WANDB_DISABLED", "ACCELERATE_USE_CPU"):
         monkeypatch.setenv(name, "true")
     pytest.importorskip("transformers.trainer", reason="needs transformers, which these two bring")
@@ -168,7 +168,7 @@ COMMON = {
 
 
 def result(folder):
-    """What a run has logged, but times, and its last weights."""
+    """A run's log, without times, and its last weights."""
     from transformers import AutoModelForCausalLM
 
     saved = folder / "checkpoint-4"

@@ -116,7 +116,7 @@ class Module(LightningModule):
 
 
 class ParkBetweenBatches(Callback):
-    """What docs/parking.md says of Lightning: with what the trainer has made, between two batches."""
+    """Lightning, as in docs/parking.md: with the trainer's objects, between two batches."""
 
     def on_train_start(self, trainer, pl_module) -> None:
         self.parked = park(pl_module, trainer.optimizers)

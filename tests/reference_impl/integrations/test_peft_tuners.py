@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tuner of PEFT, many of which keep what they train in a `ParameterDict`: the numbers are those of AdamW."""
+"""Every tuner of PEFT; many keep their trained parameters in a `ParameterDict`: the numbers are those of AdamW."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def streamed(params):
 
 
 def trained(tuner, make):
-    """Return what four steps make of the adapter."""
+    """Return the adapter after four steps."""
     model = adapted(tuner)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = make(params)

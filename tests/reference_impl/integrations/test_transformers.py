@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error:a second backw
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory):
-    """Return what the same trainer does with nothing offloaded; each is run once."""
+    """Return the result of the same trainer without offload; each is run once."""
     known = {}
 
     def course(**changes):
@@ -381,7 +381,7 @@ def test_a_plan_is_carried_out(tmp_path, plain):
 
 
 def test_the_trainer_runs_without_the_adapter_and_clips_all_the_same(tmp_path, plain):
-    """What a user without `offload` gets: the class by name, its default mode, the trainer's clipping."""
+    """The result without `offload`: the class by name, its default mode, the trainer's clipping."""
     changes = {"max_grad_norm": 0.05}
     given = HybridDeviceOptimizer, {"lr": 1e-2, **OPTIMIZER}
     trainer = Trainer(

@@ -114,5 +114,5 @@ def test_the_rest_is_adamws(tmp_path):
 
 
 def test_transformers_has_no_name_for_it():
-    """Once it has, `offload` has to know what it makes."""
+    """Once it has, `offload` has to know its optimizer."""
     assert "muon" not in {each.value for each in OptimizerNames}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go together in a trainer is said before training starts, and nothing is changed."""
+"""Incompatible settings of a trainer are refused before training starts, and nothing is changed."""
 
 import types
 

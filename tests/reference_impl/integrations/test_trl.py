@@ -84,7 +84,7 @@ def test_a_run_is_that_of_adamw(tmp_path, build, wanted):
 
 
 class Engine:
-    """What TRL calls vLLM by: it reads all weights for a sync, and generates while the trainer's memory is away."""
+    """TRL's interface to vLLM: it reads all weights for a sync, and generates while the trainer's memory is away."""
 
     def __init__(self, trainer):
         self.trainer, self.calls, self.synced = trainer, 0, 0

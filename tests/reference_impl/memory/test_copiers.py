@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies within host memory: values, their order, that they run side by side, and what becomes of them in a fault."""
+"""Copies within host memory: their values, order, concurrency and faults."""
 
 import ctypes
 import itertools
@@ -42,7 +42,7 @@ def pairs(count=COPIES, size=1000):
 
 
 class Watched:
-    """`memmove` that says what it does, and may be held up."""
+    """`memmove` that records its calls, and may be held up."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -123,7 +123,7 @@ def test_an_update_that_begins_gets_its_cores_back(copiers, cores, watched):
     watched.may_go_on.set()
     for copy in started:
         copiers.wait(copy)
-    # Those that had begun end; of what follows one runs at a time.
+    # Begun jobs end; later ones run one at a time.
     assert watched.most <= 1 + 3
     assert not copiers._needed
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host has left counts what only waits for the garbage collector."""
+"""The host's free memory includes objects that only wait for the garbage collector."""
 
 import gc
 import weakref

@@ -172,7 +172,7 @@ def interrupt_twice() -> None:
         for other in range(nth + 1, count + 40, 5):
             with suppress(KeyboardInterrupt):
                 _interrupted(region, {nth: signal.SIGIO, other: signal.SIGTERM})
-            # What the second signal has interrupted ends with the next region.
+            # The region interrupted by the second signal ends with the next one.
             with suppress(KeyboardInterrupt):
                 region()
             assert_no_region_is_left()
@@ -232,7 +232,7 @@ def deep(frames: int, call: Callable[[], object]) -> None:
 def test_a_finalizer_that_runs_while_the_region_ends_takes_no_signal_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Garbage may be collected there, and what is raised in a finalizer nobody hears of."""
+    """Garbage may be collected there, and an exception in a finalizer is lost."""
     get_handler = interrupts._get_handler
     finalizers: list[bool] = []
 

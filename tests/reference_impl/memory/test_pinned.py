@@ -87,7 +87,7 @@ def test_a_copy_in_waits_for_what_is_on_its_way_into_the_same_bytes(device, aren
     for seed in range(5):
         source = bytes_of(MIB, device, seed=seed)
         device.copy_out(host, source, after=[device.record()])
-        # Without an event: the ring knows what has not landed.
+        # Without an event: the ring knows its unfinished copies.
         device.copy_in(back, host, after=[device.record()]).synchronize()
         assert torch.equal(back, source)
 
@@ -218,7 +218,7 @@ def test_what_has_not_landed_is_told_to_who_copies_it_in_until_it_is_written_aga
         device.copy_out(host[:1000], source[:1000], after=[device.record()])
         with pytest.raises(MemoryError, match="planted"):
             device.synchronize()
-    # What is copied out afterwards, elsewhere, forgets nothing.
+    # A later copy out, elsewhere, forgets nothing.
     device.copy_out(host[MIB // 2 :], source[MIB // 2 :], after=[device.record()]).synchronize()
     for _ in range(2):
         with pytest.raises(MemoryError, match="planted"):

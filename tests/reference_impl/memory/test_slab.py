@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Kernel:
-    """Notes what it is asked to make present; an old one does not know how."""
+    """Notes the pages that it is asked to make present; an old kernel does not know how."""
 
     def __init__(self, *, is_old):
         self.ranges = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker was given runs once, in turn, or never; and whoever waits for it hears of it."""
+"""A worker's task runs once, in turn, or never; and its waiter hears of it."""
 
 from __future__ import annotations
 

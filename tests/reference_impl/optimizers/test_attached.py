@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An attached optimizer between steps: who waits for weights, what a death leaves, and how it ends."""
+"""An attached optimizer between steps: waits for weights, a death's remains, and the end."""
 
 import copy
 import gc

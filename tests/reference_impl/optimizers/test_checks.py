@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, by name, before anything is built."""
+"""Refusals by name, before anything is built."""
 
 import os
 

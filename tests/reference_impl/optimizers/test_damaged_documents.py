@@ -175,7 +175,7 @@ def assert_equal(one, other):
 
 
 def is_in(saved, document):
-    """All that the document says is in what was saved after it had been loaded."""
+    """A document saved after the load contains all of the loaded one."""
     for key, entry in document["state"].items():
         for name, value in entry.items():
             if name == "step":

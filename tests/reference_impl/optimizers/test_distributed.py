@@ -111,7 +111,7 @@ def test_parameters_under_cpu_offload_policy_are_refused(group):
 
 
 def test_a_shard_that_lives_off_its_mesh_is_refused(group):
-    """What CPUOffloadPolicy does, seen from the parameter: the mesh is of GPUs, the shard is on the host."""
+    """CPUOffloadPolicy, seen from the parameter: the mesh is of GPUs, the shard is on the host."""
     local = torch.zeros(4, 4)
     param = nn.Parameter(distribute_tensor(local, init_device_mesh("cpu", (1,)), [Shard(0)]))
 

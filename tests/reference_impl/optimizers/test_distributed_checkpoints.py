@@ -60,7 +60,7 @@ def test_states_survive_the_round_trip(device, dtype, build, options):
         before = optimizer.state_dict()
         saved = get_optimizer_state_dict(model, optimizer, options=options)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
-        # First the model, so that what torch does to make states must leave its weights.
+        # First the model: torch's way to make states must leave its weights.
         other.load_state_dict(model.state_dict())
         set_optimizer_state_dict(other, resumed, saved, options=options)
         assert_same_weights(model, other)
@@ -80,7 +80,7 @@ def test_masters_follow_a_model_that_is_loaded_alone(device, build, loads_optimi
         train(model, optimizer, data)
         if loads_optimizer_first:
             optimizer.load_state_dict(optimizer.state_dict())
-        # As `dcp.load` does: into what the model has.
+        # As `dcp.load` does: into the model's own tensors.
         weights = model.state_dict()
         for name, value in weights.items():
             value.copy_(others[name])
@@ -101,7 +101,7 @@ def test_masters_stay_where_the_model_is_loaded_after_its_optimizer(device, buil
         train(model, optimizer, data[:2])
         weights, states = copy.deepcopy(get_state_dict(model, optimizer))
         train(other, resumed, data[2:])
-        # As `dcp.load` does: into what the model has.
+        # As `dcp.load` does: into the model's own tensors.
         for name, value in get_state_dict(other, resumed)[0].items():
             value.copy_(weights[name])
         set_state_dict(other, resumed, model_state_dict=weights, optim_state_dict=states)
@@ -146,7 +146,7 @@ def test_files_go_both_ways_with_plain_adamw(device, tmp_path, first, second):
 
 @pytest.mark.parametrize("build", [part, streamed])
 def test_files_of_plain_adamw_in_bf16_are_read_without_masters(device, tmp_path, build):
-    """Plain AdamW keeps none: left out of what is asked for, they are made from the parameters."""
+    """Plain AdamW keeps none: left out of the request, they are made from the parameters."""
     model, data = used(device, torch.bfloat16), batches(device.torch_device, 4)
     theirs = adamw(model)
     train(model, theirs, data[:2])

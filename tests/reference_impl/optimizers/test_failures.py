@@ -25,7 +25,7 @@ from reference_impl.optimizers.step import WorkLostError
 
 
 def fail_once(monkeypatch, owner, name, error, *, at=1):
-    """Let the `at`-th call of a method raise before it does anything; returns a list of what is left to fail."""
+    """Let the `at`-th call of a method raise before it does anything; returns a list of the remaining failures."""
     real, left, calls = getattr(owner, name), [error], []
 
     def failing(*args, **options):
@@ -280,7 +280,7 @@ def raises_out_of_memory(*_):
 @pytest.mark.parametrize("then", ["again", "left out"])
 @pytest.mark.parametrize("wrapper", [hybrid, streaming])
 def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapper, then, fails):
-    """GradScaler multiplies its scale by what stands on the optimizer, and takes it off only after a step."""
+    """GradScaler multiplies its scale by the optimizer's `grad_scale`, and removes that only after a step."""
     # CUDA's GradScaler has no kernel for gradients in bf16.
     model, plain = twins(device, torch.float32)
     options = {"backward_overlap": "nothing", "offload_fraction": 0.0} if wrapper is hybrid else {}

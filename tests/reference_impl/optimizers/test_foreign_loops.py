@@ -93,7 +93,7 @@ def test_plain_adamw_resumes_bitwise(device, fraction):
 
 @BOTH
 def test_states_are_moved_the_way_lightning_moves_them(device, build):
-    """What `_optimizer_to_device` of lightning.fabric.utilities.optimizer does, for both kinds of entries."""
+    """As `_optimizer_to_device` of lightning.fabric.utilities.optimizer does, for both kinds of entries."""
     model, data = fresh(device), batches(device.torch_device, 4)
     plain = copy.deepcopy(model)
     with build(model) as optimizer, build(plain) as other:
@@ -125,7 +125,7 @@ def moved(data, device):
 @BOTH
 @pytest.mark.parametrize("steps", [0, 2])
 def test_states_are_moved_the_way_accelerate_moves_them(device, build, steps):
-    """What `AcceleratedOptimizer.__init__` does, before the first step or later."""
+    """As `AcceleratedOptimizer.__init__` does, before the first step or later."""
     model, data = fresh(device), batches(device.torch_device, 4)
     plain = copy.deepcopy(model)
     with build(model) as optimizer, build(plain) as other:

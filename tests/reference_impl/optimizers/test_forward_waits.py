@@ -139,7 +139,7 @@ def test_a_model_that_lacks_a_trained_parameter_is_refused(device, build, other)
 
 @BUILDS
 def test_several_modules_are_attached_as_a_list(device, build):
-    """A criterion that trains, too: what the refusal advises."""
+    """A criterion that trains, too: the refusal's advice."""
     if device.is_accelerator and build is not streaming:
         pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
 

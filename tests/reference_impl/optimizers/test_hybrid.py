@@ -75,7 +75,7 @@ def test_clipping_is_exact(device, make, max_grad_norm):
 
 
 def test_the_norm_can_be_reduced_over_ranks(device, make):
-    """Twice the squared norm is what a second, equal rank would add."""
+    """Twice the squared norm stands for a second, equal rank."""
     one, other = twins(device)
     data = batches(device.torch_device, 1)
     doubled = make(one, max_grad_norm=0.1, reduce_norm_squared=lambda squared: squared * 2)
@@ -135,7 +135,7 @@ def test_accumulation_copies_once_and_is_exact(device, make, micro_batches, back
 @pytest.mark.parametrize("options", [{}, {"offload_fraction": 0.5}, {"split": (0.3, 0.4, 0.3)}])
 @pytest.mark.parametrize("factor", [None, 0.25])
 def test_a_second_backward_brings_gradients_back(device, make, options, factor):
-    """What has been recorded in between is done, as scaling in place between two backwards would have been."""
+    """Operations recorded in between are done, as scaling in place between two backwards would have been."""
     model, plain = twins(device)
     make(model, **options)
     first, second = batches(device.torch_device, 2)
@@ -383,7 +383,7 @@ def test_channels_last_parameters_keep_their_layout(device):
 
 
 def test_a_long_member_is_widened_in_parts(device, make, monkeypatch):
-    """What is on the device in fp32 for the update is a chunk at most, however long a table is."""
+    """At most a chunk is on the device in fp32 for the update, however long a table is."""
     peaks, models = [], []
     for elements in (2**26, 96):
         monkeypatch.setattr(resident, "WIDENED_ELEMENTS", elements)

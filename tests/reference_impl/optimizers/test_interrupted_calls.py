@@ -170,7 +170,7 @@ def test_classes_of_tensors_go_on_to_answer(device):
 
 
 def opened(device, build):
-    """A model, its loss, and what is to be closed."""
+    """A model, its loss, and the objects to close."""
     if build in BUILDS:
         model, (data,) = twins(device)[0], batches(device.torch_device, 1)
         optimizer = BUILDS[build](model)
@@ -234,7 +234,7 @@ def with_frames_left(left, call):
         return call() if more <= 0 else down(more - 1)
 
     try:
-        # Itself, `down` and what it calls are frames, too.
+        # Itself, `down` and its callees are frames, too.
         down(sys.getrecursionlimit() - depth - left - 1)
     except RecursionError:
         return False
@@ -243,7 +243,7 @@ def with_frames_left(left, call):
 
 @pytest.mark.parametrize("build", [*BUILDS, "gradients"])
 def test_closing_with_too_little_room_for_calls_drops_no_step(device, build):
-    """As in a library that closes what it has opened while it hands on a RecursionError."""
+    """As in a library that closes its resources while it hands on a RecursionError."""
     model, loss, optimizer, closes = opened(device, build)
     loss().backward()
     optimizer.step()

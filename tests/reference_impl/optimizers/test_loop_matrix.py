@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops as people write them for `torch.optim.AdamW`, each with each optimizer here: the same weights, bit by bit.
 
-Every loop is also stopped after each of its steps and resumed in new objects from what it saved there.
+Every loop is also stopped after each of its steps and resumed in new objects from its checkpoint there.
 """
 
 import copy
@@ -42,7 +42,7 @@ OPTIMIZERS = [hybrid, attached, in_three_shares, streamed]
 
 
 class Loop:
-    """The state of a run, and how it takes one step; `save` and `load` are what its user keeps on disk."""
+    """The state of a run, and its step; `save` and `load` are its user's checkpoint."""
 
     def __init__(self, device, make):
         self.model = fresh(device, torch.float32)
@@ -221,7 +221,7 @@ def data(device):
 
 
 def run(loop, data):
-    """Take the steps; return what was saved after each of them, and the weights at the end."""
+    """Take the steps; return the checkpoint of each, and the weights at the end."""
     saved = []
     for each in data:
         loop.step(each)

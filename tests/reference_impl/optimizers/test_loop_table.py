@@ -75,7 +75,7 @@ def layer_drop_zeroed_by_the_model(device, make):
 
 
 def put_gradients(device, make):
-    """`torch.autograd.grad`, with zeros for what a step leaves out."""
+    """`torch.autograd.grad`, with zeros for parameters that a step leaves out."""
     model = made(device)
     optimizer = make(model)
     params = list(model.parameters())
@@ -293,7 +293,7 @@ LOOPS = [
     put_gradients,
     gradient_noise,
 ]
-# What is refused by name, which the page says.
+# Refused by name, as the page says.
 NOT_OFFERED = r"none with backward_overlap='update'"
 READS_A_GRADIENT = r"aten\.add_\.Tensor reads .*or backward_overlap='nothing'"
 READS_A_NEW_WEIGHT = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loops do beside a step a batch: accumulate, clip by hand, stop and resume, choose a fraction."""
+"""Training loops beyond a step a batch: accumulate, clip by hand, stop and resume, choose a fraction."""
 
 import copy
 import itertools

@@ -96,7 +96,7 @@ LOOPS = [
     post_hook_raises,
     states_are_read_beside_another_thread,
 ]
-# What an update in backward has begun is carried out, and the error says so.
+# An update begun in backward is carried out, and the error says so.
 TAKEN = (pre_hook_raises, in_backward)
 
 

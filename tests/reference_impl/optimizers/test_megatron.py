@@ -113,7 +113,7 @@ def reloaded(groups):
 @pytest.mark.megatron
 @needs_release
 def test_their_groups_hold_classes_that_torch_load_refuses_and_ours_do_not(device, on_cuda):  # noqa: F811
-    """What the rule `oc-ckpt-classes` says."""
+    """The fact of the rule `oc-ckpt-classes`."""
     options = {**CLASSES, **ADAMW, "offload_fraction": 1.0, "pin_cpu_grads": device.is_accelerator}
     theirs = their_class()(on_cuda(net(device)).parameters(), **options)
     with pytest.raises(

@@ -110,7 +110,7 @@ def test_the_cpu_share_is_for_the_rest(device, hybrid):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0, 2.0])
 def test_the_fastest_split_leaves_matrices_a_part_of_the_budget(device, hybrid, share):
-    """Of a budget for a share of all states; what the ring takes comes on top."""
+    """Of a budget for a share of all states; the ring comes on top."""
     elements, streaming = 48 * 1024, Streaming(chunk_bytes=2048)
     model = torch.nn.Module()
     model.matrices = torch.nn.ParameterList([torch.randn(48, 64).bfloat16() for _ in range(16)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of every kind, and what happens to them between steps."""
+"""Parameters of every kind, and changes to them between steps."""
 
 import copy
 

@@ -41,7 +41,7 @@ place = sys.argv[1]
 
 @pytest.fixture
 def program(device, tmp_path):
-    """Runs code after `START` in a process of its own; returns what it printed. It must end well within a minute."""
+    """Runs code after `START` in a process of its own; returns its output. It must end well within a minute."""
 
     path, place = tmp_path / "program.py", device.torch_device.type
 

@@ -166,7 +166,7 @@ def test_a_reader_that_has_carried_out_a_step_stays_a_reader(device, monkeypatch
 
 
 def test_a_reader_on_a_stream_of_its_own_waits_behind_that_of_the_steps(device, monkeypatch):
-    """What a step has waited for nobody waits for again: so the stream that trains has to."""
+    """Nobody waits again for an event that a step has waited for: so the stream that trains has to."""
     if device.is_accelerator:
         pytest.skip("numbers stand for streams here, on which no CUDA kernel runs")
     model, _ = twins(device)
@@ -233,7 +233,7 @@ def test_a_turn_that_another_thread_has_is_free_in_a_forked_child(device, build)
     taken.wait()
     child = os.fork()
     if not child:
-        # What waits for ever ends here, too.
+        # An endless wait ends here, too.
         signal.alarm(10)
         try:
             optimizer.synchronize()

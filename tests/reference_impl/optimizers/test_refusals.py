@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hybrid optimizer cannot serve is named, before anything is built."""
+"""The hybrid optimizer names unsupported arguments, before anything is built."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def _count(param):
 @pytest.mark.parametrize("use", [_norm, _decay, _count])
 @pytest.mark.parametrize("attached", [True, False], ids=["attached", "detached"])
 def test_a_weight_is_not_used_between_a_backward_that_updates_and_its_step(device, use, attached):
-    """It may be old or new by then, and what is written is lost; the optimizer goes on."""
+    """It may be old or new by then, and the write is lost; the optimizer goes on."""
 
     def trained(*, uses):
         model, _ = twins(device, torch.float32)

@@ -141,7 +141,7 @@ class Unreduced:
 
 @pytest.mark.usefixtures("group")
 def test_gradients_of_shards_that_stream_count_once(device):
-    """FSDP2 reduces each into a place of its own. What it adds up before, it adds to both at once, as with AdamW."""
+    """FSDP2 reduces each into a place of its own. Earlier sums go to both at once, as with AdamW."""
     mesh = init_device_mesh(device.torch_device.type, (1,))
     wrong = []
     for loop, is_reduced in itertools.product(LOOPS, (True, False)):

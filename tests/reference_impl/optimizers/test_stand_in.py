@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands on `param.grad` for a gradient that has left, in loops of other people."""
+"""The stand-in on `param.grad` for an offloaded gradient, in loops of other people."""
 
 import contextlib
 import copy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the state offloader cannot wrap or do is named, before anything is taken."""
+"""The state offloader names unsupported optimizers and calls, before anything is taken."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def accumulated(model, optimizer, data):
     ],
 )
 def test_training_is_that_of_the_simple_way(low_bits, dtype, fraction, attached):
-    """At any cut: what stays on the device is compact too, with the same noise."""
+    """At any cut: resident states are compact too, with the same noise."""
     device = Device.of("cpu")
     model, plain = twins(device, dtype)
     simple = CompactAdamW(plain, low_bits=low_bits, max_grad_norm=0.5, **OPTIONS)
@@ -257,7 +257,7 @@ def test_bad_options_are_named(device, options, words):
     ("module", "states"), [("compact_kernel", "compact-8"), ("rounded_kernel", "bf16-moments")]
 )
 def test_the_kernel_finds_everything_at_multiples_of_16_bytes(monkeypatch, interpreted, module, states):
-    """Triton loads and stores 16 bytes at once there, and builds another kernel for what lies elsewhere."""
+    """Triton loads and stores 16 bytes at once there, and builds another kernel for other addresses."""
     kernel = interpreted(module)
     device, update, offsets = Device.of("cpu"), kernel.update, []
 

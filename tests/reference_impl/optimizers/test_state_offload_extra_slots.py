@@ -39,7 +39,7 @@ class Wide(torch.nn.Sequential):
 
 
 def observe(budget):
-    """Train five steps on the twin; return bytes at the end of forward, peak of backward, and what has come in."""
+    """Train five steps on the twin; return bytes at the end of forward, peak of backward, and prefetched chunks."""
     model = Wide()
     seen = []
     with Ledger(Device.of("cpu"), track=model.parameters()) as ledger:
@@ -75,7 +75,7 @@ def test_states_come_in_to_memory_that_backward_frees_and_peaks_stay():
         assert nothing == 0
         assert base_loaded == 3
         assert loaded == 3 + extra // (10 * CHUNK_ELEMENTS)
-        # Half of what backward frees holds half of all chunks or more.
+        # Half of backward's freed bytes hold half of all chunks or more.
         assert loaded >= LAYERS
     assert prefetching[0][3] == 0
 

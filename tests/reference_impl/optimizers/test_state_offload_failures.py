@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `OptimizerStateOffloader` says and does after errors; `streamed/test_faults.py` fails every operation."""
+"""`OptimizerStateOffloader` after errors; `streamed/test_faults.py` fails every operation."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`status` tells the truth, and what the page says to do for it neither uses gradients twice nor loses a step."""
+"""`status` tells the truth, and the page's advice for it neither uses gradients twice nor loses a step."""
 
 import functools
 import signal
@@ -266,7 +266,7 @@ def reference(device, batches, **options):
     return model
 
 
-# What stays on the device is updated in step() alone, with the gradient that stands there.
+# Resident states are updated in step() alone, with the gradient there.
 UPDATING = {
     "offload_filter": lambda param: param.dim() > 1,
     "backward_overlap": "update",
@@ -350,7 +350,7 @@ def fails_always(patch, optimizer):
 
 
 def test_a_forward_takes_what_is_left_of_an_update_wherever_memory_was_missing_twice(device, monkeypatch):
-    """`step()` has tried again, in vain: of what the first modules read, backward has begun nothing."""
+    """`step()` has tried again, in vain: backward has begun nothing of the first modules' weights."""
     updating = {**UPDATING, "offload_filter": lambda param: param.shape == (48, 131)}
     model, data = twins(device)[0], batches(device.torch_device, 3)
     plain = reference(device, data, **updating)

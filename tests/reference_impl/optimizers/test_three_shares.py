@@ -312,7 +312,7 @@ def test_a_thousand_steps_hold_no_more_than_ten(device):
             if step in (9, 999):
                 optimizer.synchronize()
                 held.append(held_bytes(device))
-    # Less is what earlier tests left and has gone meanwhile.
+    # It may be less: memory of earlier tests went meanwhile.
     assert all(late <= early for early, late in zip(*held, strict=True))
 
 
@@ -396,7 +396,7 @@ def test_what_comes_in_during_backward_streams_first_and_is_given_out_once(devic
 
 
 def test_the_link_is_busy_before_the_resident_update_runs(monkeypatch):
-    """What has come in is updated first, so that its copies out and the next ones in run beside all else."""
+    """Prefetched chunks are updated first: their copies out and the next ones in run beside all else."""
     device, told = Device.of("cpu"), []
     model, _ = twins(device, torch.float32)
     update, copy_in, copy_out = ResidentUpdate.run, type(device).copy_in, type(device).copy_out

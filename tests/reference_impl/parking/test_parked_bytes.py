@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What parking takes of host and device: nothing is copied twice, taken twice or waited for in vain."""
+"""Parking's bytes on host and device: nothing is copied twice, taken twice or waited for in vain."""
 
 import copy
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be while training is parked is an error in front of the crash that it would be, and costs nothing."""
+"""A call impossible while training is parked is an error instead of a crash, and costs nothing."""
 
 import copy
 import weakref
@@ -70,7 +70,7 @@ def test_a_backward_is_refused_before_it_adds_anything(model, begin):
 
 
 def test_a_graph_of_a_part_does_not_read_memory_that_is_away(model):
-    """Its loss passes none of the model's outputs: autograd's own check of what it has saved speaks."""
+    """Its loss passes none of the model's outputs: autograd's own check of its saved tensors speaks."""
     norm = nn.LayerNorm(64, device=model[0][0].weight.device)
     whole = nn.ModuleList([norm, model])
     loss = norm(torch.randn(2, 64, device=norm.weight.device, requires_grad=True)).square().sum()
@@ -297,7 +297,7 @@ CAPTURED = {
 
 @pytest.mark.parametrize("run", CAPTURED)
 def test_what_a_graph_has_captured_stays_as_long_as_there_are_graphs(graphs, run):
-    """It lies in ordinary memory, and a replay would read what is somebody else's by then."""
+    """It lies in ordinary memory, and a replay would read memory that is somebody else's by then."""
     model = net(CpuTwin(torch.device("cpu")))
     optimizer = stepped(model)
     strict, lenient = park(model, optimizer), park(model, optimizer, strict=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is parked is read and written on the host as it would be on the device, to the bit."""
+"""Parked states are read and written on the host bitwise as on the device."""
 
 import copy
 
@@ -64,7 +64,7 @@ def changed(states):
 
 
 def read_loaded_and_trained_on(device, name, dtype, write, *, parks):
-    """What is read, what is read once other states are loaded, and the weights two steps later."""
+    """The states read before and after a load of others, and the weights two steps later."""
     model, optimizer = trained(device, name, dtype, write)
     parked = park(model, optimizer)
     if parks:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles beside every mechanism that moves what a layer needs: to the bit what tiles alone give."""
+"""Tiles beside every mechanism that moves a layer's tensors: bitwise the results of tiles alone."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_activation_offloaders(device, name, comes, lora):
 
 
 def test_a_budget(device):
-    """It profiles a step in tiles, and keeps, offloads or computes again what that saves."""
+    """It profiles a step in tiles, and keeps, offloads or recomputes its saved tensors."""
     ids = batches(device, 4)
     model = decoder(device)
     with SequenceTiles(model, TILED, tile_tokens=TILE):
@@ -98,7 +98,7 @@ def test_a_budget(device):
 
 
 def test_the_last_module_of_a_layer_is_computed_twice_and_not_three_times(device):
-    """What a layer that is computed again for backward needs of it are its inputs."""
+    """A recomputed layer needs only its inputs for backward."""
     model = decoder(device)
     tiles = []
     model.layers[1].mlp.gate.register_forward_hook(lambda *_: tiles.append(1))
@@ -236,7 +236,7 @@ def test_a_loss_curve_on_top_of_the_other(device, dtype):
 
 
 def test_with_attention_kept_the_peak_is_attentions(device):
-    """Tiles and kept attention together: less than half of what recomputation of whole layers takes."""
+    """Tiles and kept attention together: less than half of the bytes of recomputed whole layers."""
     model = decoder(device, dtype=torch.float32, ffn=1024, layers=2)
     (ids,) = batches(device, 1, sequences=1)
     ids = ids.repeat(1, 8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that nobody names: found by what they do, each at its first call for training."""
+"""Modules that nobody names: found by their behaviour, each at its first call for training."""
 
 from itertools import pairwise
 
@@ -58,7 +58,7 @@ def test_numbers_are_those_of_the_same_modules_by_name(keep_attention):
 
 
 def test_evaluation_decides_nothing():
-    """What would be saved is not known there."""
+    """The saved tensors are not known there."""
     model = decoder()
     with SequenceTiles(model, tile_tokens=TILE) as tiles:
         with torch.no_grad():
@@ -105,7 +105,7 @@ class PackedDecoder(LongDecoder):
 
 
 def test_a_kernel_that_reads_boundaries_is_not_tried_on_fewer_positions():
-    """It might read beyond them. What is inside is found all the same, and the numbers are those without tiles."""
+    """It might read beyond them. Modules inside are found all the same, and the numbers are those without tiles."""
     model = decoder(PackedDecoder).double()
     expected = gradients(model)
     with SequenceTiles(model, tile_tokens=TILE) as tiles:

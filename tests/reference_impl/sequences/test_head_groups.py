@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HeadGroups` against the same attention of all heads at once: values, what is computed, and what lives."""
+"""`HeadGroups` against the same attention of all heads at once: values, computed kernels, and live tensors."""
 
 from functools import partial
 

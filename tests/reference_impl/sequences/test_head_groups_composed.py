@@ -57,7 +57,8 @@ OFFLOADERS = {
 
 @for_each(OFFLOADERS)
 def test_beside_activation_offloaders(name):
-    """To the bit what groups alone give, in tiles too; attention is found, and its norms are tiled in forward alone."""
+    """Bitwise the results of groups alone, in tiles too; attention is found, and its norms are tiled in forward
+    alone."""
     device = Device.available()
     model = decoder(device)
     with HeadGroups(model, longer_than=SHORT), SequenceTiles(model, TILED, tile_tokens=SHORT):

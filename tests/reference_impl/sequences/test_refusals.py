@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot run in tiles is found by its name before anything is computed."""
+"""Modules that cannot run in tiles are refused by name before anything is computed."""
 
 import re
 
@@ -35,7 +35,7 @@ class Function(nn.Module):
 
 
 def chosen_by_experts(x, weight):
-    """Each expert takes the tokens that score best: what one gets depends on the others."""
+    """Each expert takes the tokens that score best: one's result depends on the others."""
     scores = (x @ weight).softmax(-1)
     best, tokens = scores.topk(x.shape[1] // 4, dim=1)
     return torch.zeros_like(scores).scatter(1, tokens, best) @ weight.T

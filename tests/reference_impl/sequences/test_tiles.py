@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SequenceTiles` against the same modules without tiles: values, what is saved, what lives, random numbers, hooks."""
+"""`SequenceTiles` against the same modules without tiles: values, saved tensors, live tensors, random numbers,
+hooks."""
 
 import copy
 
@@ -309,7 +310,7 @@ def test_one_tile_lives_at_a_time(device, train):
     intermediates = 7 * tokens * ffn * x.itemsize
     assert whole > 4 / 7 * intermediates
     # The output and its gradient, the input's, and three parts of a tile. Weights: their sum and one tile's, or the
-    # sums and what they are rounded to.
+    # sums and their rounded copies.
     bound = 3 * row + intermediates * tile / tokens + 4 * row * tile / tokens + 2 * weights * train
     assert tiled <= bound + 2**14 * (1 + device.is_accelerator * 64)
     assert tiled < whole / 2

@@ -242,13 +242,13 @@ def in_fp8(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3Moe", "DeepseekV3"])
 def test_fp8_weights_stream_as_they_are(name, monkeypatch):
-    """To the bit what the resident fp8 model gives, in a byte a weight; in tiles too, attention is not divided."""
+    """Bitwise the results of the resident fp8 model, in a byte a weight; in tiles too, attention is not divided."""
     model = in_fp8(name, monkeypatch)
     expected = gradients(model)
     packed = sum(param.nbytes for param in model.parameters() if param.dtype is torch.float8_e4m3fn)
     with FrozenLayerStreamer(model) as streamer:
         assert all(map(torch.equal, gradients(model).values(), expected.values()))
-        # Once; what is too small to stream stays.
+        # Once; layers too small to stream stay.
         assert 0.75 * packed < streamer.report.loaded_bytes <= packed
         with CheckpointOffloader(model, keep_attention=True, min_bytes=1):
             assert all(map(torch.equal, gradients(model).values(), expected.values()))

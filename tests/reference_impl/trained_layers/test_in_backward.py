@@ -82,9 +82,9 @@ def test_states_in_fewer_bits_as_if_states_alone_streamed(device, form):
 
 @slow
 def peak_bytes_of(device, layers, chunk_bytes):
-    # The allocator also counts what the model before this one has left to the garbage collector.
+    # The allocator also counts the previous model's garbage.
     gc.collect()
-    # Large against what CUDA rounds each small tensor up to.
+    # Large against CUDA's rounding of each small tensor.
     model = decoder(device, layers=layers, hidden=256, ffn=1024, heads=4)
     ids = batches(device, 3, sequences=1)
     with (
@@ -106,7 +106,7 @@ def test_the_device_holds_the_gradients_of_two_blocks_at_most(device):
     few, _, _ = peak_bytes_of(device, 6, chunk_bytes)
     many, layer_bytes, outside_bytes = peak_bytes_of(device, 14, chunk_bytes)
     assert many - few < layer_bytes / 4
-    # Four blocks and the gradients of two, what stands outside with its gradients, chunks, activations.
+    # Four blocks and the gradients of two, outer weights with their gradients, chunks, activations.
     assert many < 2 * outside_bytes + 6 * layer_bytes + 4 * chunk_bytes + 12 * 8 * 1024 * 4
 
 
@@ -265,7 +265,7 @@ def test_gradients_that_are_set_to_zero(device, overlap, slices, by_optimizer):
 
 
 class FailsOnce(Exception):
-    """What a user's hook raises in backward."""
+    """The exception of a user's hook in backward."""
 
 
 def fail_in_backward(model, layer):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes are: on the device a window, a ring and what stands outside the blocks, however many blocks."""
+"""Where the bytes are: on the device a window, a ring and the weights outside the blocks, for any number of blocks."""
 
 import gc
 from contextlib import nullcontext
@@ -67,7 +67,7 @@ def peaks(device, layers, watch=None):
 
 
 def by_tensor(device, layers):
-    """What a model of so many layers has on the device at the peak of a step."""
+    """Device bytes of a model with so many layers at the peak of a step."""
     watch = PeakByTensor(device)
     peaks(device, layers, watch)
     return watch
@@ -99,7 +99,7 @@ def test_the_host_holds_what_was_said(device):
 
 @pytest.mark.slow
 def test_inputs_of_layers_wait_on_the_host(device):
-    # On a GPU the bytes of an input are to be more than what an allocator rounds up.
+    # On a GPU an input's bytes have to exceed the allocator's rounding.
     layers, tokens = 6, 1024 if device.is_accelerator else 256
     after_forward = {}
     for inputs in ("device", "host"):

@@ -20,7 +20,7 @@ CLIP = 0.5
 
 
 def without_stacks(model):
-    """Freeze what torch's Muon does not take."""
+    """Freeze parameters that torch's Muon does not take."""
     for layer in model.layers:
         for param in (layer.experts, layer.odd_experts):
             param.requires_grad_(False)
@@ -142,7 +142,7 @@ def test_rounded_momentum_is_the_same_however_it_is_cut(device):
 
 @pytest.mark.parametrize("split", [(0.0, 1.0, 0.0), (0.5, 0.5, 0.0)], ids=str)
 def test_gradients_of_matrices_leave_in_backward(split):
-    """What is on the device after backward was there before it."""
+    """The tensors on the device after backward were there before it."""
     device = Device.of("cpu")
     model = without_stacks(twins(device, make=ExpertLayers)[0])
     data = batches(device.torch_device, 3)
@@ -179,7 +179,7 @@ def test_a_run_goes_on_where_states_are_elsewhere(device, first, then):
     trained(model, optimizer, data[:3])
     saved, weights = optimizer.state_dicts(), copy.deepcopy(model.state_dict())
     close()
-    # Torch's own optimizers take what theirs would have saved.
+    # Torch's own optimizers take the states that theirs would have saved.
     for each, state in zip(pair(copy.deepcopy(plain)), saved, strict=True):
         each.load_state_dict(state)
     other.load_state_dict(weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is refused by name, with what to try, before anything is moved."""
+"""Unsupported arguments are refused by name, with advice, before anything is moved."""
 
 import io
 
@@ -168,7 +168,7 @@ def test_a_batch_that_cannot_be_cut(device):
 
 
 class Cache:
-    """What transformers passes to every layer where it keeps keys and values."""
+    """The cache that transformers passes to every layer for keys and values."""
 
     def get_seq_length(self):
         return 0

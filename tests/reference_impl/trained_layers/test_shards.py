@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything off under FSDP2: what one rank can show. Several ranks train in `distributed/test_fsdp2.py`."""
+"""Everything off under FSDP2: cases that one rank can show. Several ranks train in `distributed/test_fsdp2.py`."""
 
 import threading
 import warnings
@@ -103,7 +103,8 @@ def test_this_torch_has_every_private_name(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_forward_holds_a_module_more_than_backward_and_the_loss_none(prefetch):
-    """Beside them three chunks of states and gradients in forward. What FSDP2 gathers it resizes: no ledger sees it."""
+    """Beside them three chunks of states and gradients in forward. FSDP2 resizes its gathered tensors: no ledger sees
+    it."""
     model, slots_bytes = net(), 3 * (2048 + 1024)
     with Ledger(Device.of("cpu"), track=[param.to_local() for param in model.parameters()]) as ledger:
         assert ledger.device_bytes == LAYERS * LAYER_BYTES
@@ -220,7 +221,7 @@ def test_gradients_add_up_inside_accumulate_and_nowhere_else():
 
 
 def test_checkpoints_and_writes_reach_what_visits_the_device():
-    """Also what has been copied in already."""
+    """Also tensors copied in already."""
     data = data_of(6)
     model, other = net(), net()
     expected = trained_plainly(data)
@@ -272,7 +273,7 @@ def test_a_parameter_used_outside_its_module_is_an_error_that_names_it():
     model = net()
     with streamed(model) as streamer, torch.no_grad():
         weight = model.layers[2].weight
-        # Before torch 2.13 to_local() itself returns what cannot be used.
+        # Before torch 2.13 to_local() itself returns an unusable tensor.
         for use in (
             lambda: weight.mul_(2),
             weight.norm,
@@ -295,7 +296,7 @@ def test_parameters_that_the_model_has_replaced_are_an_error():
 
 
 def test_closing_gives_the_shards_back():
-    """What was gathered before, evaluation after it, and plain training from there on."""
+    """Weights gathered before, evaluation after it, and plain training from there on."""
     data = data_of(5)
     model = net()
     model(data[0]).backward()
@@ -363,7 +364,7 @@ def test_two_gpus_train_as_without_offload(tmp_path, place):
 
 
 def in_another_thread(call):
-    """Return what `call` has raised in a thread of its own, or None."""
+    """Return the exception of `call` in a thread of its own, or None."""
     raised = []
 
     def run():

@@ -53,7 +53,7 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_that_triton_interprets_make_the_same_bits(monkeypatch, states, sizes):
-    """A piece is updated with what came in for it, and one whose weights are frozen is not."""
+    """A piece is updated with its own incoming states, and one with frozen weights is not."""
     device = CpuTwin(torch.device("cpu"))
     frozen = ("layers.1.down.weight",)
     losses, expected = trained(device, SIZES[sizes], states, frozen=frozen)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the CPU updates parameters of streamed layers: what fails, and what a loop does between backward and step()."""
+"""Where the CPU updates parameters of streamed layers: the failing call, and the loop's actions between backward and
+step()."""
 
 import signal
 

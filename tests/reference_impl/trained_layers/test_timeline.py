@@ -257,7 +257,7 @@ def steady_step_ms(
     return steps[-1], {way: copied[-1][way] - copied[-2][way] for way in ("h2d", "d2h", "weights")}
 
 
-# In bytes a parameter: what comes in and goes out beside the weights in forward, for states of so many bytes.
+# In bytes a parameter: the traffic beside the weights in forward, for states of so many bytes.
 @pytest.mark.parametrize("forward_ms", [2.0, 40.0], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("state_bytes", "form"),
@@ -267,7 +267,7 @@ def steady_step_ms(
 def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, forward_ms, state_bytes, form):
     step_ms, copied = steady_step_ms(clocks, forward_ms=forward_ms, **form)
     params = LAYERS * WIDTH * WIDTH
-    # Weights come twice a step less what the window keeps at both turns; states and gradients once.
+    # Weights come twice a step less the window's at both turns; states and gradients once.
     assert copied["h2d"] == (2 * (LAYERS - 3) * 2 + LAYERS * (state_bytes + 2)) * WIDTH * WIDTH
     assert copied["d2h"] == params * (state_bytes + 2 + 2)
     layer_ms = LAYER_MS / 2
@@ -329,7 +329,7 @@ def test_the_cpu_updates_beside_the_link(clocks, cpu, forward_ms, layer_ms):
 @pytest.mark.parametrize("forward_ms", [2.0, 24.0], ids=["short", "long"])
 @pytest.mark.parametrize(("share", "parts"), [(0.5, 1), (0.25, 8), (0.5, 8), (0.75, 8)])
 def test_states_that_stay_spare_the_link_all_along(clocks, forward_ms, share, parts):
-    # A fifth of what its states and gradient take on the link.
+    # A fifth of the link's time for its states and gradient.
     clocks.update_ms = 0.2 * LAYER_MS * 12 / 2 / 8
     step_ms, copied = steady_step_ms(
         clocks, forward_ms=forward_ms, parts=parts, split=(share, 1 - share, 0.0)
@@ -361,14 +361,14 @@ def test_without_clipping_the_update_hides_behind_backward(clocks, forward_ms, s
     layer_ms = LAYER_MS / 2
     forward = max(LAYERS * forward_ms, layer_ms * LAYERS * 2)
     backward = max(3 * LAYERS * forward_ms, layer_ms * LAYERS * (state_bytes + 2))
-    # The update of the first block has nothing to hide behind; what the window keeps does not travel.
+    # The update of the first block has nothing to hide behind; the window's weights do not travel.
     exposed, kept = layer_ms * (state_bytes + 2), layer_ms * 4 * 2
     assert 0.97 * (forward + backward) - kept <= step_ms <= 1.03 * (forward + backward) + exposed
 
 
 @pytest.mark.slow
 def test_backward_never_waits_for_the_update_that_it_has_just_started(clocks, monkeypatch):
-    """Of what backward has passed, the block that was updated longer ago goes, however long until each is needed."""
+    """Of the blocks behind backward, the one updated longest ago goes, however long until each is needed."""
     layers, forward_ms = 20, 12.0
     monkeypatch.setitem(globals(), "LAYERS", layers)
     step_ms, _ = steady_step_ms(clocks, forward_ms=forward_ms, max_grad_norm=None, backward_overlap="update")

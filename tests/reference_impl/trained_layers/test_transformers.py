@@ -79,7 +79,7 @@ def test_a_causal_language_model(device, kind, slices, tmp_path):
 
 
 def test_the_head_hears_of_a_chunked_loss(device):
-    """Its update is the last of the forward, not what the first layer waits for."""
+    """Its update is the last of the forward; the first layer does not wait for it."""
     model = made(LLAMA, device)
     ids = torch.randint(128, (2, 8), device=device.torch_device)
     with TrainableLayerStreamer(model, wrapped(model), max_grad_norm=CLIP) as streamer:

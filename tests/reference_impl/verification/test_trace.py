@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace says what a step takes: the ledger of the CPU twin, which runs the step, counts the same bytes."""
+"""A trace has a step's bytes: the ledger of the CPU twin, which runs the step, counts the same bytes."""
 
 import collections
 import json
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 class Scores(nn.Module):
-    """Attention written out: what is saved grows with tokens times length."""
+    """Attention written out: saved tensors grow with tokens times length."""
 
     def __init__(self, size=16):
         super().__init__()
@@ -431,7 +431,7 @@ def test_a_profile_says_how_many_bytes_of_each_layer_may_stream():
     model.blocks[:3].requires_grad_(False)
     model.blocks[1][0].weight.requires_grad_(True)
     profile = profile_batch(model, hidden, tokens=1)
-    # Biases and norms are too small, and what is trained stays.
+    # Biases and norms are too small, and trained weights stay.
     assert profile["frozen_layers"] == [4 * 128**2, 0, 4 * 128**2, 0]
     with FrozenLayerStreamer(model) as streamer:
         assert streamer.report.streamed_bytes == sum(profile["frozen_layers"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What CUDA's kernels of attention and dropout keep, which stand for the CPU's in a trace."""
+"""Tensors that CUDA's kernels of attention and dropout keep; in a trace they replace the CPU's."""
 
 import torch
 from torch import nn

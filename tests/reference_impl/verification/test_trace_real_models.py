@@ -116,7 +116,7 @@ def test_a_model_is_traced_with_images(tmp_path, capsys):
         profile, json.loads((bundle.root() / "schema" / "model-profile.schema.json").read_text())
     )
     assert not any("vision" in each for each in profile["assumptions"])
-    # Features are taken before the tower's last layer: nothing uses what it and the norm behind it make.
+    # Features are taken before the tower's last layer: nothing uses its outputs and those of the norm behind it.
     unused = [
         param.numel()
         for name, param in model_from(WITH_A_TOWER).named_parameters()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward asks of values: one truth value is assumed, and anything else stops the trace."""
+"""Questions of a forward about values: one truth value is assumed, and anything else stops the trace."""
 
 import pytest
 import torch

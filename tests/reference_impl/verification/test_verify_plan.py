@@ -24,7 +24,7 @@ from skill_tools.bundle import schema_path
 
 @pytest.fixture(scope="module")
 def plan(made):
-    """What the planner writes for a tiny model that has room for everything."""
+    """The planner's document for a tiny model with room for everything."""
     return made("2GiB", "seq_length=64", "micro_batch_size=1")
 
 
@@ -49,7 +49,7 @@ def written(plan, tmp_path):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What each training run was asked for; `change` gets (run's number, what it gave) and returns what it gives."""
+    """The request of each training run; `change` gets (the run's number, its result) and returns a new result."""
 
     class Runs(list):
         change = staticmethod(lambda number, trained: trained)

@@ -76,7 +76,7 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verified(path: Path, *, most_error: float = 0.1) -> PlanVerification:
-    """Train the plan and compare it with no offload, to the bit and within what tiny blocks allow."""
+    """Train the plan and compare it with no offload, bitwise and within the tolerance of tiny blocks."""
     found = verify_plan(Device.of("cpu"), read_plan(path, steps=6))
     assert found.max_loss_delta == 0
     ranks = json.loads(path.read_text())["layout"]["gpus"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans that stream trained layers predict what a run of them takes."""
+"""Plans that stream trained layers predict the bytes and times of their runs."""
 
 import json
 from functools import partial

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals: each names the value, what was expected and what to try, and leaves the model alone."""
+"""Refusals: each names the value, the expected one and advice, and leaves the model alone."""
 
 import pytest
 import torch

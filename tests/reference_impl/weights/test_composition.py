@@ -45,7 +45,7 @@ def test_with_offloaded_activations(trainee, activations, weights_first, weights
 
 
 def test_weights_are_no_activations(trainee):
-    """What the activation engine moves is the same with and without streaming."""
+    """The activation engine moves the same tensors with and without streaming."""
     moved = []
     for streams in (False, True):
         streamer = FrozenLayerStreamer(trainee.model, prefetch=1) if streams else None

@@ -24,7 +24,7 @@ def all_tensors(model):
 
 def peak_bytes(trainee, device, **options):
     """The peak of a second step, with gradients there already."""
-    # What an earlier test has left in reference cycles must not go in the middle of this.
+    # An earlier test's reference cycles must not be collected in the middle of this.
     gc.collect()
     with (
         FrozenLayerStreamer(trainee.model, **options) as streamer,
@@ -270,7 +270,7 @@ def test_a_file_that_cannot_be_read_is_no_silent_zero(trainee, device, monkeypat
 
 
 def test_under_a_limit_what_is_left_beside_whole_layers_pins_a_part_of_one(device, monkeypatch):
-    """Fewer bytes pass through the ring by that; to the bit what the model computes without a streamer."""
+    """Fewer bytes pass through the ring by that; bitwise the results without a streamer."""
     shape = DecoderShape(hidden=512, ffn=1024, layers=6)
     model = Decoder(shape).to(device.torch_device)
     add_lora(model, rank=4)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What else is done to a model while its weights stream: saved, loaded, moved, merged, changed, closed."""
+"""Other operations on a model while its weights stream: saved, loaded, moved, merged, changed, closed."""
 
 import copy
 import io
@@ -161,7 +161,7 @@ def test_to_the_cpu_and_back(trainee, streamer, device):
 
 
 class MergingLinear(nn.Module):
-    """What peft's LoRA layer does to its base weight."""
+    """As peft's LoRA layer changes its base weight."""
 
     def __init__(self, base):
         super().__init__()

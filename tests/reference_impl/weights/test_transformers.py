@@ -163,7 +163,7 @@ def test_an_encoder_and_a_decoder_that_generates(device):
 
 
 def test_a_model_streams_from_the_files_it_was_loaded_from(device, tmp_path):
-    """`from_pretrained` maps the files; what exceeds the pinned limit is never copied to other host memory."""
+    """`from_pretrained` maps the files; weights beyond the pinned limit are never copied to other host memory."""
     transformers.LlamaForCausalLM(llama()).save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"])).train()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second thread that runs the model through streamed layers waits for its turn, and finds what is there."""
+"""A second thread that runs the model through streamed layers waits for its turn, and finds the weights there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def streamed(model: torch.nn.Module, way: str, lr: float) -> Iterator[Any]:
 
 @contextmanager
 def reading(read: Callable[[], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Read in another thread, over and over, and at least three times; raise what that has raised."""
+    """Read in another thread, over and over, and at least three times; raise the thread's exception."""
     found: list[torch.Tensor] = []
     raised: list[BaseException] = []
     over = threading.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denormal numbers: the CPU share makes of them what the training thread makes of them at each step."""
+"""Denormal numbers: the CPU share treats them as the training thread does at each step."""
 
 import copy
 

@@ -18,7 +18,7 @@ class Pending:
 
 
 class SlowLink(CpuTwin):
-    """Its copies are never over; it remembers what a stream was made to wait for."""
+    """Its copies are never over; it remembers the events that a stream waits for."""
 
     def __init__(self):
         super().__init__(torch.device("cpu"))

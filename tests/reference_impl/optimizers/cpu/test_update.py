@@ -154,7 +154,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38, 65504.0, 1 + 2**-8,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_parameters_are_masters_rounded_to_nearest_even(dtype):
-    """With gradients of zero and without decay a master stays what it is, so the parameter is its rounding."""
+    """With gradients of zero and without decay a master does not change, so the parameter is its rounding."""
     param = torch.nn.Parameter(torch.zeros(len(SPECIAL), dtype=dtype))
     with HybridDeviceOptimizer([param], weight_decay=0.0) as optimizer:
         optimizer.state[param]["master_param"] = torch.tensor(SPECIAL)

@@ -30,7 +30,7 @@ def test_chunks_are_as_few_as_fit_and_of_one_length(lengths, most, alignment):
     assert sum(sizes) == total
     assert len(set(sizes[:-1])) <= 1
     assert max(sizes) == sizes[0] <= most
-    # The last may be shorter by what rounding has given each of the others.
+    # The last may be shorter by the rounding of all others.
     assert len(plans) <= -(-total // most)
     for pieces, numel in plans:
         assert pieces[0].offset == 0

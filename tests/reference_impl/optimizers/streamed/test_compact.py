@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compact format: bounds of its errors, what it must never do, and the same bytes as written down simply."""
+"""The compact format: bounds of its errors, forbidden results, and the same bytes as a simple implementation."""
 
 import numpy
 import pytest

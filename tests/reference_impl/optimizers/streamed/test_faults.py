@@ -51,7 +51,7 @@ class Faults(TorchDispatchMode):
     def __init__(self, monkeypatch, at=None):
         super().__init__()
         self.at, self.count, self.armed = at, 0, False
-        # Whether what has failed may lose a step, and all that was allocated once one had begun.
+        # Whether the failed call may lose a step, and the allocations of a begun one.
         self.may_lose, self.allocated = False, []
         for name in self.SEAMS:
             monkeypatch.setattr(CpuTwin, name, self._visited(getattr(Device, name, None), name))
@@ -82,7 +82,7 @@ class Faults(TorchDispatchMode):
 
 
 class Run:
-    """A model of two layers, its optimizer and what is compared."""
+    """A model of two layers, its optimizer and the compared tensors."""
 
     def __init__(self, form, attached):
         options = dict(FORMS[form])
@@ -145,7 +145,7 @@ def operations(monkeypatch, form, attached, during):
 
 
 def disturbed(run, faults, during):
-    """Train until the fault, and return what was raised; `during` says where operations count."""
+    """Train until the fault, and return its exception; `during` says where operations count."""
     run.train(0, FAULTY)
     run.backward(FAULTY)
     if during == "forward":

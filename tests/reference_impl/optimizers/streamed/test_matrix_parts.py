@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands before and behind Muon's products by kernels: the bits of operators, or no kernels.
+"""The kernels before and behind Muon's products: the bits of operators, or no kernels.
 
 On the twin Triton interprets them. Sizes are those that the operators of CPUs take in whole vectors: of the last few
 elements these round sums of products twice.

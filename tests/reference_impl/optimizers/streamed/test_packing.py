@@ -22,7 +22,7 @@ def as_int32(bits):
 
 
 def halves_of(masters, seed=0, *, apart=False):
-    """What `pack` takes: masters as given, and any `exp_avg_sq`, which is not negative, or bits `apart`."""
+    """Arguments of `pack`: masters as given, and any `exp_avg_sq`, which is not negative, or bits `apart`."""
     generator = torch.Generator().manual_seed(seed)
     high, low = (torch.zeros(masters.numel(), dtype=torch.int16) for _ in range(2))
     if apart:
@@ -40,7 +40,7 @@ def test_a_weight_and_half_a_master_make_the_master(bits):
     floats = masters.view(torch.float32)
     rounded = floats.to(torch.bfloat16).view(torch.int16)
     assert torch.equal(high[~floats.isnan()], rounded[~floats.isnan()])
-    # The weight keeps what of a NaN is in the upper half.
+    # The weight keeps the upper half of a NaN.
     assert torch.equal(high[floats.isnan()], (masters >> 16).to(torch.int16)[floats.isnan()])
 
 

@@ -179,7 +179,7 @@ def test_close_gives_the_host_memory_back(device):
 
 
 def test_a_gradient_is_free_once_its_weight_is_waited_for(device, share):
-    """And not at the end of the step: what forward has not reached yet waits for it."""
+    """And not at the end of the step: weights that forward has not reached yet wait for it."""
     members = members_of(torch.nn.ModuleList(layer(device) for _ in range(40)))
     share.add({member: Part(range(member.param.numel())) for member in members})
     given = gradients(members, 0)

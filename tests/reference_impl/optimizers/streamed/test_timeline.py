@@ -140,7 +140,7 @@ def test_three_slots_are_bound_by_the_link_until_the_last_weight(clocks, forward
 
 @pytest.mark.parametrize("host_follows", [True, False])
 def test_enough_extra_slots_hide_the_update_behind_forward_and_backward(clocks, host_follows):
-    """Extra slots have to hold what forward has no time to send: `LINK_MS - forward_ms`, and a few.
+    """Extra slots have to hold the states that forward has no time to send: `LINK_MS - forward_ms`, and a few.
 
     Also when the host runs so far ahead that it never sees a copy's end, and no slot is given back in time.
     """

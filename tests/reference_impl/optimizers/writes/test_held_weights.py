@@ -69,7 +69,7 @@ def net(device):
 
 
 def seen_behind_steps(device, make, hold):
-    """Return what somebody who holds tensors finds in them behind each step."""
+    """Return the values that a holder of tensors finds in them behind each step."""
     model = net(device)
     optimizer, found = make(model), []
     held = hold(model)

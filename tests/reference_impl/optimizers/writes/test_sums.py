@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of weights: what changes them, on the twin and as the kernels that Triton interprets make them."""
+"""Sums of weights: their changes, on the twin and by the kernels that Triton interprets."""
 
 import pytest
 import torch

@@ -95,7 +95,7 @@ def test_masters_of_what_was_not_changed_keep_what_the_weight_cannot_hold(device
 def test_a_weight_that_is_written_past_its_parameter_while_its_new_value_is_on_the_way_is_refused(
     device, batches, kind
 ):
-    """What was held before `step()` is waited for there; here it is taken where nothing waits."""
+    """A tensor held before `step()` is waited for there; here it is taken without a wait."""
     model = decoder(device)
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     optimizer.attach(model)
@@ -270,7 +270,7 @@ def test_a_checkpoint_has_masters_of_what_was_written_just_before(device, batche
     optimizer.step()
     optimizer.zero_grad()
     index = {name: number for number, (name, _) in enumerate(model.named_parameters())}
-    # Rows are what `renorm_` is of.
+    # `renorm_` works on rows.
     for name in names[:1] if way == "renorm_" else names:
         param = model.get_parameter(name)
         WAYS[way](param)
