@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from skill_tools.diagnosis import code, hangs, no_effect, options, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
-from skill_tools.diagnosis.exceptions import interfaces, native, own_words
+from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -49,7 +49,15 @@ _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 def conclude(evidence: Evidence) -> Conclusion | None:
     """Return the conclusion, or None where nothing failed and nothing in the log is known."""
-    return with_release(_conclusion(evidence), evidence)
+    return with_release(_with_the_operand(_conclusion(evidence), evidence), evidence)
+
+
+def _with_the_operand(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
+    """Return `conclusion` with the operand that the exception names as the one on another device."""
+    words = operands.told(evidence.said)
+    if conclusion is None or conclusion.rule or not words or words in conclusion.cause:
+        return conclusion
+    return conclusion._replace(cause=f"{conclusion.cause}; {words}")
 
 
 def _conclusion(evidence: Evidence) -> Conclusion | None:
@@ -70,6 +78,11 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
         or _of_residency(evidence, evidence.failure)
         or (None if moments.is_before_training(evidence.failure, evidence.phase) else symptom)
         or _of_words(interfaces.misfit(evidence.failure, evidence.source, evidence.texts))
+        or (
+            None
+            if evidence.offloads
+            else _of_words(operands.without_offload(evidence.failure, evidence.said))
+        )
         or _of_a_crash(evidence, evidence.failure)
         or _unknown(evidence, evidence.failure)
     )

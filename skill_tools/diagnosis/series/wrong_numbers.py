@@ -13,6 +13,7 @@ from skill_tools.rules.finding import Finding
 _OF_ROLLOUTS = frozenset(
     {"collapse", "garbage", "divergence"}
 )  # numbers that other weights in the engine give
+_ZERO_LOSS = "zero-loss"  # a loss that is 0 at once, which few faults give whatever else they do
 _MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
 _DECIDE_NUMBERS_ELSEWHERE = (
     "the run's configuration or script, given to diagnose after the log",
@@ -23,16 +24,21 @@ _DECIDE_NUMBERS_ELSEWHERE = (
 def of_numbers(evidence: Evidence) -> Conclusion | None:
     """Return the finding or the fault behind wrong numbers, where nothing failed, or neither.
 
-    An anomaly that a healthy run may show too counts only beside a fault that is known to give it.
+    An anomaly that a healthy run may show too counts only beside a fault that is known to give it. A finding that
+    depends on releases that nobody stated comes behind a fault that does not.
     """
     if not evidence.anomalies:
         return _of_silent_fault(evidence)
     seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
     proven = [each for each in evidence.faults if each.fault.has_evidence]
     finding = _that_gives(evidence)
-    if finding is not None:
+    stated = [each for each in proven if not each.depends_on]
+    if finding is not None and not (finding.depends_on and stated):
         conclusion = of_finding(finding)
-        return conclusion._replace(cause=f"{seen}; most likely: {conclusion.cause}", others=_others(proven))
+        if_ = f"if this is {' and '.join(finding.depends_on)}, " if finding.depends_on else ""
+        return conclusion._replace(
+            cause=f"{seen}; {if_}most likely: {conclusion.cause}", others=_others(proven)
+        )
     if proven:
         return _of_fault(proven[0], proven[1:], seen, evidence)
     if not any(each.is_strong for each in evidence.anomalies):
@@ -68,7 +74,12 @@ def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
 
 def _that_gives(evidence: Evidence) -> Finding | None:
     """Return the configuration's own finding that gives the numbers; first one that loses loaded state."""
-    fitting = [each for each in evidence.findings if numbers.gives(each.rule, evidence.anomalies)]
+    zero = [each for each in evidence.anomalies if each.kind == _ZERO_LOSS]
+    fitting = [
+        each
+        for each in evidence.findings
+        if numbers.gives(each.rule, evidence.anomalies) and (not zero or numbers.gives(each.rule, zero))
+    ]
     return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operand of an operation lay on the other device, by the words of the exception.
+
+torch names the argument at which it noticed, that argument's device and the device of those before. Which of them is
+the weight and which the input follows from the operation.
+"""
+
+import re
+from typing import NamedTuple
+
+from skill_tools.diagnosis.exceptions.own_words import Said
+from skill_tools.diagnosis.failures import Failure
+
+_NOTICED = re.compile(
+    r"(?:found at least two devices, (?P<others>\w+)(?::\d+)? and (?P<device>\w+)(?::\d+)?! "
+    r"\(when checking argument for argument (?P<argument>\w+) in"
+    r"|but got (?P<named>\w+) is on (?P<on>\w+)(?::\d+)?, different from other tensors on (?P<rest>\w+)(?::\d+)?[^(\n]*"
+    r"\(when checking argument in)"
+    r" method wrapper_(?:CUDA_+)?_?(?P<method>\w+)\)"
+)
+_WEIGHT, _INPUT, _INDICES = "the weight", "the input", "the indices"
+# The other operands' part is behind the colon.
+_PARTS = {
+    ("mm", "mat2"): (_WEIGHT, _INPUT),
+    ("mm", "self"): (_INPUT, _WEIGHT),
+    ("addmm", "mat1"): (_INPUT, _WEIGHT),
+    ("addmm", "mat2"): (_WEIGHT, _INPUT),
+    ("addmm", "self"): ("the bias", _INPUT),
+    ("index_select", "index"): (_INDICES, "what they look up, such as an embedding's weight"),
+    ("native_layer_norm", "weight"): (_WEIGHT, _INPUT),
+    ("nll_loss_forward", "target"): ("the labels", "the logits"),
+}
+_CPU = "cpu"
+
+
+class Operand(NamedTuple):
+    """An operation's argument, its part in it and its device; `others` and `rest` are those of the other operands."""
+
+    method: str
+    argument: str
+    part: str
+    device: str
+    others: str
+    rest: str
+
+    @property
+    def on_the_cpu(self) -> str:
+        """The part whose tensor lies on the CPU; "" where neither does, or nothing says which part it is."""
+        return self.part if self.device == _CPU else self.others if self.rest == _CPU else ""
+
+
+def of(said: str) -> Operand | None:
+    """Return the operand that an exception's text names as the one on another device; None where it names none."""
+    match = _NOTICED.search(said)
+    if match is None:
+        return None
+    argument = match["argument"] or match["named"]
+    device, rest = match["device"] or match["on"], match["others"] or match["rest"]
+    part, others = _PARTS.get((match["method"], argument), ("", ""))
+    return Operand(match["method"], argument, part, device, others, rest)
+
+
+def told(said: str) -> str:
+    """Return in words which operand lies where; "" where the exception's text does not say."""
+    operand = of(said)
+    if operand is None or _CPU not in (operand.device, operand.rest):
+        return ""
+    part = f", {operand.part}," if operand.part else ""
+    others = f" ({operand.others})" if operand.others else ""
+    return (
+        f"of {operand.method}, the argument {operand.argument}{part} is on {_named(operand.device)} and the rest"
+        f"{others} on {_named(operand.rest)}"
+    )
+
+
+def without_offload(failure: Failure, said: str) -> Said | None:
+    """Return what lies on the CPU in a run that shows no offload: nothing put it there, so nothing brought it."""
+    operand, words = of(said), told(said)
+    if operand is None or not words or not failure.frames:
+        return None
+    frame = failure.frames[-1]
+    where = f"{'/'.join(frame.path.replace(chr(92), '/').split('/')[-2:])}:{frame.line}"
+    cause = f"{words} ({where}); nothing that was given shows an offload, so it was never moved to the GPU"
+    if operand.on_the_cpu in (_INPUT, _INDICES, "the labels"):
+        return Said(
+            cause,
+            (
+                "that tensor moved to the model's device where the script makes it: x.to(model.device)",
+                "or the script and the launcher's configuration given to diagnose too, if something offloads",
+            ),
+        )
+    return Said(
+        cause,
+        (
+            "the model moved to the GPU after all is added to it (adapters, resized embeddings, a head): {n: p.device "
+            "for n, p in model.named_parameters()} names what is left; no device_map that leaves modules on the CPU",
+            "or the script and the launcher's configuration given to diagnose too, if something offloads",
+        ),
+    )
+
+
+def _named(device: str) -> str:
+    return "the CPU" if device == _CPU else "the GPU"
