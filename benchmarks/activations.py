@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     parser.add_argument("--trace", type=Path, help="write a Perfetto trace of two steps of `half the layers`")
     parser.add_argument("--figure", type=Path, help="draw the second of these steps as an SVG")
-    parser.add_argument("--pinned", help="limit what this process pins, for example 2GiB")
+    parser.add_argument("--pinned", help="limit of pinned memory of this process, for example 2GiB")
     parser.add_argument("--first", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.pinned:

@@ -252,7 +252,7 @@ def main() -> None:
         "--forms", default="", help="only forms whose name contains one of these, comma separated"
     )
     parser.add_argument("--out", type=Path, help="write all losses as JSON")
-    parser.add_argument("--read", type=Path, nargs="+", help="train nothing: read what --out has written")
+    parser.add_argument("--read", type=Path, nargs="+", help="train nothing: read the file of --out")
     parser.add_argument("--figure", type=Path, help="draw the losses")
     args = parser.parse_args()
     if args.read:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes the host in a step of a real model? Phases, launches and waits under each mechanism.
+"""The host's time in a step of a real model. Phases, launches and waits under each mechanism.
 
     python benchmarks/launches.py --cases 17,2 --out launches.json   # cases of real_models.py, on one GPU
     python benchmarks/launches.py --tiny                             # the same code at toy size, on any machine

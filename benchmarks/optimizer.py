@@ -291,7 +291,7 @@ def main() -> None:
         "--trace", type=Path, help="write a Perfetto trace of a row, at the first of --tokens"
     )
     parser.add_argument("--figure", type=Path, help="draw one step of --trace as an SVG")
-    parser.add_argument("--pinned", help="limit what this process pins, for example 2GiB")
+    parser.add_argument("--pinned", help="limit of pinned memory of this process, for example 2GiB")
     parser.add_argument("--trace-row", default="ours 100%", help="the first row whose name contains this")
     args = parser.parse_args()
     if args.figure and not args.trace:

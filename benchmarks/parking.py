@@ -17,8 +17,8 @@ unless this one has them. A row is printed as soon as it is there. torch_memory_
 allocator: its tensors are made in a pool of its own, here by its `hook_mode="torch"`, which needs no LD_PRELOAD. Its
 wheel (0.0.10: 2.6 MB, any Python from 3.9, CUDA 12 and 13) works unpacked in a folder of PYTHONPATH. It has a process
 of its own, twice: `resume()` gives the pinned memory back unless `retain_cpu_backup` is set, and a call that frees its
-memory outside of its region ends the process (`tms_torch_free`). What does not end within `--peer-limit-s` is stopped,
-and the row says in which call.
+memory outside of its region ends the process (`tms_torch_free`). A peer that does not end within `--peer-limit-s` is
+stopped, and the row names its call.
 """
 
 from __future__ import annotations

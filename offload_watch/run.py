@@ -150,7 +150,7 @@ class _Row:
         self._lines, self._columns = size.lines, size.columns
         if self._lines < 3 or self._columns < 20:
             return
-        # A line up for what stands in the last row, then the region, whose setting moves the cursor.
+        # A line up for the text in the last row, then the region, whose setting moves the cursor.
         self._write(f"\n\x1b7\x1b[1;{self._lines - 1}r\x1b8\x1b[1A")
         self._is_open = True
 

@@ -101,7 +101,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and not reason_of(report):
         report.outcome = "failed"
-        report.longrepr = "skipped without a reason: say what the test needs and how to get it"
+        report.longrepr = "skipped without a reason: name the test's needs and how to get them"
     return report
 
 

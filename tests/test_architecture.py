@@ -157,7 +157,7 @@ def constants(paths: list[Path]) -> dict[tuple[str, int | float], str]:
 
 
 def test_no_number_is_written_in_both_packages() -> None:
-    """What both know is in `offload_arithmetic`."""
+    """Common facts are in `offload_arithmetic`."""
     ours, theirs = constants(SKILL_TOOLS), constants(REFERENCE_IMPL)
     twice = [
         f"{name} = {value}: {ours[name, value]}, {theirs[name, value]}"
@@ -349,7 +349,7 @@ NAMED_ALL_THE_SAME = {
     "planning/model/traces.py": {"transformers"},  # the library that a trace was made with
     "reports/checkout.py": {"pytorch"},  # the card's column of our own classes
 }
-COMMON_WORDS = {"lightning", "fsdp2"}  # a connection of machines, and what several frameworks shard with
+COMMON_WORDS = {"lightning", "fsdp2"}  # a connection of machines, and a sharding used by several frameworks
 FRAMEWORK = re.compile(
     "|".join(
         ["megatron(?:.?bridge|.?lm)?", r"\btrl\b"]
@@ -382,7 +382,7 @@ def named_frameworks(path: Path) -> set[str]:
 
 @for_each([path for path in SKILL_TOOLS if room(path) != "dialects"], relative)
 def test_only_a_dialect_knows_its_framework(path: Path) -> None:
-    """What differs by framework is asked of its dialect (`dialects/base.py`)."""
+    """A framework's differences are asked of its dialect (`dialects/base.py`)."""
     allowed = NAMED_ALL_THE_SAME.get(str(path.relative_to(ROOT / "skill_tools")), set())
     assert named_frameworks(path) == allowed
 

@@ -45,7 +45,7 @@ def test_of_several_steps_the_last_that_another_follows_is_drawn(load):
     drawn = load("draw_trace").second_step(three_steps(0) + three_steps(400))
     assert drawn["kernels"] == [(0.0, 100.0)]
     assert drawn["D2H"] == [(50.0, 95.0)]
-    # What began in the step before it, and what goes on behind the next one's forward.
+    # Spans begun in the step before it, and spans that end behind the next one's forward.
     assert drawn["CPU update"] == [(0.0, 20.0), (60.0, 100.0)]
     assert drawn["H2D"] == [(0.0, 30.0), (95.0, 100.0)]
 

@@ -271,7 +271,7 @@ def test_a_step_over_several_ranks_takes_backward_and_then_copies_or_the_cpu(mon
     off = rows.Traffic(in_backward=(4, 4), after_it=(16, 12))
     assert off.least_s(4.0, 10, 0, link, 100.0) == pytest.approx(3.0 + 280 / 80)
     assert off.least_s(400.0, 10, 0, link, 100.0) == 400.0
-    # What stays on the device crosses the link neither way.
+    # Resident tensors cross the link neither way.
     streamed = rows.Traffic(after_it=(8, 8), comes_early=True)
     assert streamed.least_s(4.0, 10, 30, link, 100.0) == pytest.approx(3.0 + 100 / 80)
     on_the_cpu = rows.Traffic(in_backward=(0, 4), after_it=(4, 0), host=32)

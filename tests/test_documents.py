@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages tell a reader to type works: shell lines against a run of their own, Python as it stands."""
+"""The pages' commands work: shell lines against a run of their own, Python as it stands."""
 
 import contextlib
 import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic that both packages stand on: what the reference implementation does, and the planner reckons with."""
+"""The arithmetic that both packages stand on: the arithmetic of the reference implementation and of the planner."""
 
 import subprocess
 import sys
@@ -115,7 +115,7 @@ def test_the_first_of_equal_units_streams_where_half_of_them_do(streamed: float,
 @pytest.mark.parametrize("fraction", [1.0, 0.9])
 @pytest.mark.parametrize("streamed", [0.0, 0.2, 0.45, 0.55, 0.8, 1.0])
 def test_the_cpu_updates_the_embedding_where_the_plan_says_so(fraction: float, streamed: float) -> None:
-    """Where it stays in part, or half of what is offloaded streams, its gradient is not the last to leave."""
+    """If it stays in part, or half of the offloaded states stream, its gradient is not the last to leave."""
     run = pytorch_run.build(Config("pytorch", {}, complete=False), known_models.shape("qwen3-8b"), gpus=1)
     table = run.shape.vocab * run.shape.hidden
     numels = [table, *[50_000_000] * 140, table]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a maintainer switches on fits the project: workflows name what exists, on each Python that is promised."""
+"""A maintainer's settings fit the project: workflows name existing files, on each promised Python."""
 
 import re
 import tomllib

@@ -44,7 +44,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_styles_that_no_page_can_show_are_taken_out(tmp_path: Path) -> None:
-    """Of a theme that styles more than these pages have; what a script may add stays."""
+    """Of a theme that styles more than these pages have; names that a script may add stay."""
     css = (
         '@charset "utf-8";:root{--read:1px;--never:url("data:image/svg+xml;utf8,<svg>{}</svg>")}'
         ".used,.unused{width:var(--read)}.unused{color:red}.used:not(.unused)>p{color:blue}.added{top:0}"
@@ -78,7 +78,7 @@ def test_it_builds_without_a_broken_link(tmp_path: Path) -> None:
     assert not list(site.rglob("*.py")) + list(site.rglob("look.js")), "tools of ours are published"
     home = (site / "index.html").read_text(encoding="utf-8")
     assert "Out of GPU memory?" in home
-    # Nothing asks another host: what is loaded, not what is linked to.
+    # Nothing asks another host: loaded files, not linked ones.
     loaded = re.findall(r'<(?:script|img|iframe)[^>]*\ssrc="([^"]+)"', home)
     loaded += re.findall(r'<link[^>]*rel="stylesheet"[^>]*href="([^"]+)"', home)
     loaded += re.findall(r'<link[^>]*href="([^"]+)"[^>]*rel="stylesheet"', home)

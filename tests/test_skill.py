@@ -39,7 +39,7 @@ def test_it_has_the_six_fields_of_the_format_and_no_other() -> None:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make skill` lays out for an agent."""
+    """The folder of `make skill` for an agent."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout, whose files the bundle consists of")
     folder = tmp_path_factory.mktemp("skill")
@@ -98,7 +98,7 @@ def test_what_only_a_checkout_can_do_is_refused(bundle: Path) -> None:
 def test_no_python_but_this_tool_is_approved() -> None:
     tools = re.findall(r"\w+(?:\([^)]*\))?", FRONTMATTER["allowed-tools"])
     shells = [tool for tool in tools if tool.startswith("Bash")]
-    # What reads; not `watch`, which runs whatever program stands behind it.
+    # Reading commands; not `watch`, which runs any program.
     reading = ("lint", "plan", "diagnose", "explain")
     tool = ("python3 ${CLAUDE_SKILL_DIR}/skill_tools", "offload")
     assert shells == [f"Bash({program} {command} *)" for program in tool for command in reading]
@@ -123,7 +123,7 @@ def test_its_tools_are_its_own(bundle: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "GPU: " in done.stdout
     for package in ("skill_tools", "offload_arithmetic"):
-        assert str(bundle / package / "__init__") in done.stderr, "the copy is not what runs"
+        assert str(bundle / package / "__init__") in done.stderr, "the copy is not the running one"
 
 
 def test_an_agent_can_keep_it_in_mind() -> None:

@@ -21,7 +21,7 @@ LARGEST_BYTES = 2_500_000
 
 
 def call(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command that finds no checkout: only what is installed counts."""
+    """Run a command that finds no checkout: only installed files count."""
     command, environment = [str(word) for word in words], {**os.environ}
     environment.pop("PYTHONPATH", None)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules say of their recorded variations what is recorded, and slips in them are noticed; `mutations.py` tries more."""
+"""Rules give their recorded answers to recorded variations, and slips in them are noticed; `mutations.py` tries
+more."""
 
 import subprocess
 import sys

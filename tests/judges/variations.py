@@ -149,7 +149,7 @@ def main(again: list[str]) -> None:
         for name, one in records.items()
         for line in differing(name, rules[name].condition if name in rules else None, one)
     ]
-    print("\n".join(problems) or f"{len(records)} rules say what is recorded")
+    print("\n".join(problems) or f"{len(records)} rules give their recorded answers")
     raise SystemExit(bool(problems))
 
 

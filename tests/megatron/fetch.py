@@ -39,7 +39,7 @@ def fetch(requirement: str) -> None:
     with tempfile.TemporaryDirectory() as downloads:
         if not any(downloaded(requirement, python, downloads) for python in PYTHONS):
             raise SystemExit(
-                f"no wheel of {requirement} for Python {' or '.join(PYTHONS)}; what pip said is above"
+                f"no wheel of {requirement} for Python {' or '.join(PYTHONS)}; pip's output is above"
             )
         (wheel,) = Path(downloads).iterdir()
         with zipfile.ZipFile(wheel) as archive:

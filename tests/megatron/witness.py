@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds megatron-core's own config objects and answers with their errors; runs in a process of its own.
 
-`judge.py` starts it with one release of megatron-core, and nothing of this project, on its path. It writes one
-line of JSON that says what the release is and whether it has the command line's code, then answers each line
+`judge.py` starts it with one release of megatron-core, and nothing of this project, on its path. It writes one line of
+JSON with the release and whether it has the command line's code, then answers each line
 
     {"class": "TransformerConfig", "fields": {..}}     or     {"arguments": [..], "environment": {..}}
 

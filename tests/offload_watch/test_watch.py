@@ -48,7 +48,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def mebibytes(line: str) -> dict[str, float]:
-    """What a line says of each owner, and of the peak."""
+    """A line's values of each owner, and of the peak."""
     return {name.strip(): float(size) for name, size in re.findall(r"([a-z][a-z ()]*?) ([\d.]+) MiB", line)}
 
 
@@ -95,7 +95,7 @@ optimizer = applied.optimizer
 
 
 def test_owners_have_no_more_than_the_peak() -> None:
-    """Without a GPU the ledger misses what the optimizer keeps there for passing states."""
+    """Without a GPU the ledger misses the optimizer's slots for passing states."""
     words = "from cpu_offloading import HybridDeviceOptimizer\nmodel ="
     program = PLAIN.replace("model =", words, 1).replace(
         "torch.optim.AdamW(model.parameters(), foreach=False)",

@@ -13,7 +13,7 @@ CALL = "from skill_tools.__main__ import process; process()"
 
 
 def completed(line: str, folder: Path, shell: str = "bash") -> list[str]:
-    """What argcomplete hands the shell behind `line`, whose cursor stands at the end."""
+    """argcomplete's answer to the shell for `line`, with the cursor at its end."""
     answer = folder / "answer"
     asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
     asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "PYTHONPATH": str(ROOT)}

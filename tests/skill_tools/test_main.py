@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door itself: what is said before any command is loaded."""
+"""The door itself: its words before any command is loaded."""
 
 import os
 import subprocess

@@ -6,7 +6,7 @@ from skill_tools.configs.keys import load_keys
 from skill_tools.nearest import did_you_mean, nearest
 from skill_tools.rules.knowledge import load_rules
 
-# A slip, what it is compared with, and what was meant.
+# A slip, the known words, and the intended one.
 SLIPS = [
     ("lnt", COMMANDS, "lint"),
     ("Diagnos", COMMANDS, "diagnose"),

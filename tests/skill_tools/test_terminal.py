@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written keeps to what the environment says of the reader: colours, width, a page for people."""
+"""Output follows the environment's facts about the reader: colours, width, a page for people."""
 
 import os
 import subprocess

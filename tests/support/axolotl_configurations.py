@@ -133,7 +133,7 @@ OFFLOADING = st.fixed_dictionaries(
     },
 )
 
-# What decides about loading, kernels and parallelism: seldom set, so it is not drawn with the rest.
+# Keys that decide about loading, kernels and parallelism: seldom set, so it is not drawn with the rest.
 BESIDE = st.fixed_dictionaries(
     {},
     optional={
@@ -159,7 +159,7 @@ BESIDE = st.fixed_dictionaries(
 )
 BESIDE_SELDOM = st.one_of(st.just({}), st.just({}), BESIDE)
 
-# The backend is always there: `auto` asks what is installed.
+# The backend is always there: `auto` depends on the installed packages.
 EXPERTS = st.sampled_from(
     [{}] * 4
     + [
@@ -213,7 +213,7 @@ SPARSE = {
 
 @st.composite
 def sparse(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw one to six lines beside what every configuration has."""
+    """Draw one to six lines beside the common ones."""
     names = draw(st.lists(st.sampled_from(sorted(SPARSE)), unique=True, min_size=1, max_size=6))
     return {**COMPLETE, **{name: draw(st.sampled_from(SPARSE[name])) for name in names}}
 

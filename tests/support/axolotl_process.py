@@ -3,12 +3,11 @@
 
     python axolotl_process.py RELEASE_FOLDER DEPENDENCIES_FOLDER
 
-Reads one configuration (a JSON object) a line and writes one verdict a line: `errors`, the texts of what the
-schema raised, and `warnings`, what it logged. pydantic, torch and every line of `axolotl.utils.schemas` are the
-real ones. Stand-ins take the place of what the schema imports beside them; none of them decides a verdict that
-is compared:
+Reads one configuration (a JSON object) a line and writes one verdict a line: `errors`, the schema's error texts, and
+`warnings`, its log. pydantic, torch and every line of `axolotl.utils.schemas` are the real ones. Stand-ins replace the
+schema's further imports; none of them decides a compared verdict:
 
-- `axolotl.utils.logging`: a logger that keeps what is logged; the real one asks for a process group first.
+- `axolotl.utils.logging`: a logger that keeps its lines; the real one asks for a process group first.
 - `transformers.utils.import_utils.is_torch_npu_available` and `accelerate.utils.is_fp8_available`: False, as
   they answer on a machine without an Ascend NPU and without an FP8 engine.
 - `transformers.OptimizerNames` and `SchedulerType` (read by releases up to 0.17): the names that

@@ -20,7 +20,7 @@ def carries_out() -> bool:
 
 
 def may_allocate() -> bool:
-    """Return whether it runs what is no begun step, or one kernel of one as many operators."""
+    """Return whether the operator is outside a begun step, or part of one kernel of such a step."""
     return not carries_out() or getattr(_inside, "is_kernel", False)
 
 
@@ -44,7 +44,7 @@ def watched() -> Iterator[None]:
         leave(region, *error)
 
     def one_kernel(numel: int, part: Callable[[slice], Any]) -> None:
-        # What a compiled kernel computes in registers has temporaries on the twin.
+        # A compiled kernel's registers are temporaries on the twin.
         _inside.is_kernel = True
         try:
             as_blocks(numel, part)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of bf16 matrices on a CPU that has no instructions for them: torch's take up to fifty times those of fp32.
 
-Here they are computed in fp32 and rounded once, as CPUs with such instructions do. Only for speed: what the tests
-assert holds either way, and most processes that a test starts have torch's own products.
+Here they are computed in fp32 and rounded once, as CPUs with such instructions do. Only for speed: the tests'
+assertions hold either way, and most processes started by a test have torch's own products.
 """
 
 import warnings
@@ -16,7 +16,8 @@ WRITTEN = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out")
 
 
 def computed_in_fp32():
-    """Return what makes products fast as long as it is kept; None where they are, or where torch cannot be told."""
+    """Return an object that makes products fast as long as it is kept; None if they are fast, or torch cannot be
+    told."""
     if torch.backends.cpu.get_cpu_capability() != "AVX2" or not hasattr(torch.library, "get_kernel"):
         return None
     library = torch.library.Library("aten", "IMPL")

@@ -7,7 +7,7 @@ SAVED says which optimizers save, in which dtype: `adamw`, `hybrid`, `streamed` 
 alone), and with Muon for the matrices `muon` and `muon-everything`. Each is resumed by all, those with Muon by
 themselves, from shards and from whole tensors.
 Every rank sees the same data, so that any number of ranks computes the same bits. `save` trains, saves, and trains on;
-what it ends with is written to a folder of its own in FOLDER, where `resume` compares.
+its last state is written to a folder of its own in FOLDER, where `resume` compares.
 """
 
 import os

@@ -101,9 +101,9 @@ def damaged(text: str, seed: int) -> str:
 
 
 def lint_text(filename: str, data: bytes, *more: str) -> tuple[int, str]:
-    """Lint `data` as standard input; return the exit code and what went to standard error.
+    """Lint `data` as standard input; return the exit code and standard error.
 
-    What a terminal would obey in either output counts as a fault of ours, except in a difference, which is for `patch`.
+    A terminal's control sequence in either output is a fault of ours, except in a difference, which is for `patch`.
     """
     out, err = io.StringIO(), io.StringIO()
     with (
@@ -180,7 +180,7 @@ def _writes(args: tuple[Any, ...]) -> bool:
 
 
 def readers() -> dict[str, list[list[tuple[str, tuple[str, str]]]]]:
-    """Return what to damage for each reader: of each form its texts, with suffix and framework."""
+    """Return each reader's text to damage: of each form its texts, with suffix and framework."""
     found: dict[str, dict[str, list[tuple[str, tuple[str, str]]]]] = {}
     for suffix, texts in examples().items():
         for framework, text in texts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damages what `plan`, `diagnose` and `explain` are given: exit code 0, 1 or 2 within 2 s, and it is only read.
+"""Damages the inputs of `plan`, `diagnose` and `explain`: exit code 0, 1 or 2 within 2 s, and it is only read.
 
     python tests/support/damage_answers.py --inputs 17000        (make test-damage: 51,000 in all)
 
@@ -144,7 +144,7 @@ COMMANDS: dict[str, Words] = {"plan": plan, "diagnose": diagnose, "explain": exp
 def called(command: str, words: list[str]) -> tuple[int, str]:
     """Call a command and return its exit code and its complaint.
 
-    What a terminal would obey, and a complaint of several lines, count as a fault of ours.
+    A terminal's control sequence, or a complaint of several lines, is a fault of ours.
     """
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

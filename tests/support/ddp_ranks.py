@@ -3,10 +3,10 @@
 
     python ddp_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
 
-A case is words joined by commas, each a key of one of the tables below: how DDP wraps the model, which shares the
-optimizer has, when gradients leave, what becomes of them before the step, how micro-batches add up. What is not named
-has the first value. `splits`: ranks that split otherwise than others are refused. Ends with an error where a loss or a
-weight differs, on a rank or between ranks. On CUDA the CPU's share is not compared to the bit, and streams are late.
+A case is words joined by commas, each a key of one of the tables below: DDP's options, the optimizer's shares, the
+moment when gradients leave, their changes before the step, the sum of micro-batches. An unnamed option has the first
+value. `splits`: ranks that split otherwise than others are refused. Ends with an error where a loss or a weight
+differs, on a rank or between ranks. On CUDA the CPU's share is not compared to the bit, and streams are late.
 """
 
 import itertools
@@ -211,7 +211,7 @@ def compare(words, rank, ranks, device):
         for step in range(STEPS):
             batches = [torch.randint(0, ROWS, (3, 5), generator=generator).to(device) for _ in range(size)]
             if wrap == "static" and step == 0:
-                # In its first iteration torch finds out what is static, and fails in no_sync().
+                # In its first iteration torch looks for static parts of the graph, and fails in no_sync().
                 batches = batches[-1:]
             flag = uses_rare(wrap, step, rank)
             with break_gradient(ours, case, step, rank):
@@ -295,7 +295,7 @@ def main(rank, ranks, store, place, *cases):
         timeout=timedelta(seconds=40),
     )
     warnings.simplefilter("error", UserWarning)
-    # What torch says of CUDA.
+    # Torch's words about CUDA.
     for told in ("Requested unified CUBLASLT workspace", r"barrier\(\): using the device"):
         warnings.filterwarnings("ignore", told)
     for torch_says in ("find_unused_parameters=True was specified", "Detected call of `lr_scheduler"):
@@ -317,7 +317,7 @@ def every_case():
     """All that are served."""
     for words in itertools.product(WRAPS, SHARES, OVERLAPS, CLIPS, ACCUMULATIONS):
         wrap, shares, overlap, clip, accumulation = words
-        # What begins in backward cannot be clipped, skipped, or added to, nor know what is unused.
+        # An update in backward cannot be clipped, skipped, or added to, nor know unused parameters.
         begins = overlap == "update"
         refused = begins and (
             clip != "unclipped" or accumulation == "added" or wrap not in ("views", "copies")

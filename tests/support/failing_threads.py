@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Python marks the begin of a `try` with it, outside of what guards the block around it: it cannot raise.
+# Python marks the begin of a `try` with it, outside of the guard of the block around it: it cannot raise.
 _NOTHING = dis.opmap["NOP"]
 
 

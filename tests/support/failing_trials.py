@@ -26,7 +26,7 @@ class Failing(TorchDispatchMode):
 
 @contextmanager
 def failing_trials(nth, monkeypatch):
-    """Let the n-th operation of the trials fail; `done` of what this gives counts them."""
+    """Let the n-th operation of the trials fail; the result's `done` counts them."""
     failing, run = Failing(nth), trial.run
 
     def watched(*args, **options):

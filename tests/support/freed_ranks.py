@@ -148,7 +148,7 @@ def main(rank, ranks, store):
         world_size=ranks,
         timeout=timedelta(seconds=120),
     )
-    # What is loaded by now is left out of collections, which then take milliseconds.
+    # Objects loaded by now are left out of collections, which then take milliseconds.
     gc.freeze()
     generator = torch.Generator().manual_seed(rank)
     data = [torch.randn(6, WIDTH, generator=generator) for _ in range(STEPS)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A CPU twin whose copies are made as late as the waits allow, or earlier, at random.
 
-Each copy stream is a queue. What is in it happens when somebody waits for it, directly or through another stream, and
+Each copy stream is a queue. Its operations happen when somebody waits for it, directly or through another stream, and
 sometimes before. So whoever reads, writes or frees memory that a copy still uses gets wrong values here, as on a GPU.
 Kernels are not late: the streams that they run on reach every event that they wait for at once.
 """
@@ -27,7 +27,7 @@ def _places(*tensors):
 
 
 class Late:
-    """An event: what a copy stream had been given when it was recorded."""
+    """An event: the operations of a copy stream when it was recorded."""
 
     def __init__(self, device, stream, count):
         self.device, self.stream, self.count = device, stream, count

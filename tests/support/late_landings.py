@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 
 class LateWorker:
-    """What `memory.worker.Worker` is, without a thread."""
+    """`memory.worker.Worker` without a thread."""
 
     def __init__(self, name):
         self._lock = threading.RLock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks do in tests of `launch`; spawned processes import it by name."""
+"""Functions of ranks in tests of `launch`; spawned processes import them by name."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from reference_impl.verification.spread import UnseenReduceScatter
 
 
 def add_up(device, report):
-    """Report the rank, and return the ranks' sum and what a launcher would have told this one."""
+    """Report the rank, and return the ranks' sum and a launcher's environment for this one."""
     report(dist.get_rank())
     total = torch.tensor(dist.get_rank() + 1, device=device.torch_device)
     dist.all_reduce(total)
@@ -35,7 +35,7 @@ def fail_alone(how, device, report):
 
 
 def reduce_and_scatter(device, report):
-    """Return this rank's sums, and the bytes that the ledger saw beside what is reduced and where it goes."""
+    """Return this rank's sums, and the ledger's bytes beside the reduced tensors and their targets."""
     ones, sums = torch.ones(2000), torch.empty(1000)
     with Ledger(device, track=[ones, sums]) as ledger:
         UnseenReduceScatter()(sums, ones, dist.group.WORLD, dist.ReduceOp.SUM)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-# What of a layer does not mix positions.
+# The modules of a layer that do not mix positions.
 TILED = ("mlp", "mlp_norm", "attention_norm", "q_norm", "k_norm")
 
 

@@ -4,10 +4,10 @@
     python megatron_distributed.py RELEASE_FOLDER EXTRAS_FOLDER theirs|ours
 
 Prints one JSON object: the gradient norms of eight steps, a sum of each parameter's bits after them, and whether a
-resumed run ends with the same bits. There is one rank and no CUDA. Every line of Megatron is the real one; what stands
-in for CUDA decides no number: tensors asked for on `cuda` are made on the CPU, parameters in the buffers of Megatron's
-DistributedDataParallel say that they are on CUDA, and streams and pinning do nothing. Transformer Engine is not there,
-so the check of its version is answered for it.
+resumed run ends with the same bits. There is one rank and no CUDA. Every line of Megatron is the real one; the
+stand-ins for CUDA decide no number: tensors asked for on `cuda` are made on the CPU, parameters in the buffers of
+Megatron's DistributedDataParallel say that they are on CUDA, and streams and pinning do nothing. Transformer Engine is
+not there, so the check of its version is answered for it.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ ON_CUDA: set[int] = set()
 
 
 class AsIfOnCuda(TorchFunctionMode):
-    """Makes what is asked for on CUDA on the CPU; tensors in the storages `ON_CUDA` say that they are on CUDA."""
+    """Makes CUDA's tensors on the CPU; tensors in the storages `ON_CUDA` say that they are on CUDA."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

@@ -24,7 +24,7 @@ needs_release = pytest.mark.skipif(
 
 
 def trees():
-    """Return the folders of all unpacked releases that have what our form stands in for, this one at least."""
+    """Return the folders of all unpacked releases with the replaced class, this one at least."""
     found = (path.parent for path in RELEASES.glob("*/megatron"))
     return [TREE, *sorted(tree for tree in found if tuple(map(int, tree.name.split(".")[:2])) > (0, 16))]
 
@@ -56,7 +56,7 @@ class NoStream:
 
 @pytest.fixture
 def on_cuda(device, monkeypatch):
-    """Return what makes a module's parameters fit for theirs on this machine."""
+    """Return the function that makes a module's parameters fit for theirs on this machine."""
     if device.is_accelerator:
         return lambda module: module.to(device.torch_device)
     monkeypatch.setattr(torch.cuda, "Stream", NoStream)

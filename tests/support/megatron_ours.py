@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest: what imports Megatron's `HybridDeviceOptimizer` gets ours."""
+"""A plugin of pytest: importers of Megatron's `HybridDeviceOptimizer` get ours."""
 
 import megatron.core.optimizer.cpu_offloading as theirs
 

@@ -3,12 +3,12 @@
 
     python muon_ranks.py RANK RANKS STORE_FILE cpu|late|cuda CASE ...
 
-A case is `refused`, `rounded`, or words joined by commas, each a key of one of the tables below; what is not named has
+A case is `refused`, `rounded`, or words joined by commas, each a key of one of the tables below; an unnamed option has
 the first value. The reference has all gradients gathered, and is one process's training: torch's own Muon over fp32
 copies of whole matrices, each of a stack a parameter of its own, beside torch's AdamW over this rank's shards of the
-rest (its kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error
-where a bit of a weight, of a momentum or of a loss differs, and where more crosses between ranks than the directions of
-Muon. `late` is the CPU with copies that are late and gathers that hesitate, differently on each rank.
+rest (its kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error where a bit of a
+weight, of a momentum or of a loss differs, and where more crosses between ranks than the directions of Muon. `late` is
+the CPU with copies that are late and gathers that hesitate, differently on each rank.
 """
 
 import os
@@ -242,7 +242,7 @@ def spoil(model, rank):
 
 
 def check_traffic(sent, model, shares):
-    """Both ways all ranks together send each element once, but for what an owner has itself; and rounding up."""
+    """Both ways all ranks together send each element once, except an owner's own; and rounding up."""
     cut = [param for param in parts_of(model, shares)[0] if param.placements[-1].dim != param.dim() - 3]
     (group,) = {param.device_mesh.get_group(len(param.placements) - 1) for param in cut}
     total = torch.tensor(sent, device=cut[0].device_mesh.device_type)
@@ -307,7 +307,7 @@ def compare(case, rank, ranks, device):
         CountedExchanges() as exchanges,
     ):
         if stacks is not None:
-            # What was tried before the first step.
+            # The attempt before the first step.
             stacks.clear()
         for number, batches in enumerate(data):
             exchanges.breaks = trouble == "gone" and number == 2 and rank == ranks - 1
@@ -354,7 +354,7 @@ def main(rank, ranks, store, place, *cases):
         timeout=timedelta(seconds=40),
     )
     warnings.simplefilter("error", UserWarning)
-    # What torch says of CUDA.
+    # Torch's words about CUDA.
     for told in ("Requested unified CUBLASLT workspace", r"barrier\(\): using the device"):
         warnings.filterwarnings("ignore", told)
     for case in cases:

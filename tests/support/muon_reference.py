@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What matrices off the device must equal: torch's Muon, and AdamW for the rest, over fp32 masters."""
+"""The reference for matrices off the device: torch's Muon, and AdamW for the rest, over fp32 masters."""
 
 import copy
 
@@ -11,7 +11,7 @@ ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
 class Experts(nn.Module):
-    """Wide, tall, odd and transposed matrices, stacks of them, vectors, an embedding, what is frozen or unused."""
+    """Wide, tall, odd and transposed matrices, stacks of them, vectors, an embedding, frozen or unused parameters."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -152,7 +152,7 @@ def groups_of(model, **muon):
 
 
 def without_stacks(model):
-    """Freeze what torch's Muon does not take."""
+    """Freeze parameters that torch's Muon does not take."""
     for param in (model.experts, model.odd_experts):
         param.requires_grad_(False)
     return model

@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass
 class Result:
-    """What one forward and backward gave: bitwise comparable."""
+    """The results of one forward and backward: bitwise comparable."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]

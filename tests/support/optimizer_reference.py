@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hybrid optimizer must equal: `torch.optim` with fp32 masters, each share on its own device."""
+"""The reference for the hybrid optimizer: `torch.optim` with fp32 masters, each share on its own device."""
 
 import torch
 from torch import nn

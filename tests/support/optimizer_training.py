@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twin models, one trained by an optimizer with state on the host and one by what it must equal."""
+"""Twin models, one trained by an optimizer with state on the host and one by its reference."""
 
 import copy
 import threading
@@ -44,7 +44,7 @@ def reference(model, *, on_cpu=True, **options):
 
 
 def replace_job(monkeypatch, run):
-    """Let CPU workers call `run` with themselves, the job and what they would have called with both."""
+    """Let CPU workers call `run` with themselves, the job and the function that they would have called with both."""
     original = DeadlineWorkers.run_job
     monkeypatch.setattr(DeadlineWorkers, "run_job", lambda workers, job: run(workers, job, original))
 

@@ -107,7 +107,7 @@ def trained(case, place, mesh, *, parks):
 
 
 def refuses(action):
-    """What begins between a park() and its restore() is an error on each rank, in front of any collective."""
+    """A call between a park() and its restore() is an error on each rank, in front of any collective."""
     with pytest.raises(RuntimeError, match=r"try restore\(\)"):
         action()
 

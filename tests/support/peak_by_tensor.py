@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on the device at the peak, tensor by tensor: for the message of a test that finds too much there."""
+"""The device's tensors at the peak: for the message of a test that finds too much there."""
 
 import weakref
 from collections import Counter
@@ -12,7 +12,7 @@ from reference_impl.memory.host import host_storages
 
 
 class PeakByTensor(TorchDispatchMode):
-    """Follows the storages on `device` that operations make; what kernels take inside, no mode sees."""
+    """Follows the storages on `device` that operations make; no mode sees a kernel's inner memory."""
 
     def __init__(self, device):
         super().__init__()

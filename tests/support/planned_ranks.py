@@ -90,7 +90,7 @@ def two(model):
 
 
 def trains_as_resident_muon_does(plan):
-    """Wherever states are: what stays is bitwise torch's Muon, which other tests of ranks show."""
+    """Wherever states are: the resident part is bitwise torch's Muon, as other tests of ranks show."""
     document = {key: value for key, value in json.loads(plan.read_text()).items() if key != "model"}
     stays = {
         "sharding": document["execute"]["sharding"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as a script, once a rank: what one rank cannot, none does, and all say why.
+"""Runs as a script, once a rank: if one rank cannot, none does, and all say why.
 
     python poor_rank.py RANK RANKS STORE_FILE
 
@@ -30,7 +30,7 @@ def streamed(model):
     return ShardStreamer(model, torch.optim.AdamW(model.parameters(), fused=True))
 
 
-# What makes each, and the items of the host memory that it needs.
+# The maker of each, and its items of host memory.
 TAKERS = {
     "everything off": (
         streamed,

@@ -9,12 +9,12 @@ import forked
 
 
 def run_ranks(program, ranks, *words, timeout_s=150):
-    """Call `program RANK RANKS WORDS...` for all ranks; raise AssertionError with what they said if one fails."""
+    """Call `program RANK RANKS WORDS...` for all ranks; raise AssertionError with their output if one fails."""
     return _run([(program, str(rank), str(ranks), *words) for rank in range(ranks)], timeout_s)
 
 
 def run_as_torchrun(program, ranks, *words, timeout_s=150):
-    """Call `program WORDS...` for all ranks of one host, to whom the environment says what torchrun says there."""
+    """Call `program WORDS...` for all ranks of one host, in torchrun's environment."""
     import torch.distributed as dist
 
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -27,7 +27,7 @@ def run_as_torchrun(program, ranks, *words, timeout_s=150):
 
 
 def _run(calls, timeout_s, **environment):
-    """Run a program a rank, and return what each has said."""
+    """Run a program a rank, and return the output of each."""
     environment |= {"WORLD_SIZE": str(len(calls)), "LOCAL_WORLD_SIZE": str(len(calls))}
     # Results of matrix products depend on how their memory is aligned, unless MKL is asked not to look.
     environment["MKL_CBWR"] = "COMPATIBLE"
@@ -52,7 +52,7 @@ def _run(calls, timeout_s, **environment):
 
 
 def _said(processes, said):
-    """What the ranks have said, those that have failed first: others fail of a connection that one takes along."""
+    """The ranks' output, failed ones first: others fail of a connection that one takes along."""
     ranks = sorted(range(len(processes)), key=lambda rank: not processes[rank].exitcode)
     return "\n".join(
         f"rank {rank}, exit code {processes[rank].exitcode}:\n{said[rank].read_text()[-4000:]}"

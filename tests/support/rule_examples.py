@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules with their examples, as their files are now, and what a lint of an example says."""
+"""The rules with their examples, as their files are now, and the lint of an example."""
 
 from shipped import RULES
 
@@ -31,7 +31,7 @@ SLOW = {rule.id for rule in RULES if rule.effect in ("slow", "out-of-memory")}
 def serious(verdict: LintResult) -> set[str]:
     """The rules behind the errors and warnings of a verdict.
 
-    An offload that works now may be slow, and what a recipe or a shell may set cannot be written here: neither counts.
+    An offload that works now may be slow, and settings of a recipe or a shell cannot be written here: neither counts.
     """
     certain = (one for one in verdict.findings if one.severity is not Severity.INFO and not one.unless)
     return {finding.rule for finding in certain} - SLOW

@@ -4,7 +4,7 @@
     python sharded_ranks.py RANK RANKS STORE_FILE cpu|late|cuda|sleepy CASE ...
 
 A case is words joined by commas, each a key of one of the tables below: how the model is sharded, which shares the
-optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. What is not named has the first
+optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. An unnamed option has the first
 value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for. `late` is
 the CPU with copies that are late and gathers that hesitate, differently on each rank; `sleepy` is CUDA whose copies,
 updates and gathers sleep on their streams.
@@ -306,7 +306,7 @@ def main(rank, ranks, store, place, *cases):
         timeout=timedelta(seconds=40),
     )
     warnings.simplefilter("error", UserWarning)
-    # What torch says of CUDA.
+    # Torch's words about CUDA.
     for told in ("Requested unified CUBLASLT workspace", r"barrier\(\): using the device"):
         warnings.filterwarnings("ignore", told)
     for case in cases:

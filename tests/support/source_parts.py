@@ -92,7 +92,7 @@ class Sources:
         if f"{module}.{name}" in self._given:
             scope[name] = self._given[f"{module}.{name}"]
             return scope[name]
-        scope[name] = MagicMock(name=name)  # what a definition that names itself sees meanwhile
+        scope[name] = MagicMock(name=name)  # a self-naming definition sees this meanwhile
         node = table.get(name)
         if isinstance(node, ast.Import | ast.ImportFrom):
             scope[name] = self._imported(module, node)
@@ -102,7 +102,7 @@ class Sources:
 
     def _run(self, module: str, node: Definition, name: str, *, apart: bool = False) -> Any:
         scope = self._scopes[module]
-        if isinstance(node, ast.FunctionDef):  # what its annotations name is not needed
+        if isinstance(node, ast.FunctionDef):  # names in its annotations are not needed
             node.returns = None
             for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                 argument.annotation = None

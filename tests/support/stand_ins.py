@@ -72,7 +72,7 @@ class Release:
     """While it is open, `own` packages come from `folder`; their modules and the mocks are put by for the next time.
 
     `mocked` are modules of the framework itself that are stood in for, `given` take the place of some by their names.
-    What is `real` should be imported before.
+    Import `real` modules before.
     """
 
     def __init__(

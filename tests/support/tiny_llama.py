@@ -48,7 +48,7 @@ def built(folder, *, model=None, **changes):
 
 @dataclass(frozen=True)
 class Course:
-    """What a run is judged by: everything it logged but times, and its weights."""
+    """A run's compared values: everything it logged but times, and its weights."""
 
     logs: list
     weights: dict

@@ -20,7 +20,7 @@ whoever calls `advance`, `queue_for` or `finish`. The weights of a chunk may hav
 raise, and the chunk is then queued by a later call. All else is kernels and copies, for which all memory is there
 (`as_one`).
 
-Explained in docs/optimizer-state-offloading.md, "What happens in a step".
+Explained in docs/optimizer-state-offloading.md, "A step".
 """
 
 from __future__ import annotations

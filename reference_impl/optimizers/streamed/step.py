@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, numbers and decision of one step of streamed states.
 
-Explained in docs/optimizer-state-offloading.md, "What happens in a step".
+Explained in docs/optimizer-state-offloading.md, "A step".
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def newest(name: str) -> str | None:
 
 
 def fetched(name: str, release: str) -> Path | None:
-    """Return the archive of a release's tag, else what pip has, a wheel or sources; None where there is none."""
+    """Return the archive of a release's tag, else pip's wheel or sources; None without any."""
     if name in TAGS and (archive := tagged(name, release)):
         return archive
     if name not in PACKAGES:

@@ -199,7 +199,7 @@ def torchtitan(question: dict[str, Any]) -> Any:
 
 
 def torchtitan_options(question: dict[str, Any]) -> Any:
-    """torchtitan's `ConfigManager` from 0.3 on, over a function that returns a configuration: what the words set."""
+    """torchtitan's `ConfigManager` from 0.3 on, over a function that returns a configuration: the words' settings."""
     import torchtitan_command
     from torchtitan_options import NAMES
 

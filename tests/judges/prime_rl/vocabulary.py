@@ -16,7 +16,7 @@ SHARED = "shared model"  # the [model] of an RL run, which trainer and inference
 HEAD = """# Fields of prime-rl's trainer: its model and optimizer. `shared model` is [model] in a file with [trainer].
 #
 # Source: ModelConfig, the optimizers' classes and SharedModelConfig of prime-rl {releases}.
-# Written by tests/judges/prime_rl/vocabulary.py. `name.*` marks what is not listed.
+# Written by tests/judges/prime_rl/vocabulary.py. `name.*` marks unlisted fields.
 """
 
 

@@ -29,12 +29,12 @@ OURS = [
     for rule in RULES
     if "transformers" in rule.dialects and rule.check != "log" and rule.effect in ("raises", "warns")
 ]
-# Raised by what needs a model: TRL's trainers themselves.
+# Raised by code that needs a model: TRL's trainers themselves.
 LATER = {"trl-sac-zero3", "trl-sac-reentrant", "trl-sac-off", "trl-zero3-reentrant"}
 JUDGED = [rule for rule in OURS if rule.id not in LATER]
 RAISING = {rule.id: rule for rule in JUDGED if rule.effect == "raises"}
 WARNING = {rule.id: rule for rule in JUDGED if rule.raises and rule.effect in ("warns", "slow")}
-# What GRPO asks of its own generation, which is no matter of memory or sharding.
+# GRPO's checks of its own generation, no matter of memory or sharding.
 ELSEWHERE = re.compile(
     "supported by GRPO|generation_batch_size|num_generations|global train batch size|steps_per_generation"
 )

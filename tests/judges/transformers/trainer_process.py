@@ -9,9 +9,9 @@ fields of the dataclasses of some modules; anything else is a run:
     {"class": "SFTConfig", "arguments": {..}, "distributed": true, "hidden_size": 64}
 
 The answer's `errors` is the first exception of each stage that is reached: the arguments' own checks, the checks that
-the Trainer makes of its accelerator, DeepSpeed's values against the Trainer's. `warnings` is what was logged or warned
-meanwhile. Parts that need a machine are stood in for: a CUDA device that knows bf16, an initialized process group,
-DeepSpeed.
+the Trainer makes of its accelerator, DeepSpeed's values against the Trainer's. `warnings` are the logged lines and
+warnings meanwhile. Parts that need a machine are stood in for: a CUDA device that knows bf16, an initialized process
+group, DeepSpeed.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What releases of transformers raise where no rule could quote the text, and whether a text is a rule's."""
+"""Errors of transformers whose text no rule can quote, and whether a text is a rule's."""
 
 import re
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what the argument classes of transformers and TRL accept into the vocabulary, asked of the real classes.
+"""Writes the names accepted by the argument classes of transformers and TRL into the vocabulary, asked of the real
+classes.
 
     python tests/judges/transformers/vocabulary.py
 

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _filled(folder: Path, name: str) -> set[str]:
-    """Return the keys whose value is not null; null is what an interpolation of nothing gives."""
+    """Return the keys whose value is not null; an interpolation of nothing gives null."""
     with initialize_config_dir(str(folder.resolve()), version_base=None):
         config = compose(name)
     assert isinstance(config, DictConfig)

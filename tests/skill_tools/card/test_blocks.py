@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendered blocks: only what stands between the markers changes."""
+"""Rendered blocks: only the text between the markers changes."""
 
 import pytest
 from hypothesis import given, settings

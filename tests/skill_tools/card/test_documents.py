@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page may only name what exists."""
+"""A page may only name existing files, commands and names."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the card recommends and what `examples/` shows as good has no fault; what it shows as broken has."""
+"""The card's recommendations and good `examples/` have no fault; broken ones have."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the card names must exist, and what it repeats must agree with its source."""
+"""Names in the card must exist, and repeated facts must agree with their source."""
 
 import copy
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload card`: check finds what differs and changes nothing, render mends it."""
+"""`offload card`: check finds differences and changes nothing, render mends them."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ ROOT = bundle.root()
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what the documents consist of; knowledge and rules stay those of the repository."""
+    """A copy of the documents and their sources; knowledge and rules stay those of the repository."""
     for name in (
         ".claude-plugin",
         "docs",
@@ -94,7 +94,7 @@ def test_the_pages_are_built_and_pages_of_no_rule_removed(
 LAYERS = "skill_tools/knowledge/rules/layer_activation_offload.yaml"
 KEYS = "skill_tools/knowledge/keys.yaml"
 CONDITION = "when: cpu_offloading and pipeline_model_parallel_size > 1"
-# File, what is replaced in it by what, and the problem that this is.
+# File, the replaced text, its replacement, and the problem.
 BROKEN_SCHEMAS = [
     ("card.yaml", "step_ms: 996,", "step_ms: fast,", "'fast' is not of type 'number'"),
     (KEYS, "type: float", "type: real", "'real' is not"),
@@ -112,7 +112,7 @@ def test_data_that_breaks_its_schema_is_named_before_anything_is_written(
     capsys: pytest.CaptureFixture[str],
     broken: list[tuple[str, str, str, str]],
 ) -> None:
-    """All places are named by `check`, and the first of them by what would write."""
+    """All places are named by `check`, and the first of them by the writing commands."""
     monkeypatch.setattr(bundle, "_PACKAGE", checkout / "skill_tools")
     for file, old, new, _ in broken:
         text = (checkout / file).read_text(encoding="utf-8")

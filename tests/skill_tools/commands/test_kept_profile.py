@@ -65,7 +65,7 @@ def test_an_old_one_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Card:
-    """What is asked of a device of the engine: this one has a name, and others hold some of its memory."""
+    """The engine's device, as far as it is asked: this one has a name, and others hold some of its memory."""
 
     is_accelerator = True
 

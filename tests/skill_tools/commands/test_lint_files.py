@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixes are written whole or not at all; what is no file, or beyond all bounds, is refused in one line and at once."""
+"""Fixes are written whole or not at all; a path that is no file, or beyond all bounds, is refused in one line and at
+once."""
 
 import json
 import os

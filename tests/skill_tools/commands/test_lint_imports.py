@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one lint loads: a module that it does not need costs each lint of each user a millisecond or more."""
+"""The modules of one lint: a module that it does not need costs each lint of each user a millisecond or more."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ ALWAYS = {
 YAML = {"configs": "yaml_events yaml_scalars"}
 SHELL_WORDS = {
     "configs.shell": "command launch"
-}  # what an environment is written with; the shell's reader is another
+}  # the writer of an environment; the shell's reader is another
 SECTION = {"dialects.deepspeed": "dialect section"}
 # A dialect whose marks the text has is asked, and no more of it is loaded.
 DIALECTS = {type(registry.named(name)).__module__ for name in registry.names()}

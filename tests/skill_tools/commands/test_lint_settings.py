@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a project, options and baselines: what they change, which wins, and what a damaged one says."""
+"""Settings of a project, options and baselines: their effects, their precedence, and the error of a damaged one."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_the_framework_is_set(project: Path, capsys: pytest.CaptureFixture[str])
     assert RULE in capsys.readouterr().out
 
 
-# Settings that cannot be used, and what the one line says.
+# Unusable settings, and their one line.
 DAMAGED = [
     ("select = [", "is not TOML"),
     ('selct = ["la"]', "try select"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every framework's plan searches every mechanism that the framework has, and counts what its ranks send each other."""
+"""Every framework's plan searches all its mechanisms, and counts the bytes that its ranks send each other."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c 
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory):
-    """One probe of the twin: the file that it wrote, what it printed, and its progress."""
+    """One probe of the twin: its written file, its output, and its progress."""
     file = tmp_path_factory.mktemp("profile") / "profile.json"
     out, progress = [], []
     with pytest.MonkeyPatch.context() as patch:

@@ -140,7 +140,7 @@ def test_a_larger_host_keeps_what_the_killed_run_held_beside_its_prediction(
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"]["model"] == "llama-3-8b", "the file names none that is known"
     asked = found["plan"]["budget"]["host_bytes_per_node"] / 2**30
-    # Of 8.03e9 parameters 20 bytes each, and what four ranks lose to blocks of 4 GiB: two of 2 B and two of 4 B.
+    # Of 8.03e9 parameters 20 bytes each, and the loss of four ranks to blocks of 4 GiB: two of 2 B and two of 4 B.
     assert asked == pytest.approx(149.6 + 4.3 + 400 - 251.2, abs=0.2)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key table: complete for what the rules need, spelled as the frameworks spell it, without contradictions."""
+"""The key table: complete for the rules, in the frameworks' spelling, without contradictions."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python is read, never run: what a file gives the objects that it makes is known as far as its own text tells."""
+"""Python is read, never run: the arguments of a file's objects are known as far as its own text tells."""
 
 import pytest
 

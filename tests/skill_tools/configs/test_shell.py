@@ -239,7 +239,7 @@ def test_growth_without_end_is_refused(script: str) -> None:
     ],
 )
 def test_a_quoted_value_ends_where_its_quotes_do(value: str, expected: list[str]) -> None:
-    """What follows it on later lines is not swallowed."""
+    """Later lines behind it are not swallowed."""
     text = f"EXTRA={value}\ntrain $EXTRA --end\n"
     if "unfinished" not in value:
         assert words(text) == ["train", *expected, "--end"]

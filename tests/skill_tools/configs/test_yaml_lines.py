@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The composer agrees with PyYAML on values and places, and refuses what would not end."""
+"""The composer agrees with PyYAML on values and places, and refuses endless texts."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an input leaves to be filled in, hands to another program or keeps for itself is no fault of it."""
+"""Placeholders of an input, its words for another program and its own extra names are no faults."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs to a program beside the framework: its own parser, its own sections and flags, its launcher."""
+"""Words of a program beside the framework: its own parser, its own sections and flags, its launcher."""
 
 from pathlib import Path
 

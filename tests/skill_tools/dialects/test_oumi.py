@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oumi's files: whose one is, which stage an offload needs, and what nothing turns on."""
+"""Oumi's files: a file's framework, the stage that an offload needs, and keys without effect."""
 
 import pytest
 

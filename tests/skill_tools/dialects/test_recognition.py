@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose a file is, is proven by what only that framework has; what looks alike is refused."""
+"""Names of one framework alone prove a file's framework; a similar file is refused."""
 
 import json
 import re

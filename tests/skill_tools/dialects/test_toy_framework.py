@@ -128,7 +128,7 @@ def test_lint_recognises_it_by_its_evidence(run_yaml: Path, capsys: pytest.Captu
     assert main(["lint", "--format", "json", str(run_yaml)]) == 1
     found = {each["rule"]: each for each in json.loads(capsys.readouterr().out)["findings"]}
     assert found.keys() == {"toy-one-wing", "unknown-key"}
-    assert found["toy-one-wing"]["line"] == 4  # what the fix changes
+    assert found["toy-one-wing"]["line"] == 4  # the fix's change
     assert "states_on_host=0.5 (line 3), wings=1 (line 4)" in found["toy-one-wing"]["message"]
     assert "nearest: wings" in found["unknown-key"]["message"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VeOmni's files: whose one is, and what becomes of an offload that no class has or no engine reads."""
+"""VeOmni's files: a file's framework, and an offload that no class has or no engine reads."""
 
 import pytest
 

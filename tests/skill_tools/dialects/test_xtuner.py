@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XTuner's Python configuration: whose one is, and what its FSDPConfig refuses."""
+"""XTuner's Python configuration: a file's framework, and refusals of its FSDPConfig."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a framework's own checks refuse is reported, on its line and with a way out that is clean."""
+"""A refusal of a framework's own checks is reported, on its line and with a fix that is clean."""
 
 import re
 from collections.abc import Sequence

@@ -268,7 +268,7 @@ def test_beside_what_streams_the_gradients_of_one_block_of_the_cpu_s_share_stay(
     shard, block = found[0].parameters.shard, (8.03e9 - 2 * 128_256 * 4096) / 32 / 4
     assert none == 0
     assert half == pytest.approx(4 * (shard / 2 + block), rel=0.01)
-    # What is left is smaller than a block.
+    # The rest is smaller than a block.
     assert most == everything == pytest.approx(4 * shard, rel=1e-6)
 
 

@@ -68,7 +68,7 @@ def test_bytes_and_seconds_are_those_that_were_measured(kept: bool, tiled: bool)
     step_s, _, host_gb = MEASURED[kept, tiled]
     found, step = predicted(of_4b(), mode(kept=kept, tiled=tiled))
     assert step.total_s == pytest.approx(step_s, rel=0.05)
-    # Beside what a plan counts is what the arenas round up.
+    # The arenas' rounding comes on top of a plan's bytes.
     assert found.host_bytes_per_node / 1e9 == pytest.approx(host_gb, rel=0.07)
 
 
@@ -86,7 +86,7 @@ def test_peaks_are_those_that_were_measured(case: tuple[int, int, bool, int]) ->
 def test_attention_that_is_kept_is_its_output_and_logarithms_on_the_host() -> None:
     run = of_4b()
     (without, _), (kept, _) = (predicted(run, mode(kept=each, tiled=False)) for each in (False, True))
-    # 32 heads of 128 in bf16, and a logarithm in fp32 for each head; a trace may round by what it has seen.
+    # 32 heads of 128 in bf16, and a logarithm in fp32 for each head; a trace may round by its own sizes.
     more = 36 * 32768 * (2 * 32 * 128 + 4 * 32)
     assert kept.host_bytes_per_node - without.host_bytes_per_node == pytest.approx(more, rel=0.01)
     assert kept.allocated_bytes == without.allocated_bytes

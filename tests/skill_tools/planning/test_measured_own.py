@@ -105,7 +105,9 @@ ACTIVATION_MODES = {
     "own-act-everything-32k": Mode(activation_engine=ActivationEngine.OWN_LAYERS, layers=8),
     "own-act-half-32k": Mode(activation_engine=ActivationEngine.OWN_LAYERS, layers=4),
     "own-act-inputs-32k": Mode(activation_engine=ActivationEngine.OWN_INPUTS, recompute=FULL),
-    "own-act-budget-20-32k": within(0.948),  # of 47.3 GB of saved tensors, what the row's peak lacks
+    "own-act-budget-20-32k": within(
+        0.948
+    ),  # of 47.3 GB of saved tensors, the share missing in the row's peak
     "own-act-budget-40-32k": within(0.53),
 }
 

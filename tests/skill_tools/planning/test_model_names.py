@@ -16,7 +16,7 @@ from tests.support.for_each import for_each
 
 _PUBLISHED = Path(__file__).with_name("model_names.txt")
 _SIZE = re.compile(r"(?<![\da-z.])(\d+(?:\.\d+)?)(b|m)(?![a-z\d])")
-_ACTIVE = ("llama-4-scout", "llama-4-maverick")  # named by what a token passes through
+_ACTIVE = ("llama-4-scout", "llama-4-maverick")  # named by the parameters of one token's path
 
 
 def published() -> list[tuple[str, str | None]]:
@@ -174,7 +174,7 @@ def test_a_folder_without_a_model_is_refused(
 @pytest.mark.parametrize(
     ("entries", "total"),
     [
-        # What transformers 5.23 makes of the same entries on meta.
+        # transformers 5.23's model of the same entries on meta.
         ({"model_type": "olmo2", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 11008,
           "num_attention_heads": 32, "vocab_size": 100352}, 7298617344),
         ({"model_type": "glm4", "num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 13696,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of Muon: bytes as `reference_impl` takes them, FLOPs as torch counts them, and what was measured."""
+"""Plans of Muon: bytes as `reference_impl` takes them, FLOPs as torch counts them, and measurements."""
 
 import json
 from math import prod
@@ -173,7 +173,7 @@ def test_what_muon_is_not_planned_with_is_refused(capsys, overrides, more, says)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_under_fsdp2_each_rank_has_its_shards_and_the_matrices_that_it_owns(capsys, ranks):
-    """Half of the states, of the FLOP, and what crosses: two bytes an element and way, less a rank's own."""
+    """Half of the states and of the FLOP, and the exchanged bytes: two bytes an element and way, less a rank's own."""
     lines, costs = {}, {}
     for gpus in (1, ranks):
         plan, code = planned(capsys, "shard_dtype=bfloat16" if gpus > 1 else "", more=["--gpus", str(gpus)])

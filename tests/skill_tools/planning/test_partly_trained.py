@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans by profiles of models of which a part is trained: adapters, tables, layers; and what got no gradient."""
+"""Plans by profiles of models of which a part is trained: adapters, tables, layers; and parameters without a
+gradient."""
 
 import json
 from pathlib import Path

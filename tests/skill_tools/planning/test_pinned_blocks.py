@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers keep on the host, and the empty part of their pinned blocks, by arithmetic."""
+"""Host bytes of peers, and the empty part of their pinned blocks, by arithmetic."""
 
 import pytest
 

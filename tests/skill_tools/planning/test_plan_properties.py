@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for any run: budgets are respected, more budget is never slower, units never mix."""
+"""Properties of any run's plan: budgets are respected, more budget is never slower, units never mix."""
 
 import pytest
 from hypothesis import given, settings

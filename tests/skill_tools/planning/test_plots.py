@@ -55,7 +55,7 @@ def test_what_is_there_is_overwritten_only_when_told(
 
 
 def test_the_recommended_point_lies_on_the_frontier(tmp_path: Path) -> None:
-    """Also where host memory rules out what would be faster."""
+    """Also if host memory excludes a faster plan."""
     from skill_tools.reports import plots
 
     parser = argparse.ArgumentParser()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP runs whose GPU memory their authors have published, each within 15 %, and what a plan makes of such settings."""
+"""FSDP runs with published GPU memory, each within 15 %, and plans of such settings."""
 
 import json
 from collections.abc import Callable

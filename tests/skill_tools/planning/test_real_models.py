@@ -30,7 +30,7 @@ CHECKPOINTS = Recompute(granularity="full")
 
 
 def off(fraction: float, recompute: Recompute | None = None) -> Mode:
-    """The planner's split of an H100: 13 percent of what leaves is streamed."""
+    """The planner's split of an H100: 13 percent of the offloaded states stream."""
     return Mode(
         optimizer_fraction=fraction,
         streamed_fraction=0.13 * fraction,
@@ -206,7 +206,7 @@ LAYERS = Mode(recompute=Recompute(), activation_engine=ActivationEngine.OWN_LAYE
 
 
 def hooks_s(sequences: int, length: int, mode: Mode, launch_s: float = 25e-6) -> float:
-    """What hooks of saved tensors lengthen a step of Qwen3-4B by on one H200."""
+    """Time of hooks of saved tensors in a step of Qwen3-4B on one H200."""
     run = run_of(Row("qwen3-4b", sequences, length, mode, 0))
     h200 = machine.known("h200", ranks_on_node=1)._replace(launch_s=launch_s)
     found = memory.estimate(run, mode)
@@ -263,7 +263,7 @@ def test_an_activation_budget_takes_about_what_it_has_taken_of_real_models() -> 
 def test_a_fused_loss_takes_at_least_what_a_trace_of_torchs_takes(
     model: str, length: int, recompute: Recompute | None, traced_gib: float
 ) -> None:
-    """What forward and backward take beyond weights and states; `linear_cross_entropy` of torch 2.13 was traced."""
+    """Bytes of forward and backward beyond weights and states; `linear_cross_entropy` of torch 2.13 was traced."""
     mode = off(1.0, recompute)._replace(streamed_fraction=0.0)
     run = run_of(Row(model, 1, length, mode, 0))._replace(fused_loss=True)
     alive = (line for line in memory.estimate(run, mode).gpu if line.when in {"step", "loss", "backward"})

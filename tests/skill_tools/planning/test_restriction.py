@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan --only` and `--without`: what is searched, what is left out, and what the answer says where nothing fits."""
+"""`plan --only` and `--without`: searched mechanisms, excluded ones, and the answer when nothing fits."""
 
 import json
 from pathlib import Path

@@ -220,7 +220,7 @@ def test_a_host_that_is_faster_than_the_link_updates_some(capsys: pytest.Capture
     # They are not pinned.
     memory = found["recommendation"]["option"]["memory"]
     assert memory["pinned_bytes_per_node"] <= memory["host_bytes_per_node"] - on_cpu
-    # Nothing else fits, so that it is the same without saying what to leave out.
+    # Nothing else fits, so it is the same without an exclusion.
     assert plan(capsys, *given[:-2])["execute"] == found["execute"]
 
 

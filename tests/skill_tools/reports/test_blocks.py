@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks of a terminal: what they show, how wide they are, and that nothing of an input reaches it raw."""
+"""The blocks of a terminal: their content, their width, and no raw text of an input."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a diagnosis says to do next, beside a plan and without one."""
+"""A diagnosis's next step, beside a plan and without one."""
 
 import json
 

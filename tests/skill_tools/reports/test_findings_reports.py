@@ -85,7 +85,7 @@ def test_a_clean_call_says_so() -> None:
 
 
 def test_the_last_line_says_how_far_it_goes() -> None:
-    """The releases that the rules know, and what depends on one that nobody stated, by name."""
+    """The releases known to the rules, and the rules that depend on an unstated one, by name."""
     open_ = Undecided("ax-y", "Something open", ("axolotl<0.18", "adapter"))
     verdict = LintResult(
         (finding("ax-z", 1, Severity.INFO, depends_on=("axolotl>=0.20", "torch<2.9")),), (open_,), 7

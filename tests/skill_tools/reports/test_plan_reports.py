@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says to people, where words could promise another run than the numbers."""
+"""A plan's words to people, where they could promise another run than its numbers."""
 
 import re
 from pathlib import Path
@@ -61,14 +61,14 @@ def test_details_say_what_parking_frees(tmp_path: Path, capsys: pytest.CaptureFi
         float(re.search(r"parked between two steps.*\n  ([\d.]+) GiB leave each GPU", out)[1])  # type: ignore[index]
         for out in (whole, offloaded)
     ]
-    # GRPO with vLLM on the same GPU: it has what parking frees, and nothing else changes.
+    # GRPO with vLLM on the same GPU: it has parking's bytes, and nothing else changes.
     for out, freed_gib in zip((whole, offloaded), freed, strict=True):
         sizes = re.search(
             r"an engine in this process has ([\d.]+) GiB .* meanwhile, at most (-?[\d.]+) GiB", out
         )
         assert sizes
         assert float(sizes[1]) - float(sizes[2]) == pytest.approx(freed_gib, abs=0.15)
-    # bf16 weights with states, and what of them an offloading plan leaves on the GPU.
+    # bf16 weights with states, and their part that an offloading plan leaves on the GPU.
     assert 2 * 8.03e9 / 2**30 <= freed[1] < freed[0] < 16.1 * 8.03e9 / 2**30
     assert "parked between" not in script_plan(SCRIPT, tmp_path, capsys)
 

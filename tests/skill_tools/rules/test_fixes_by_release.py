@@ -76,7 +76,7 @@ def test_a_fix_leads_to_no_fault_in_any_release(case: tuple[Rule, str]) -> None:
 
 
 def written_led_to(rule: Rule, framework: str, fix: RuleFix) -> dict[str, set[str]]:
-    """Return what `led_to` does of the files as `fix` leaves them, each release's own reader asked."""
+    """Return the result of `led_to` for the fixed files, by each release's own reader."""
     example = rule.examples[framework]
     config = config_of(example.bad, rule, framework)
     found: dict[str, set[str]] = {}
@@ -131,7 +131,7 @@ def test_a_fix_that_leads_to_a_fault_is_seen() -> None:
 
 
 def setting(option: str, rule: Rule, framework: str) -> dict[str, object]:
-    """Return what an option sets, if it is one setting of the rule's and nothing else."""
+    """Return an option's setting, if it is one of the rule's and nothing else."""
     match = _SETTING.fullmatch(option)
     if match is None:
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a remedy leads to is said with it, so that one round is enough."""
+"""A remedy's consequences are reported with it: one round is enough."""
 
 from skill_tools.dialects.read import read
 from skill_tools.rules.finding import Finding

@@ -63,7 +63,7 @@ def test_an_example_is_clean_but_for_what_it_shows(case: tuple[Rule, str]) -> No
 
 @each_example
 def test_the_remedy_of_a_rule_trips_no_other(case: tuple[Rule, str]) -> None:
-    """What the good example and the fix do about the bad one is no new fault."""
+    """The good example and the fixed bad one have no new fault."""
     rule, framework = case
     example = rule.examples[framework]
     bad = config_of(example.bad, rule, framework)
@@ -87,7 +87,7 @@ def test_a_fix_makes_its_finding_vanish(case: tuple[Rule, str]) -> None:
     verdict = judge(config, rule, framework)
     shown = with_remedies(verdict, config, versions=versions, edits=True, rules=RULES, keys=KEYS)
     (finding, *_) = of_rule(shown, rule)
-    assert finding.fix.diff, "a safe or unsafe fix shows what it changes"
+    assert finding.fix.diff, "a safe or unsafe fix shows its change"
     texts = repaired(config, rule.fix, KEYS)
     name = rule.examples[framework].filename
     if not texts:
@@ -99,4 +99,4 @@ def test_a_fix_makes_its_finding_vanish(case: tuple[Rule, str]) -> None:
     assert not of_rule(fixed, rule)
     there = {each.rule for each in verdict.findings}
     new = {each.rule for each in fixed.findings if each.severity is not Severity.INFO} - there
-    assert new == {each.rule for each in finding.after}, "what comes after it is said with it"
+    assert new == {each.rule for each in finding.after}, "its consequences are reported with it"

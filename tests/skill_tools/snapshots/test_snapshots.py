@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Snapshots that torch 2.11 wrote on a GPU, and pickles that want to be executed or are damaged.
 
-The three are of one program, a small GPT in bf16 under AdamW, which also printed what the allocator had counted:
+The three are of one program, a small GPT in bf16 under AdamW, which also printed the allocator's counts:
 `plain`; `hybrid`, with all states offloaded; and `oom`, where the process was limited to 256 MiB. Paths in them are
 replaced.
 """

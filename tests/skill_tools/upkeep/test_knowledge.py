@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release changed is found: against two recorded releases, and against what the knowledge holds of one."""
+"""A release's changes are found: against two recorded releases, and against the knowledge about one."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from skill_tools.upkeep import quotes
 from skill_tools.upkeep.difference import between, other_defaults
 from skill_tools.upkeep.summary import Summary, summarize
 
-# What was written into rules and keys by hand when these releases were read, by kind, name and how it changed.
+# Changes written into rules and keys by hand when these releases were read, by kind, name and change.
 BY_HAND = {
     ("transformers-5.17.0", "transformers-5.23.0"): {
         ("fields", "TrainingArguments.activation_checkpointing", "new"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate in a Python script: what its plugins say, and under which keys."""
+"""Accelerate in a Python script: the settings of its plugins, and their keys."""
 
 import pytest
 

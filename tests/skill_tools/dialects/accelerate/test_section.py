@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Accelerate's file, the launcher's options and the environment make of a run, in the launcher's own order."""
+"""A run by Accelerate's file, the launcher's options and the environment, in the launcher's own order."""
 
 import json
 from pathlib import Path

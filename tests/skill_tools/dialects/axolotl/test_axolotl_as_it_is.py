@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan says of an Axolotl file that has nothing to change: the numbers of the file as it runs."""
+"""A plan of an Axolotl file without a change: the numbers of the file as it runs."""
 
 import json
 from collections.abc import Mapping

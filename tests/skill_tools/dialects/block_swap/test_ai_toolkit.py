@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of ai-toolkit: whose they are, and what family a model is of."""
+"""Jobs of ai-toolkit: their framework, and a model's family."""
 
 import pytest
 

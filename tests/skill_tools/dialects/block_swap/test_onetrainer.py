@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of OneTrainer: which part of the model a setting is about, and what a file of an older version means."""
+"""Files of OneTrainer: a setting's part of the model, and the meaning of a file of an older version."""
 
 import json
 

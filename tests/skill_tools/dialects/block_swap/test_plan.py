@@ -39,7 +39,7 @@ def planned(tmp_path: Path, command: str, *options: str) -> int:
     return main(["plan", str(script), *options])
 
 
-# What `enable_block_swap` gave its offloaders for 1, 16 and the most blocks, before its assertion ended the call.
+# Arguments of `enable_block_swap`'s offloaders for 1, 16 and the most blocks, before its assertion ended the call.
 @pytest.mark.parametrize(
     ("command", "one", "sixteen", "most", "at_most"),
     [

@@ -46,8 +46,8 @@ def planned(tmp_path: Path, text: str, *options: str) -> int:
     return main(["plan", str(path), *options])
 
 
-# What OneTrainer's LayerOffloadStrategy and StaticLayerAllocator of 2026-08-19 allocate on the GPU at 10, 50 and 90
-# percent, in MiB, asked with layers of these sizes: never more than is counted here, at most a layer and a tensor less.
+# GPU memory of OneTrainer's LayerOffloadStrategy and StaticLayerAllocator of 2026-08-19 at 10, 50 and 90 percent, in
+# MiB, asked with layers of these sizes: never more than is counted here, at most a layer and a tensor less.
 @pytest.mark.parametrize(
     ("model_type", "base", "allocated"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SimpleTuner's config.json: whose it is, and what its names become as options."""
+"""SimpleTuner's config.json: its framework, and its names as options."""
 
 import json
 

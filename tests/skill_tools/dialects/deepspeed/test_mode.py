@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan learns of a DeepSpeed section: its stage, what it offloads, and how much a ratio is worth."""
+"""A DeepSpeed section in a plan: its stage, its offloaded tensors, and a ratio's effect."""
 
 import json
 

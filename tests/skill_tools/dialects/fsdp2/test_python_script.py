@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2 in a plain script: the policy, the backend, and what is beside it."""
+"""FSDP2 in a plain script: the policy, the backend, and calls beside them."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LLaMA-Factory's YAML, `llamafactory-cli train` with what follows it, and the DeepSpeed file that it names."""
+"""LLaMA-Factory's YAML, `llamafactory-cli train` with its words, and its DeepSpeed file."""
 
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def test_a_name_that_another_framework_has_too_is_not_taken_for_its_key() -> Non
     assert config.value("llamafactory.lora_alpha") == 16
 
 
-# What the Trainer refuses, and nobody before it.
+# Refused by the Trainer, and by nobody before it.
 UNFIT = "bf16: true\nfp16: true\nfsdp: full_shard auto_wrap\nfsdp_config: {fsdp_cpu_offload_pinned: true}\n"
 
 

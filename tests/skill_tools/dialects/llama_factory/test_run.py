@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a LLaMA-Factory configuration trains, as a plan sees it."""
+"""The run of a LLaMA-Factory configuration, as a plan sees it."""
 
 from skill_tools.dialects.read import read_text
 from skill_tools.dialects.registry import named

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM: arguments, scripts and YAML forms mean what `arguments.py` makes of them."""
+"""Megatron-LM: arguments, scripts and YAML forms mean the same as in `arguments.py`."""
 
 import string
 from pathlib import Path

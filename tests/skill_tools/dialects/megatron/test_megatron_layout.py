@@ -146,7 +146,7 @@ def test_the_launch_line_says_how_many_gpus(text: str, world: int | None) -> Non
 def test_sizes_that_an_unseen_recipe_may_set_are_said(
     values: dict[str, object], moe: bool, said: str
 ) -> None:
-    """A perf recipe that imports its base is no whole configuration: what the base sets is unknown."""
+    """A perf recipe that imports its base is no whole configuration: the base's settings are unknown."""
     found = megatron_layout.of_megatron(config("megatron-bridge", **values), gpus=16, num_layers=48, moe=moe)
     assert said in [each.text for each in found.assumptions]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes are read, never run: what a recipe's text tells is known, what other modules compute is left open."""
+"""Recipes are read, never run: values in a recipe's text are known, values from other modules are left open."""
 
 from pathlib import Path
 

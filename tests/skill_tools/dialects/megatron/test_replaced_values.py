@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Bridge replaces by itself is told from what a later input overrides."""
+"""Values that Bridge replaces by itself are told from values that a later input overrides."""
 
 import pytest
 

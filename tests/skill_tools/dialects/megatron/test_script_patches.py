@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan makes of a launch script with flags that end the run: never a proposal, always in the patch."""
+"""A plan's patch of a launch script with flags that end the run: never a proposal, always in the patch."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes of NeMo AutoModel: whose a file is, what an offload policy becomes, and which names a strategy refuses."""
+"""Recipes of NeMo AutoModel: a file's framework, an offload policy's key, and a strategy's refused names."""
 
 import pytest
 

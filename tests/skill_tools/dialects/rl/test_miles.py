@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""miles's commands: slime's options with miles's answers, and what goes to disk."""
+"""miles's commands: slime's options with miles's answers, and state on disk."""
 
 from pathlib import Path
 

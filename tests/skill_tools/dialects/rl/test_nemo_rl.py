@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo-RL's YAML over its parents, overrides on top, and what the policy hands on to Megatron."""
+"""NeMo-RL's YAML over its parents, overrides on top, and the policy's keys for Megatron."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's commands: which program runs, what DeepSpeed is pinned to, and which offloads do nothing."""
+"""OpenRLHF's commands: the program, the pinned DeepSpeed, and offloads without effect."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SkyRL's commands: words over closed dataclasses, the SFT trainer's own names, and what Megatron gets."""
+"""SkyRL's commands: words over closed dataclasses, the SFT trainer's own names, and Megatron's keys."""
 
 from pathlib import Path
 

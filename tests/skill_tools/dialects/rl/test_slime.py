@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""slime's commands: Megatron-LM's flags under its canonical names, its own options, and what it decides by itself."""
+"""slime's commands: Megatron-LM's flags under its canonical names, its own options, and its own decisions."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's command lines: Hydra's overrides over its own configurations, and what goes on to Megatron."""
+"""verl's command lines: Hydra's overrides over its own configurations, and the keys for Megatron."""
 
 from pathlib import Path
 

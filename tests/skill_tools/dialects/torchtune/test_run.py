@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torchtune configuration trains, as a plan sees it, and what a plan may change in it."""
+"""The run of a torchtune configuration, as a plan sees it, and a plan's changes in it."""
 
 import pytest
 

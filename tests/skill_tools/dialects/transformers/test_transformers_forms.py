@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forms of a Trainer's arguments, and what of each is known: recipes, options, keywords, the files they name."""
+"""The forms of a Trainer's arguments, and their known values: recipes, options, keywords, the files they name."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan takes from a Trainer's arguments: who shares the weights, what waits on the host, what is recomputed."""
+"""A plan's facts from a Trainer's arguments: sharded weights, offloaded tensors, recomputed layers."""
 
 import pytest
 
