@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements stay on the device, stream, and are updated on the CPU, as numbers of elements.
+"""The division of elements, as numbers: resident on the device, streamed, updated on the CPU.
 
-A share is a number of elements, exact to `ALIGNMENT_ELEMENTS`, because every element costs the same bytes. The
-parameters that the forward uses last are offloaded first: their gradients are final first in backward, and their new
-weights are needed last in the next forward, so their copies have the most time to hide. Of the offloaded elements, as
-many as can be prefetched before the update begins are streamed first. Then units alternate between the streamed and
-the CPU share, so that both keep the forward's pace. At most one unit is cut. Explained in
-docs/optimizer-offloading.md.
+A share is a number of elements, exact to `ALIGNMENT_ELEMENTS`, because every element costs the same bytes. The last
+parameters of the forward are offloaded first: their gradients are final first in backward, and their new weights are
+needed last in the next forward, so their copies have the most time to hide. Of the offloaded elements, as many as can
+be prefetched before the update begins are streamed first. Then units alternate between the streamed and the CPU share,
+so that both keep the forward's pace. At most one unit is cut. Explained in docs/optimizer-offloading.md.
 """
 
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ def offload_last(parts: Sequence[Part], wanted: int) -> None:
 
 
 class PartOfUnits(Part, Protocol):
-    """A part of units that nothing cuts."""
+    """A part of uncut units."""
 
     @property
     def unit(self) -> int:

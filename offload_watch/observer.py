@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observes a training process from inside: three moments of a step, and whose the bytes are then.
+"""Observes a training process from inside: three moments of a step, and the owners of its bytes then.
 
 The moments are the loss (`backward()` is called), the step (`optimizer.step()` begins) and the step's end. Torch's own
-running peak, which nobody here resets, tells in which phase between two moments it has risen. Counting takes at most
-1 % of the run's time. A fault of the observer ends the observation and never the program.
+running peak is never reset here; it tells the phase, between two moments, of its rise. Counting takes at most 1 % of
+the run's time. A fault of the observer ends the observation and never the program.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Observer:
         self._is_counting = False  # in this step
         self._is_over = False
         self._peak_bytes = 0
-        self._foreign_bytes = 0  # the most that owners held of memory that no allocator here counts
+        self._foreign_bytes = 0  # the owners' peak of memory that no allocator here counts
         self._undo: list[Callable[[], None]] = []
         self._ledger: Any = None
         self.seen: dict[str, Any] = {"steps": 0, "step_s": None, "now": None, "peak": None, "problem": None}
 
     def start(self) -> None:
-        """Begin: with hooks of all optimizers and of `backward()`, and a ledger where no GPU counts bytes."""
+        """Begin: with hooks of all optimizers and of `backward()`, and a ledger without a GPU."""
         from torch.optim import optimizer as optimizers
 
         before = optimizers.register_optimizer_step_pre_hook(lambda each, *_: self._safely(self._step, each))

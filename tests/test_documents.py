@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 from skill_tools import __version__
 from skill_tools.__main__ import main
 from skill_tools.bundle import root
+from skill_tools.commands.lint_settings import nearest_settings
 from skill_tools.reports.checkout import pages_with_blocks
 
 ROOT = root()
@@ -63,6 +65,20 @@ def test_a_shell_line_of_a_page_works(
     for name, source in READERS_FILES.items():
         shutil.copy(ROOT / source, name)
     assert main(words) in {0, 1}, f"{page}: {shlex.join(words)}"
+
+
+def test_settings_of_a_page_are_read(tmp_path: Path) -> None:
+    ((page, text),) = fences("toml")
+    assert page == "docs/linting.md"
+    (tmp_path / "offload.toml").write_text(text, encoding="utf-8")
+    assert len(nearest_settings(str(tmp_path), {}).selection.per_file) == 2
+
+
+def test_yaml_of_a_page_has_its_lines() -> None:
+    """A rewrapped block is no YAML, or a text."""
+    blocks = fences("yaml")
+    assert len(blocks) > 3
+    assert all(isinstance(yaml.safe_load(text), dict | list) for _, text in blocks)
 
 
 @pytest.mark.parametrize(("page", "snippet"), fences("python"), ids=lambda value: str(value)[:40])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward pass and its backward: the saved storages, how they come back, and which are prefetched.
+"""One forward pass and its backward: the saved storages, their way back, and their prefetch.
 
 A storage is offloaded once, however many tensors view it. Its memory belongs to the tokens that autograd holds: when
 the last token of a storage is freed, with or without a backward, its host block and its device buffer are returned.
@@ -27,16 +27,16 @@ from reference_impl.memory.in_flight import InFlight
 from reference_impl.memory.tiers import StoredBytes
 
 _REMEMBERED_ORDERS = 64
-# How many storages beyond the prefetched ones a slow tier may start to read.
+# The storages beyond the prefetched ones that a slow tier may start to read.
 _PREPARED_AHEAD = 4
 
 
 class Source(Protocol):
-    """Where a storage's bytes come from when they are needed again."""
+    """The source of a storage's bytes in backward."""
 
     @property
     def may_come_early(self) -> bool:
-        """Whether bringing them back ahead of their use saves time."""
+        """Whether prefetching them saves time."""
 
     def bring(self) -> tuple[torch.Tensor, Event]:
         """Return flat uint8 memory of the live current stream, and the event after which it holds the bytes."""
@@ -55,7 +55,7 @@ class Replay(Source, Protocol):
         """Return the result in new memory of the live current stream."""
 
     def sources(self) -> set[int]:
-        """Return the numbers of the saved storages that it reads."""
+        """Return the numbers of the saved storages read by it."""
 
     def seconds(self) -> float:
         """Return how long its operations took when they were timed; waits for their end."""

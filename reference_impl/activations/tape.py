@@ -244,7 +244,7 @@ class Recipe:
                 self.operations += restorable.recipe.operations
 
     def sources(self) -> set[int]:
-        """Return the numbers of the saved storages that it reads."""
+        """Return the numbers of the saved storages read by it."""
         found: set[int] = set()
         for restorable in self._inputs.values():
             if isinstance(restorable, _RecipeView):

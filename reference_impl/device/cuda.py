@@ -17,10 +17,10 @@ import torch
 
 from reference_impl.device.base import REACHED, Device, Event, EventGroup, Mark, together
 
-# Where a user says how torch's allocator is to work.
+# The user's settings of torch's allocator.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _GROWING = "expandable_segments"
-# With these a long block is not cut into such as are asked for, or blocks are longer than asked.
+# With these, long blocks are not cut to the requested sizes, or blocks are longer than requested.
 _CUTTING = ("max_split_size_mb", "roundup_power2_divisions")
 # The allocator compares the requested bytes with its limit, and then lets a segment grow by whole pages.
 _PAGE_BYTES = 20 * 2**20
@@ -28,8 +28,8 @@ _PAGE_BYTES = 20 * 2**20
 _BLOCK_BYTES = 512
 # A latency-sensitive copy out waits 1.2 ms at most.
 _TURN_OUT_BYTES = 64 * 2**20
-# Another copy in waits 1.2 ms at most where that happens once a step, and 0.3 ms where it does all the time; longer
-# where several GPUs share the link.
+# Another copy in waits 1.2 ms at most if that happens once a step, and 0.3 ms if it happens all the time; longer if
+# several GPUs share the link.
 _PART_IN_BYTES, _SMALL_PART_IN_BYTES = 32 * 2**20, 8 * 2**20
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The groups that FSDP2 gathers: from which memory, on which stream, and which are gathered already.
+"""The groups that FSDP2 gathers: their memory, their stream, and their state.
 
 FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
-asynchronously needs that stream, and whoever keeps shards elsewhere has to hand them over there; torch has no public
+asynchronously needs that stream. Code that keeps shards elsewhere has to hand them over there. torch has no public
 names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
-`missing_shard_name` say which one a release of torch does not have. All are the same in torch 2.11, 2.12 and 2.13,
-except that a state has either one group or several.
+`missing_shard_name` name the one that a release of torch lacks. All are the same in torch 2.11, 2.12 and 2.13, except
+that a state has either one group or several.
 
 Explained in docs/distributed.md.
 """
@@ -41,9 +41,9 @@ Read = Callable[[], torch.Tensor]
 
 
 class GatheredGroup:
-    """Modules whose parameters FSDP2 gathers together: one, or those that `fully_shard` was given as a list.
+    """Modules whose parameters FSDP2 gathers together: one, or a list given to `fully_shard`.
 
-    `is_outermost` says that no sharded module is above them.
+    `is_outermost`: no sharded module is above them.
     """
 
     def __init__(self, state: Any, modules: list[nn.Module], *, is_outermost: bool) -> None:
@@ -53,7 +53,7 @@ class GatheredGroup:
 
     @property
     def params(self) -> tuple[torch.Tensor, ...]:
-        """The sharded parameters (DTensors) of these modules, without those of modules that are sharded on their own.
+        """The sharded parameters (DTensors) of these modules, without those of separately sharded modules.
 
         Modules show them as long as nothing is gathered.
         """

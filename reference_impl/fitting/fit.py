@@ -47,14 +47,14 @@ _LOG = logging.getLogger(__name__)
 
 # The share of the host's memory for a plan; the data loader, torch and the kernel allocate from the rest.
 _HOST_SHARE = 0.9
-# The most, by the parameters that it counts, with which a plan is worth a trial.
+# The largest error of the formula's parameter count with which a plan is worth a trial.
 _MOST_FORMULA_ERROR = 0.5
 
 
 class Fitted(Shown, ClosedAtExit):
-    """A model under the plan that was settled on; a context manager.
+    """A model under the settled plan; a context manager.
 
-    `optimizer` is the one to step, and `loss(model, batch)` the loss that it was fitted for: of several, the fastest.
+    `optimizer` is the one to step, and `loss(model, batch)` the fitted loss: of several, the fastest.
     `gathered()` does the same as `AppliedPlan.gathered()`. `plan` is the document of `schema/plan.schema.json`, with
     the measurements under `fitted`; `apply_plan` takes it. `summary` is one line.
     """

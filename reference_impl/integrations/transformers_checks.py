@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a Transformers trainer's arguments exclude offloading, and which ones the optimizer takes over.
+"""A Transformers trainer's arguments that exclude offloading, and those that the optimizer takes over.
 
 Every refusal names both sides and gives advice, before training starts. Explained in docs/trainers.md.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 _LOG = logging.getLogger(__name__)
-# Package → the releases that the tests have tried: from, and below.
+# Package → the tested releases: from, and below.
 _RELEASES = {"transformers": (5, 6), "trl": (1, 2)}
-# The arguments of torch's AdamW that choose a kernel, and no formula.
+# Arguments of torch's AdamW that choose a kernel, not a formula.
 _KERNEL = frozenset(("fused", "foreach", "capturable", "differentiable"))
 
 
@@ -52,10 +52,10 @@ def check_trainer(trainer: Trainer, wanted: Wanted) -> None:
 
 
 def optimizer_in(trainer: Trainer, options: Options) -> tuple[Any, dict[str, Any]]:
-    """Return the class of the optimizer that offloads in `trainer`, and its keywords, as a trainer takes them.
+    """Return the class of the offloading optimizer for `trainer`, and its keywords, as a trainer takes them.
 
-    Those are the trainer's hyper-parameters and `options`. For Muon it is a factory, which a trainer calls with the
-    model: Muon has the matrices, and AdamW, with the trainer's own hyper-parameters, all else.
+    Those are the trainer's hyper-parameters and `options`. For Muon it is a factory, called by the trainer with the
+    model: Muon gets the matrices, and AdamW, with the trainer's own hyper-parameters, all else.
     """
     made, muon = trainer.optimizer_cls_and_kwargs or (None, {})
     if made is not torch.optim.Muon:

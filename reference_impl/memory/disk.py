@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier: its own threads write bytes to a file for which pinned memory has no room.
+"""The disk tier: its own threads write bytes without room in pinned memory to a file.
 
-The file never has a name, so a process that is killed leaves nothing behind. Copies run through pinned staging
+The file never has a name, so a killed process leaves nothing behind. Copies run through pinned staging
 blocks: D2H, then a write; a read, then H2D. Writes never hold up training until the staging is full; reads are
-started ahead by `prepare`. A disk is slower than a link by a factor of ten or more, so only the part that pinned
-memory cannot hold is spilled.
+started ahead by `prepare`. A disk is slower than a link by a factor of ten or more, so only the excess over pinned
+memory is spilled.
 
 Explained in docs/activation-offloading.md.
 """
@@ -33,15 +33,15 @@ from reference_impl.memory.tiers import HostTier, ReleasedOnce, StoredBytes
 from reference_impl.memory.worker import Worker, is_done
 
 _STAGING_BYTES = 2 * 2**30
-# A disk that needs longer for one storage is gone.
+# A disk that needs longer for one storage counts as lost.
 _DEADLINE_S = 600.0
-# Where no write will free staging memory, another thread's backward may.
+# If no write will free staging memory, another thread's backward may.
 _OTHERS_TURN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpace:
-    """A directory, how much of its disk may be used, and how much pinned memory the copies may pass through."""
+    """A directory, a limit of its disk space, and the pinned staging memory of its copies."""
 
     path: str | Path
     limit_bytes: int

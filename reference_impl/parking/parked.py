@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`park`: training memory that can leave the device as a whole, and come back as it was.
+"""`park`: training memory leaves the device as a whole, and comes back unchanged.
 
 After an error, Ctrl-C or a lack of memory either everything is parked or nothing has moved (`transfer`), and `status`
 says which.
@@ -36,7 +36,7 @@ from reference_impl.parking.transfer import Transfer
 
 Status = Literal["present", "parked", "closed"]
 
-# Kept alive while their tensors have no memory: nobody else could bring that back.
+# Kept alive while their tensors have no memory: nothing else could bring it back.
 _parked: set[ParkedTraining] = set()
 _CAPTURED = "a CUDA graph has been captured of it, and knows its address as long as there are graphs"
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attention is divided among groups of heads: found by the operations of a call, and tried before it is relied on.
+"""The division of attention into groups of heads: found by the operations of a call, and tried before its use.
 
-The linear layers that make queries, keys and values are the last ones before attention's kernel: no other one before it
-computes with their results. Each group has some of their rows. The linear layers that take attention's output are
-the first ones behind it; each group has some of their columns, and their outputs add up. All else (norms of a head,
-projections to a latent, an adapter's first matrix) every group has whole.
+The linear layers of queries, keys and values are the last ones before attention's kernel: no other one before it
+computes with their results. Each group has some of their rows. The linear layers of attention's output are the first
+ones behind the kernel; each group has some of their columns, and their outputs add up. Every group has all else whole
+(norms of a head, projections to a latent, an adapter's first matrix).
 
 The division is tried with random weights on a few positions of a real call: the results of all groups must add up to
-that of the module. So a norm over all heads is found, a projection that is not one head after the other, and a number
-of heads that the module does not take from its weights.
+that of the module. This detects a norm over all heads, a projection with interleaved heads, and a fixed number of
+heads.
 
 Explained in docs/long-sequences.md.
 """
@@ -33,7 +33,7 @@ from reference_impl.sequences.gradients import Place, leaves_of, replaced, stand
 from reference_impl.sequences.position_wise import buffers_kept, rounding
 from reference_impl.sequences.positions import TENSOR, Leading
 
-# As many as a tile of tensor cores has rows.
+# The rows of a tensor core's tile.
 _TRIED = 64
 
 Call = Callable[[Sequence[Any]], Any]
@@ -41,9 +41,9 @@ Call = Callable[[Sequence[Any]], Any]
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter of which every group has its part along `dim`; with None the first group has it all.
+    """A parameter, divided among the groups along `dim`; with None the first group has it all.
 
-    `layer` is the name of its module in attention, which every attention of the same class and sizes has.
+    `layer` is the name of its module, common to every attention of the same class and sizes.
     """
 
     layer: str

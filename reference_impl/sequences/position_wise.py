@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.positions import Joined, Leading
 
-# As many as a tile of tensor cores has rows.
+# The rows of a tensor core's tile.
 _PROBED = 64
 # Its effect on others stands out where it outweighs them all.
 _TIMES_LARGER = 1024

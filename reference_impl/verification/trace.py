@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 class Held(NamedTuple):
-    """Storages that one operation made in modules of one name, whose numbers are `*`."""
+    """Storages of one operation in modules of one name, with `*` for their numbers."""
 
     module: str
     operation: str
@@ -51,19 +51,19 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """Memory and work of one step of a model beside its weights, its gradients' optimizer and the inputs, in bytes.
+    """Memory and work of one step of a model beside its weights, its optimizer and the inputs, in bytes.
 
-    `weights_bytes` are the bytes of the weights, `weights_allocated_bytes` those that CUDA's allocator takes for them.
-    `gradients_bytes` are those of the trained weights' gradients, if each has one; `without_gradients` of the elements
-    got none. `blocks_without_backward` stand before the first block that is trained. `layer_bytes` stay alive of each
-    block when its forward ends. `peaks` are the most bytes alive in each span: "forward and loss" ends where the last
-    block's backward begins, each block's backward is one span, and "end of backward" follows that of the first block.
-    Finished gradients count in `peaks`, and not in `peaks_without_gradients`, which holds where each gradient leaves as
-    it is finished, as under `HybridDeviceOptimizer`.
-    `flops` counts matrix products and attention, `moved_bytes` the reads and writes of all other kernels, `kernels`
-    both. `saved_by` are the bytes alive behind the loss, by the operation that made them. `alive_at_peak` are those of
-    the highest peak, the largest first, by the modules in whose forward they were made: "gradients" are the finished
-    ones, and "backward" made all others. `assumptions` lists the statements that were taken for granted.
+    `weights_bytes` are the bytes of the weights, `weights_allocated_bytes` CUDA's allocation for them.
+    `gradients_bytes` are those of the trained weights' gradients, if each has one; `without_gradients` counts elements
+    without one. `blocks_without_backward` stand before the first trained block. `layer_bytes` stay alive of each block
+    after its forward. `peaks` are the most bytes alive in each span: "forward and loss" ends where the last block's
+    backward begins, each block's backward is one span, and "end of backward" follows that of the first block. Finished
+    gradients count in `peaks`, and not in `peaks_without_gradients`, which holds where each gradient leaves as it is
+    finished, as under `HybridDeviceOptimizer`. `flops` counts matrix products and attention, `moved_bytes` the reads
+    and writes of all other kernels, `kernels` both. `saved_by` are the bytes alive behind the loss, by the operation
+    that made them. `alive_at_peak` are those of the highest peak, the largest first, by the modules in whose forward
+    they were made: "gradients" are the finished ones, and "backward" made all others. `assumptions` lists the
+    statements that were taken for granted.
     """
 
     weights_bytes: int

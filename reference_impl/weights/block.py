@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One block's weights: their bytes on the host, and a device storage that is filled and freed.
 
-All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them, and
-filling it allocates it again and copies from the host, so that the views that autograd saved for backward are valid
-whenever the block is loaded. Only an optimizer that holds the block's homes may change a weight, through views of its
-own (`at`), and copies it back to the host; a change to any other tensor is an error. Outside its block's forward and
-backward a weight that is still on the device is sealed: fused kernels, `.data` and storages write past autograd's
-version counter, so where a seal is broken the bytes are compared with the host's before their memory is freed.
+All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them.
+Filling it allocates it again and copies from the host: views that autograd saved for backward are valid whenever the
+block is loaded. Only an optimizer with the block's homes may change a weight, through views of its own (`at`), and
+copies it back to the host; a change to any other tensor is an error. Outside its block's forward and backward a weight
+still on the device is sealed. Fused kernels, `.data` and storages write past autograd's version counter, so behind a
+broken seal the bytes are compared with the host's before their memory is freed.
 
 Explained in docs/layer-streaming.md.
 """
@@ -40,9 +40,9 @@ _BROUGHT_BY_ITS_BLOCK = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a storage lies in its block's flat bytes, its copy on the host, and where it came from.
+    """A storage's offset in its block's flat bytes, its copy on the host, and its original device.
 
-    `is_from_host`: it was in memory that the CPU twin counts as the host's.
+    `is_from_host`: the CPU twin counts its original memory as the host's.
     """
 
     offset: int
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Watched:
-    """A tensor that must not change, as it was taken over."""
+    """The taken-over state of a tensor that must not change."""
 
     name: str
     tensor: torch.Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendered blocks of a Markdown file: where they stand, and the text that the card gives them.
+"""The rendered blocks of a Markdown file: their places, and their text from the card.
 
 `<!-- card:NAME -->` to `<!-- /card -->` holds one of the card's tables or recommended settings, `<!-- run: WORDS -->`
 to `<!-- /run -->` the real output of one command of the tool; WORDS may end in `| head -n N`. Everything outside
@@ -25,7 +25,7 @@ _RUN = re.compile(r"^<!-- run: (?P<words>[^\n]+) -->\n(?P<body>.*?)^<!-- /run --
 
 
 def fill(text: str, tables: Mapping[str, str], execute: Execute) -> str:
-    """Return `text` with each block's body replaced; raises `KeyError` where no table has the block's name.
+    """Return `text` with each block's body replaced; raises `KeyError` for a block without a table.
 
     `execute` takes a command's words, without the program's name, and returns its output.
     """
@@ -43,7 +43,7 @@ def fill(text: str, tables: Mapping[str, str], execute: Execute) -> str:
 
 
 def _printed(words: str, execute: Execute) -> str:
-    """Return the output of the command, cut where the words end in `| head -n N`."""
+    """Return the output of the command, cut by `| head -n N` at the end of its words."""
     command, cut, lines = words.partition(" | head -n ")
     printed = execute(shlex.split(command)).rstrip()
     return "\n".join(printed.splitlines()[: int(lines)]) if cut else printed

@@ -3,9 +3,9 @@
 
 PyYAML's own composer recurses, and its constructors forget where a value stood. This one builds nodes from
 the parser's event stream with an explicit stack: nesting cannot exhaust Python's stack. It counts the
-expansion of aliases, and refuses an alias bomb before unrolling it. It follows PyYAML's safe loader
-otherwise: merge keys, last duplicate wins, no tag is ever turned into an object. Frameworks load with one of
-several loaders. A text that some refuse is read all the same, and `Documents.refusals` names those loaders.
+expansion of aliases, and refuses an alias bomb before unrolling it. Otherwise it follows PyYAML's safe loader: merge
+keys, last duplicate wins, no tag ever makes an object. Frameworks load with one of several loaders. A text that some
+refuse is read all the same, and `Documents.refusals` names those loaders.
 """
 
 import re
@@ -38,8 +38,8 @@ MERGE_ORDER_CHANGED = (
 _LOADER = yaml.CLoader if yaml.__with_libyaml__ else yaml.Loader
 _EXPECTED = "a training configuration"
 _LONGEST_SHOWN = 40
-# Where the loader in Python and the one on libyaml part: a tab between tokens, a tag that names nothing, a question
-# mark in a text between brackets.
+# The Python loader and libyaml's differ here: a tab between tokens, a tag without a name, a question mark in a text
+# between brackets.
 _READ_IN_TWO_WAYS = re.compile(r"\t|(?<![^\s:,\[{-])!(?:\s|$)|[\[{,][^\]}\n#]{0,99}[^\s,\[{]\?")
 _COLLECTIONS = {
     "tag:yaml.org,2002:map": True, "tag:yaml.org,2002:set": True,

@@ -38,14 +38,14 @@ Code = Callable[[str], str]
 
 
 def lines(plan: Plan, *, code: Code) -> list[str]:
-    """Return the answer; `code` sets the lines that are to be copied."""
+    """Return the answer; `code` formats lines to copy."""
     best = plan.recommendation
     answer = _unfit(plan, code) if best is None else _fit(plan, best, code)
     return [headline(plan), *_unnamed_gpu(plan), *_assumed_host(plan), *_answers(plan), *answer]
 
 
 def headline(plan: Plan) -> str:
-    """Return the plan's subject: the model, the GPUs and how it is spread over them, the tokens of a micro-batch."""
+    """Return the plan's subject: the model, the GPUs and the parallelism, the tokens of a micro-batch."""
     run, layout = plan.run, plan.run.layout
     sizes = [("TP", layout.tensor), ("PP", layout.pipeline), ("CP", layout.context), ("EP", layout.expert)]
     spread = ", ".join([f"{name} {size}" for name, size in sizes if size > 1] or _sharing(plan))

@@ -35,7 +35,7 @@ def lint(
 ) -> LintResult:
     """Check `config` against `rules` (default: all known ones) and return the broken and the undecided ones.
 
-    With `about`, only rules that read one of these keys are asked, and no fault of form is looked for. `versions` maps
+    With `about`, only rules that read one of these keys are asked, and faults of form are left out. `versions` maps
     distribution names to the releases that the user states; they win over the config's own. A finding that depends on
     an unstated release is one step less severe and says so; it is only a note if today's releases are not affected. The
     same step if the fault is a key's default and an unseen recipe may set the key.

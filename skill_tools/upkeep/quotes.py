@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the citations of rules and messages again in a release: the file, the symbol in it, and the words.
 
-A citation is `path::Class.method` with a quote. Words are compared without line breaks and without the joints of texts
-that Python puts together; a part in braces may be anything.
+A citation is `path::Class.method` with a quote. Words are compared without line breaks and without the joints of
+adjacent strings in Python; a part in braces may be anything.
 """
 
 import ast
@@ -43,7 +43,7 @@ class Lost(NamedTuple):
 
 
 def cited(package: str, release: str) -> Iterator[Citation]:
-    """Yield the citations of `package` for `release`: of rules and messages whose range has it."""
+    """Yield the citations of `package` for `release`, of rules and messages for that release."""
     for rule in load_rules():
         is_of = _is_of(rule.versions, package, release) and _may_hold(rule.tree, package, release)
         if rule.evidence.tag in _CITED and is_of:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The candidates of a plain PyTorch loop: mechanisms of `reference_impl`, and the plan's section that it executes."""
+"""The candidates of a plain PyTorch loop: mechanisms of `reference_impl`, and their `execute` section of a plan."""
 
 from collections.abc import Iterator
 from itertools import islice, product
@@ -32,16 +32,16 @@ from skill_tools.dialects.run import (
     TrainingRun,
 )
 
-_RANKS = tuple(StreamedStates)  # from exact on, each rounds more than the one before
+_RANKS = tuple(StreamedStates)  # from exact on, each rounds more than its predecessor
 _OTHER_NUMERICS = frozenset(StreamedStates) - {StreamedStates.EXACT}
-# The forms that states of matrices have.
+# The forms of matrices' states.
 OF_MATRICES = (StreamedStates.EXACT, StreamedStates.PACKED)
 
-# Of a sequence. Each adds its gradients to sums; beside attention's own tensors larger tiles raise no peak.
+# Of a sequence. Each tile adds its gradients to sums; larger tiles raise no peak beside attention's own tensors.
 _MOST_TILES = 16
 _LEAST_GROUPS = 4
 
-# Names in `reference_impl`'s `Streaming` of forms that plans name otherwise.
+# Forms with another name in `reference_impl`'s `Streaming` than in plans.
 _FORMS = {StreamedStates.PACKED: "bf16-moments"}
 
 _Part = tuple[dict[str, object], str, tuple[str, ...]]
@@ -50,7 +50,7 @@ _NOTHING: _Part = ({}, "", ())
 
 def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield every combination of the reference implementation's mechanisms."""
-    # The states of adapters are few, and stay.
+    # The few states of adapters stay.
     states = tuple(_optimizers(run, advice)) if run.adapter is None else (_NOTHING,)
     weights = tuple(_weights(run)) if run.streams_frozen_layers else (_NOTHING,)
     for parts in product(tuple(_activations(run, advice)), states, weights):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of weights, gradients and optimizer state, on the GPU and on the host, by the engine that keeps them.
+"""Bytes of weights, gradients and optimizer state, on the GPU and on the host, by engine.
 
 Optimizer engines differ in the states that stay on the GPU. Megatron's HybridDeviceOptimizer moves the moments alone
-unless the precision-aware optimizer is on, and keeps an fp32 copy of gradients that come in bf16. The
-reference implementation moves all state and frees the gradients of the share that the CPU updates.
+unless the precision-aware optimizer is on, and keeps an fp32 copy of bf16 gradients. The
+reference implementation moves all state and frees the gradients of the CPU's share.
 Explained in docs/optimizer-offloading.md and docs/layer-streaming.md.
 """
 
@@ -26,14 +26,14 @@ from skill_tools.planning.accounts import Kind, Line, each
 from skill_tools.planning.model import fully_sharded, pinned_blocks, streamed_states, trained_layers
 from skill_tools.units import gib
 
-# Each thread that multiplies matrices has a workspace of its own: the user's in forward, autograd's in backward.
+# Each thread with matrix products has a workspace of its own: the user's in forward, autograd's in backward.
 CUBLAS_BYTES = 2 * (32 << 20)
 _PINNED_OF_SHARDS = frozenset({Kind.WEIGHTS, Kind.GRADIENTS, Kind.PINNED_ROUNDING, Kind.CPU_STATES})
 
 
 @lru_cache(maxsize=1024)
 def lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """Return GPU lines and host lines of one rank, once for all modes that are the same `of_states`."""
+    """Return GPU lines and host lines of one rank, once for all modes with equal `of_states`."""
     gpu, host = _lines(run, mode, local)
     return tuple(gpu), tuple(host)
 
