@@ -34,12 +34,15 @@ _BUILDS = (
 )
 
 
-# A program without a library does not start, whether or not anything was built.
+# A program does not start without a library, or with one of another release, whether or not anything was built here.
 _LOADER = re.compile(
     _PREFIX + r"(?P<error>.*\b(?:error while loading shared libraries|ImportError|OSError): "
-    r"lib[\w.+-]+: cannot open shared object file.*)",
+    r"(?:lib[\w.+-]+: cannot open shared object file|\S*\.so[\w.]*: undefined symbol: (?!curand)\w+).*)",
     re.MULTILINE,
 )
+
+
+_UNLOADED = ("cannot open shared object file", "undefined symbol: ")
 
 
 class BuildError(NamedTuple):
@@ -54,7 +57,7 @@ class BuildError(NamedTuple):
 def first_error(log: Log) -> BuildError | None:
     """Return the first error of a build, or of a loader that misses a library; None where nobody complained."""
     match = _ERRORS.search(log.text) if any(each in log.text for each in _BUILDS) else None
-    if match is None and "cannot open shared object file" in log.text:
+    if match is None and any(each in log.text for each in _UNLOADED):
         match = _LOADER.search(log.text)
     if match is None:
         return None

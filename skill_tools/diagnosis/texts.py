@@ -11,6 +11,7 @@ from functools import lru_cache
 HOLE = "{..}"
 REACH = 1200  # characters after the first piece in which the rest of a message has to follow
 _WORD = re.compile(r"\w{6,}")
+_NAME = re.compile(r"[A-Z]\w*Error")  # of an exception, alone
 _TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
 
 
@@ -30,6 +31,9 @@ def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
     for _ in range(_TRIES):
         if start < 0:
             return -1, -1
+        if _NAME.fullmatch(template) and text[start - 1 : start].isalnum():
+            start = text.find(template, start + 1)  # OutOfMemoryError is no MemoryError
+            continue
         end = start
         for piece in pieces:
             end = text.find(piece, end, start + REACH + len(template))
