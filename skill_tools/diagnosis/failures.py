@@ -46,7 +46,7 @@ _NATIVE = re.compile(
 _INTERESTING = re.compile(
     r"(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
-    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误)"
+    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z])"
 )
 _PROGRESS = re.compile(
     r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"

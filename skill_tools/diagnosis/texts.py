@@ -11,7 +11,7 @@ from functools import lru_cache
 HOLE = "{..}"
 REACH = 1200  # characters after the first piece in which the rest of a message has to follow
 _WORD = re.compile(r"\w{6,}")
-_NAME = re.compile(r"[A-Z]\w*Error")  # of an exception, alone
+_NAME = re.compile(r"[A-Z]\w*")  # one word, such as the name of an exception
 _TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
 
 
@@ -28,11 +28,12 @@ def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
     start = text.find(pieces[0], first) if pieces else -1
     if start < 0 or any(text.find(piece, start) < 0 for piece in pieces[1:]):
         return -1, -1  # else each place of a first piece that is everywhere would be looked at
+    is_word = _NAME.fullmatch(template) is not None
     for _ in range(_TRIES):
         if start < 0:
             return -1, -1
-        if _NAME.fullmatch(template) and text[start - 1 : start].isalnum():
-            start = text.find(template, start + 1)  # OutOfMemoryError is no MemoryError
+        if is_word and not _stands_alone(text, start, template):
+            start = text.find(template, start + 1)
             continue
         end = start
         for piece in pieces:
@@ -44,6 +45,12 @@ def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
             return start, end
         start = text.find(pieces[0], start + 1)
     return -1, -1
+
+
+def _stands_alone(text: str, start: int, word: str) -> bool:
+    """Return whether no letter stands beside `word`: OutOfMemoryError is no MemoryError."""
+    end = start + len(word)
+    return not any(map(str.isalnum, text[max(0, start - 1) : start] + text[end : end + 1]))
 
 
 @lru_cache(maxsize=4)

@@ -285,3 +285,19 @@ def test_of_two_texts_of_one_exception_the_longer_counts_though_the_other_begins
     conclusion = diagnose(log(raised)).conclusion
     assert conclusion is not None
     assert "NO_SHARD" in conclusion.cause
+
+
+@pytest.mark.parametrize(("line", "kind"), [("MemoryError", "host-memory"), ("Killed", "killed")])
+def test_one_word_is_found_where_it_stands_alone(line: str, kind: str) -> None:
+    def kinds(text: str) -> set[str]:
+        return {each.message.kind for each in messages.find(log(text), ended_by(text))}
+
+    assert kind in kinds(f"step 3\n{line}\n")
+    assert kind not in kinds(f"torch.OutOf{line}: 2 GiB\nPre{line} none\n")
+
+
+def test_an_exception_of_an_own_name_is_one_behind_its_frames() -> None:
+    text = 'Traceback (most recent call last):\n  File "/e/a.py", line 3, in f\ntorch._dynamo.exc.Unsupported: no\n'
+    found = ended_by(text)
+    assert found is not None
+    assert found.error == "torch._dynamo.exc.Unsupported"
