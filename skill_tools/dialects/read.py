@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from skill_tools.configs.config import Config, Place, Setting
+from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import Kind, Source, load, with_files
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects import not_read, registry
 from skill_tools.dialects.base import NONE, Dialect, Evidence
 from skill_tools.errors import OwnLoop, Unrecognised, UnusableInput
@@ -22,6 +24,7 @@ from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:
     from skill_tools.configs.shell.command import Argument
+    from skill_tools.configs.yaml_lines import Node
 
 _PLENTY = 15
 
@@ -34,16 +37,20 @@ class Reading(NamedTuple):
     """One configuration as it was recognised: its dialect, the inputs that make it up, and its proof.
 
     `proof` is empty if the user stated the dialect. `is_part`: the source is a part of a file of another kind (the
-    command in a task file), and nothing may be written back.
+    command in a task file), and nothing may be written back. `composed` is the configuration without overrides, where
+    the check of a stated dialect has composed it.
     """
 
     dialect: Dialect
     sources: tuple[Source, ...]
     proof: str = ""
     is_part: bool = False
+    composed: Config | None = None
 
     def compose(self, sources: Sequence[Source] = (), overrides: Sequence[str] = ()) -> Config:
         """Return the configuration, or that of `sources`: the same inputs with other texts."""
+        if self.composed is not None and not sources and not overrides:
+            return self.composed
         sources = sources or self.sources
         with with_files(_written(sources)):
             config = self.dialect.compose(sources, overrides)
@@ -115,7 +122,7 @@ def readings(
     recipes = found.dialect.recipes(source)
     if not recipes and framework is None:
         raise _unrecognised(sources)
-    return [found._replace(sources=(recipe,)) for recipe in recipes or sources]
+    return [found._replace(sources=(recipe,), composed=None) for recipe in recipes] or [found]
 
 
 def check_form(sources: Sequence[Source]) -> None:
@@ -129,9 +136,7 @@ def _whole(sources: Sequence[Source], overrides: Sequence[str], framework: str |
     if framework is None:
         dialect, evidence = recognised(sources, overrides)
         return Reading(dialect, tuple(sources), evidence.proof or "its keys")
-    dialect = registry.named(framework)
-    _check_stated(dialect, sources)
-    return Reading(dialect, tuple(sources))
+    return _checked(Reading(registry.named(framework), tuple(sources)))
 
 
 def _blocks(source: Source, framework: str | None) -> list[Reading]:
@@ -253,11 +258,12 @@ def _unread(config: Config, named: Sequence[Named]) -> tuple[Setting, ...]:
     return tuple(Setting(each.dialect.label, name, each.word, each.place) for name, each in unread.items())
 
 
-def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
-    """Raise `UnusableInput` if `sources` hold nothing of the stated framework, or a proof of another.
+def _checked(stated: Reading) -> Reading:
+    """Return the reading; raise `UnusableInput` if its inputs hold nothing of the stated dialect, or proof of another.
 
     A merely unclear dialect is the user's to state.
     """
+    dialect, sources = stated.dialect, stated.sources
     if sources and not dialect.has_files:
         raise UnusableInput(
             f"{dialect.label} has no configuration files, and {sources[0].name} is none of its own",
@@ -273,7 +279,7 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
         )
     found = _evidence(sources)
     if dialect.name in found or not found.keys().isdisjoint(_embedded_by(dialect.name)):
-        return
+        return stated
     others = {
         name: each
         for name, each in found.items()
@@ -287,13 +293,23 @@ def _check_stated(dialect: Dialect, sources: Sequence[Source]) -> None:
             expected=f"--framework {likely}, by its own words ({others[likely].proof})",
             attempt=f"--framework {likely}, or none",
         )
-    are_scripts = any(each.kind in (Kind.PYTHON, Kind.SHELL) and each.text.strip() for each in sources)
-    if (found or are_scripts) and not _is_read_by(dialect, sources):
+    if not found and not any(map(_says_something, sources)):
+        return stated
+    stated = stated._replace(composed=stated.compose())
+    if not _is_read_by(dialect, stated):
         raise UnusableInput(
             f"{names} holds nothing that {dialect.label} reads",
             expected=f"a configuration of {dialect.label}, which has {dialect.looks_for}",
             attempt="no --framework, to hear whose it is",
         )
+    return stated
+
+
+def _says_something(source: Source) -> bool:
+    """Return whether `source` has text, if a script, or else a key: a file without any leaves all at their defaults."""
+    if source.kind in (Kind.PYTHON, Kind.SHELL):
+        return bool(source.text.strip())
+    return any(isinstance(document.value, dict) and document.value for document in source.documents)
 
 
 def _is_kin(dialect: Dialect, name: str) -> bool:
@@ -302,15 +318,49 @@ def _is_kin(dialect: Dialect, name: str) -> bool:
     return isinstance(dialect, type(other)) or isinstance(other, type(dialect))
 
 
-def _is_read_by(dialect: Dialect, sources: Sequence[Source]) -> bool:
-    """Return whether the dialect's reader finds a word of its own in `sources`, be it one to complain of."""
-    config = dialect.compose(sources, ())
-    text = "".join(source.text for source in sources)
-    own = (each for each in config.settings.values() if not each.key.startswith("env."))
+def _is_read_by(dialect: Dialect, reading: Reading) -> bool:
+    """Return whether the dialect's reader finds a word of its own in the inputs, be it one to complain of."""
+    config = reading.compose()
+    text = "".join(source.text for source in reading.sources)
+    own = (
+        config.settings[key]
+        for key in config.settings.keys() & load_keys().keys()
+        if not key.startswith("env.")
+    )
     return bool(
         any(each.written.rpartition(".")[2] in text for each in own)
         or config.unknown or config.wrong_types or config.faults or config.unresolved or config.missing_files
+        or any(_has_name_of(dialect, source) for source in reading.sources)
     )  # fmt: skip
+
+
+def _has_name_of(dialect: Dialect, source: Source) -> bool:
+    """Return whether a key of a YAML, JSON or TOML, or the end of its path, is a name that the framework accepts."""
+    if source.kind in (Kind.PYTHON, Kind.SHELL):
+        return False
+    known = {_as_key(name) for name in load_vocabulary(dialect.name).names}
+    return any(
+        ".".join(path[first:]) in known
+        for document in source.documents
+        for path in _paths(document)
+        for first in range(len(path))
+    )
+
+
+def _as_key(name: str) -> str:
+    """Return a name as a file has it, which for an option is without dashes: `--a-b` of a program is `a_b`."""
+    *_, option = name.split(" ")
+    return option.removeprefix("--").replace("-", "_") if option.startswith("--") else option
+
+
+def _paths(node: "Node", above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of each key below `node`; lists have no part in it."""
+    for key, child in node.value.items() if isinstance(node.value, dict) else ():
+        path = (*above, str(key))
+        yield path
+        yield from _paths(child, path)
+    for child in node.value if isinstance(node.value, list) else ():
+        yield from _paths(child, above)
 
 
 def _evidence(sources: Sequence[Source]) -> dict[str, Evidence]:

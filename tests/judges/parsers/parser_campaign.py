@@ -51,7 +51,10 @@ SEED_OF_RECORD, RECORDED_INPUTS = 52, 40
 
 
 class Parser(NamedTuple):
-    """One parser: who answers for it, its questions, and our reader; `releases` maps each to its folders."""
+    """One parser: who answers for it, its questions, and our reader; `releases` maps each to its folders.
+
+    `installed` is the package that `python` has to have in the release that is asked, where no folder holds it.
+    """
 
     witness: str
     releases: dict[str, tuple[str, ...]]
@@ -60,6 +63,7 @@ class Parser(NamedTuple):
     ours: Callable[[dict[str, Any], str], Any]
     agrees: Callable[[Answer, Answer], bool] = agree
     python: str = sys.executable
+    installed: str = ""
 
 
 _OMEGACONF = ("PyYAML-6.0.3", "antlr4-python3-runtime-4.9.3")
@@ -107,6 +111,7 @@ PARSERS = {
         trl_commands.ours,
         trl_commands.agree,
         _TRAINERS,
+        "trl",
     ),
     "hf": Parser(
         "hf",
@@ -116,6 +121,7 @@ PARSERS = {
         hf_commands.ours,
         hf_arguments.agree,
         _TRAINERS,
+        "transformers",
     ),
     "lightning": Parser(
         "lightning",
@@ -125,6 +131,7 @@ PARSERS = {
         lightning_scripts.ours,
         lightning_scripts.agree,
         _TRAINERS,
+        "lightning",
     ),
     "llama-factory": Parser(
         "llama_factory",
@@ -248,6 +255,19 @@ PARSERS = {
         axolotl_commands.agree,
     ),
 }
+
+
+def missing(parser: Parser, release: str) -> str:
+    """Return why a release of the parser cannot be asked here; nothing where it can."""
+    if not all((FOLDER / each).is_dir() for each in parser.releases[release]):
+        return "make test-parsers has not fetched it"
+    if not Path(parser.python).is_file():
+        return f"{parser.python} is not there"
+    if not parser.installed:
+        return ""
+    ask = f"import importlib.metadata as m; print(m.version({parser.installed!r}))"
+    done = subprocess.run([parser.python, "-c", ask], capture_output=True, text=True, check=False)
+    return "" if done.stdout.strip() == release else f"{parser.python} lacks {parser.installed} {release}"
 
 
 def answered(parser: Parser, question: dict[str, Any], release: str) -> Answer:

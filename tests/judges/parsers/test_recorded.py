@@ -7,6 +7,7 @@ that new inputs are asked of the parsers that are here: Python's and the install
 """
 
 import json
+import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from parser_campaign import FOLDER, PARSERS, RECORDED, answered, asked, questions_of
+from parser_campaign import PARSERS, RECORDED, answered, asked, missing, questions_of
 
 _ANSWERS: dict[str, dict[str, list[Any]]] = json.loads(RECORDED.read_text(encoding="utf-8"))
 
@@ -45,13 +46,6 @@ def test_the_record_holds_accepted_and_refused_inputs(name: str) -> None:
     assert kinds == {"value", "raised"}
 
 
-def _is_here(name: str, release: str) -> bool:
-    """Return whether a parser can be asked: fetched, with its interpreter, or installed beside the tests."""
-    parser = PARSERS[name]
-    folders = [FOLDER / each for each in parser.releases[release]]
-    return all(each.is_dir() for each in folders) and Path(parser.python).is_file()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "release"), [(name, release) for name, each in PARSERS.items() for release in each.releases]
@@ -60,8 +54,8 @@ def test_our_reader_answers_new_inputs_as_the_parser_does(name: str, release: st
     parser = PARSERS[name]
     if name == "yaml" and release == version("pyyaml"):
         parser = parser._replace(releases={release: ()})
-    elif not _is_here(name, release):
-        pytest.skip("make test-parsers has not fetched it")
+    elif why := missing(parser, release):
+        pytest.skip(why)
     questions = questions_of(parser, seed=9, inputs=300)[len(parser.table) :]
     different = [
         (question, real, ours)
@@ -69,3 +63,10 @@ def test_our_reader_answers_new_inputs_as_the_parser_does(name: str, release: st
         if not parser.agrees(real, ours := answered(parser, question, release))
     ]
     assert not different
+
+
+def test_a_parser_whose_package_is_not_installed_is_missing_by_name() -> None:
+    trl = PARSERS["trl"]._replace(python=sys.executable, installed="no-such-package")
+    assert re.search("lacks no-such-package 1.16.0", missing(trl, "1.16.0"))
+    yaml = PARSERS["yaml"]._replace(releases={version("pyyaml"): ()}, installed="pyyaml")
+    assert not missing(yaml, version("pyyaml"))

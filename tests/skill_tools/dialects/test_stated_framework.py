@@ -73,3 +73,46 @@ def test_a_fork_s_options_may_be_stated_to_be_its_own() -> None:
         assert read_sources([Source("run.sh", MEGATRON_LM)], framework=framework).settings
     launched = "accelerate launch my_trainer.py --gradient_checkpointing --blocks_to_swap 8\n"
     assert read_sources([Source("run.sh", launched)], framework="sd-scripts").settings
+
+
+@pytest.mark.parametrize("dialect", [each.name for each in registry.with_files()])
+@pytest.mark.parametrize(
+    ("filename", "text"), [("x.yaml", "greeting: 1\nnest: {y: 2}\n"), ("x.json", '{"greeting": 1}')]
+)
+def test_a_file_of_nobody_is_refused_or_its_keys_are_told_to_be_unknown(
+    dialect: str, filename: str, text: str
+) -> None:
+    try:
+        config = read_sources([Source(filename, text)], framework=dialect)
+    except UnusableInput:
+        return
+    assert config.unknown, "no findings: it would be in order"
+
+
+@pytest.mark.parametrize(
+    ("framework", "text"),
+    [
+        ("transformers", "learning_rate: 1.0e-5\n"),  # accepted, though no rule asks for it
+        ("musubi-tuner", "blocks_to_swap = 8\n"),
+        ("nemo-rl", "policy: {model_name: a/b}\n"),
+        ("torchtune", "fsdp_cpu_offload: true\n"),
+        ("deepspeed", "{}"),  # all at its default
+    ],
+)
+def test_one_name_of_the_stated_framework_is_enough(framework: str, text: str) -> None:
+    filename = "x.json" if text == "{}" else "x.toml" if " = " in text else "x.yaml"
+    assert read_sources([Source(filename, text)], framework=framework).framework == framework
+
+
+def test_a_file_without_proof_is_composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dialect = registry.named("transformers")
+    composed: list[object] = []
+    compose = type(dialect).compose
+
+    def counting(self: object, sources: object, overrides: object) -> object:
+        composed.append(sources)
+        return compose(self, sources, overrides)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(dialect), "compose", counting)
+    read_sources([Source("x.yaml", "learning_rate: 1.0e-5\n")], framework="transformers")
+    assert len(composed) == 1
