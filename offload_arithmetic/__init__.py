@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic of offloading, written once: `reference_impl` offloads by it, and `skill_tools` plans with it.
 
-- sizes: lengths of buffers and chunks, and shares of a budget, which are defaults there and facts here
+- sizes: lengths of buffers and chunks, and shares of a budget: defaults of `reference_impl`, facts for plans
 - states: bytes of an element's states, by their form
 - update_time: the seconds of an update, and the split that needs the fewest
-- division: which elements of which parameters stay, stream, and are updated on the CPU
+- division: the elements of each parameter that stay, stream, or are updated on the CPU
 
 Plain numbers alone: it imports neither package, nothing beyond the standard library, and no torch.
 """

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved activations that are held on the host between forward and backward.
+"""Saved activations on the host between forward and backward.
 
-- saved tensor: one that autograd keeps of a forward for backward; the engine's hooks hand it a token instead.
-- token: the object that autograd holds in place of a saved tensor: a kept tensor with its version, or a geometry over a
-saved
-  storage that was moved.
-- extent: the bytes of a storage that move for a saved tensor; geometry: how a tensor looks at them.
-- source: how a saved storage comes back: copied from a tier, or computed again by a recipe.
-- run: one forward of the model and the backward that answers it, with its saved storages in order.
+- saved tensor: a tensor that autograd keeps for backward; the engine's hooks give autograd a token instead.
+- token: autograd's object in place of a saved tensor: a kept tensor with its version, or a geometry over a moved
+  storage.
+- extent: the bytes of a storage that move for a saved tensor; geometry: a tensor's view of them.
+- source: a saved storage's way back: copied from a tier, or computed again by a recipe.
+- run: one forward of the model and its backward, with the saved storages in order.
 - round: one pass of backward over a run; a retained graph has several.
 - policy: decides whether a storage is kept, offloaded or recomputed.
 - headroom: device bytes that are free below a step's peak, for copies in flight and for prefetch.

@@ -12,7 +12,7 @@
 - ledger: counts live and peak bytes of the device and host tiers.
 - region: a few lines that no signal may interrupt; signal handlers run at its end.
 - live, reserved: bytes that are handed out, and bytes of all slabs.
-- home: the host memory of a trained weight that is on the device only while it is used (`weight_home`).
+- home: the host memory of a trained weight that is on the device only during its use (`weight_home`).
 
 Explained in docs/activation-offloading.md and docs/optimizer-state-offloading.md.
 """

@@ -14,7 +14,7 @@ steps with a `placement`, `gradients/` and `shares`. Below these are the shares 
 - forward wait: a pre-hook that makes a module's forward wait for the weights that this module owns.
 - new weights: values on the device that the parameter does not hold yet; publishing writes them to it.
 - parameter state: a view of one parameter's step, moments and master, which `optimizer.state` maps.
-- clip decision: by how much a step scales its gradients, and whether it is skipped.
+- clip decision: the scale of a step's gradients, and whether the step is skipped.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -5,8 +5,8 @@ A reinforcement-learning trainer that generates, an evaluation or a weight sync 
 trainer's weights, gradients and optimizer states are in the way. `park` moves the bytes of their storages to one pinned
 slab at the speed of the link and frees the storages under the tensors, which stay the same objects.
 
-- storage: memory that tensors share; each one is moved once, whatever views of it there are.
-- kind: `weights` (parameters and buffers), `gradients`, `states` (of optimizers), `extra` (whatever else is given).
+- storage: memory that tensors share; each one is moved once, with all its views.
+- kind: `weights` (parameters and buffers), `gradients`, `states` (of optimizers), `extra` (other given tensors).
 
 It moves nothing while training runs. Explained in docs/parking.md.
 """

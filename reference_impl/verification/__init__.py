@@ -7,7 +7,7 @@
 - attach: puts a mechanism on a model for one run, and detaches it afterwards.
 - fixed order: kernels that add in the same order each time, so that two runs can be compared bitwise.
 - plan: the JSON document of `offload plan`; `apply_plan` executes it, `verify_plan` measures whether it was right.
-- probe: measures this machine's rates, from which plans are made.
+- probe: measures this machine's rates for plans.
 
 Explained in docs/choosing.md and docs/measured.md.
 """

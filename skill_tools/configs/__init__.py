@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers: YAML, JSON, launch scripts and Python recipes become keys and values, each with its file, line and column.
 
-Its dialect decides which files a framework reads and in which order; docs/design.md follows one value through the
+A dialect decides the files that its framework reads, and their order; docs/design.md follows one value through the
 readers.
 
 - source: one input: its text and the language of the text; it is parsed once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object a framework: how its files look and compose, how a run is planned, how a change is written.
+"""One object a framework: the form and composition of its files, its plans, and its changes.
 
 Nothing outside this folder and the data in `knowledge/` names a framework; other code asks `registry` for the object.
 Explained in docs/design.md; CONTRIBUTING.md says how to add a framework.
@@ -11,5 +11,5 @@ Explained in docs/design.md; CONTRIBUTING.md says how to add a framework.
 - mode: the tensors that a run moves off the GPU, and the recomputed ones
 - candidate: one way to fit: a mode, and the settings that switch it on in the framework's own keys
 - patch: the change that a plan proposes, as the user would write it
-- advice: a planner's knowledge of the machine, for a dialect whose candidates depend on it
+- advice: a planner's knowledge of the machine, for dialects with candidates that depend on it
 """

@@ -6,11 +6,11 @@ lint or the plan itself. `rules/index.py` writes it. A framework that is not our
 `add` registers. Nothing here interprets a fact.
 
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
-- vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), so that a misspelt one is seen
+- vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), to detect misspelt ones
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
-- index: all of it as JSON, a file a section; rules have a file for each group of frameworks that they are about, as a
-  lint reads those of one framework (`index/rules/axolotl.json`); small ones share some. The rules' examples,
-  which no lint needs, are in `examples.json`
+- index: all of it as JSON, a file a section. A lint reads the rules of one framework, so rules have a file for each
+  group of frameworks (`index/rules/axolotl.json`); small ones share some. The rules' examples, which no lint needs,
+  are in `examples.json`
 """
 
 import json

@@ -7,7 +7,8 @@
 - finding: one rule that a configuration breaks, with its place; undecided: one that an unknown value leaves open
 - lint result: the findings of one configuration in a stable order, and the rules that stayed undecided
 - fix: a change that removes a finding; safe, unsafe (may change a run's results) or manual (a choice, never made
-  here) - remedy: a finding's fix as it is shown, with the findings that it would lead to
-- suppression: a comment with a reason, which takes a finding away
-- standing: how a rule's releases compare with the user's
+  here)
+- remedy: a finding's fix as it is shown, with the findings caused by it
+- suppression: a comment with a reason, which removes a finding
+- standing: the comparison of a rule's releases with the user's
 """

@@ -3,7 +3,7 @@
 
 - release: the Python and YAML files of a wheel, a source archive, a folder, or an installed release (`release_files`)
 - summary: fields, flags, messages, log texts and private names of a release, with their defaults (`summary`)
-- change: a name that one release has and another, or the knowledge, has not (`difference`)
+- change: a name of one release that another, or the knowledge, lacks (`difference`)
 - quote: the words that a rule's evidence cites from a file of the release (`quotes`)
 - report: all of it for one release, as `offload knowledge diff` prints it (`report`)
 """
