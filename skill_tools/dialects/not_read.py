@@ -60,6 +60,13 @@ KNOWN = (
         attempt=f"{COMMAND} lint on the YAML that it names",
     ),
     Known(
+        "mcore_adapter",
+        (),
+        "",
+        options=("--use_mca", "--tensor_model_parallel_size", "--use_distributed_optimizer"),
+        inside="run_train.py",
+    ),
+    Known(
         "Oumi",
         ("oumi",),
         r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",

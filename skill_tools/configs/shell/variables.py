@@ -5,6 +5,7 @@ A value is a list of fields, a field a list of pieces; each piece keeps its plac
 leads to the line that put the flag into it. An unknown part stays as its own text, marked as not resolved.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,6 +19,7 @@ MAX_DEPTH = 20
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+_TILDE = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=/)")
 _BLANKS = re.compile(r"\s+|\S+")
 _BETWEEN_COMMANDS = frozenset({";", "&", "&&", "|", "||"})
 _AROUND = re.compile(r"[`\"';]|\$\(|\)")
@@ -227,7 +229,7 @@ class Variables:
         fields: list[Field] = []
         current: Field | None = None
         vanishes = False
-        for part in word.parts:
+        for part in self._with_home(word):
             if part.kind in (VARIABLE, QUOTED_VARIABLE):
                 values = self._parameter(part, depth)
                 vanishes = vanishes or (not values and part.text.endswith(("@", "@]")))
@@ -248,6 +250,18 @@ class Variables:
         if current is None or (vanishes and not any(piece.text for piece in current)):
             return fields
         return [*fields, current]
+
+    def _with_home(self, word: Word) -> list[Part]:
+        """Return the parts of `word` with the home folder in place of a tilde before a slash, as bash has it.
+
+        It begins the word, or the value of `name=~/value`, and stands unquoted.
+        """
+        first = word.parts[0] if word.parts else None
+        tilde = _TILDE.match(first.text) if first is not None and first.kind == TEXT else None
+        if first is None or tilde is None:
+            return word.parts
+        home = "".join(piece.text for piece in self._values.get("HOME", [[]])[0]) or os.path.expanduser("~")
+        return [first._replace(text=f"{tilde[1]}{home}{first.text[tilde.end() :]}"), *word.parts[1:]]
 
     def _joined(self, word: Word, depth: int = 0) -> Field:
         quoted = [

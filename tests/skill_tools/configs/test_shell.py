@@ -99,6 +99,16 @@ def test_words(script: str, expected: list[str]) -> None:
     assert words(script) == expected
 
 
+def test_a_tilde_is_the_home_folder_where_bash_has_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "x=~/a; y='p ~/q'\ntrain $x \"~/b\" ~/c --k=~/d data_dir=~/e a.b=~/f ~\"/g\" $y ${Z:-~/z} '~/i' \\~/j"
+    )
+    as_bash_prints_them = "/h/a ~/b /h/c --k=~/d data_dir=/h/e a.b=~/f ~/g p ~/q /h/z ~/i ~/j"
+    monkeypatch.setenv("HOME", "/h")
+    assert words(script)[1:] == as_bash_prints_them.split()
+    assert words(f"HOME=/other\n{script}")[1:3] == ["/other/a", "~/b"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

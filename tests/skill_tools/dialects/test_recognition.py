@@ -371,6 +371,10 @@ NOT_READ = {
         "nanotron's",
     ),
     "roll.sh": ("python examples/start_rlvr_pipeline.py --config_path a --config_name b\n", "ROLL's"),
+    "mcore.sh": (
+        "torchrun run_train.py --stage=sft --finetuning_type=full --use_mca --tensor_model_parallel_size 2\n",
+        "mcore_adapter's",
+    ),
     "oumi.sh": ("oumi distributed torchrun -m oumi train -c a.yaml\n", "Oumi's"),
     "automodel.sh": ("automodel examples/llm_finetune/a.yaml --nproc-per-node 8\n", "AutoModel's"),
     "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
