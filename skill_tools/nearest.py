@@ -35,7 +35,7 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
 
 
 def _beginning_with(word: str, known: Iterable[str]) -> list[str]:
-    """Return up to three of the `known` names of which a part begins with `word`, the shortest first."""
+    """Return up to three of the `known` names with a part that begins with `word`, the shortest first."""
     if len(word) < _FEWEST_CHARACTERS:
         return []
     begun = re.compile(rf"(?:^|[-_.]){re.escape(word)}", re.IGNORECASE)

@@ -155,7 +155,8 @@ def _json(path: str) -> Any:
 
 
 def _log(args: argparse.Namespace) -> Log:
-    """Read the log; raises `UnusableInput` without one, for one that changed places with a FILE, and for a binary."""
+    """Read the log; raises `UnusableInput` without one, for a log and a FILE in each other's place, and for a
+    binary."""
     if args.log is None:
         raise UnusableInput(
             "no log is given",
@@ -184,7 +185,7 @@ def _log(args: argparse.Namespace) -> Log:
 
 
 def _framework_of(path: str) -> str | None:
-    """Return the framework of which the file in the log's place is a configuration; a log of JSON lines is of none."""
+    """Return the framework if the file in the log's place is a configuration; a log of JSON lines is none."""
     from skill_tools.dialects.read import read
 
     try:
@@ -225,7 +226,7 @@ class _Read(NamedTuple):
 
 
 def _texts(paths: Sequence[str]) -> dict[str, str]:
-    """Return the beginnings of files by their paths: a launcher's options say who takes memory, whoever reads them."""
+    """Return the beginnings of files by their paths: a launcher's options show the owners of memory."""
     texts = {}
     for path in paths:
         if Path(path).is_file():

@@ -81,7 +81,7 @@ def that_matter(found: Mapping[str, Stated], config: Config) -> dict[str, Stated
 def newest_known(dialects: frozenset[str], about: frozenset[str]) -> dict[str, str]:
     """Return how far the rules about each of `dialects` go: its distribution's newest release that they know.
 
-    A dialect's distribution is the one that most of its rules ask for. `about` are the dialects whose rules are loaded.
+    A dialect's distribution is the one of most of its rules. `about` are the dialects whose rules are loaded.
     """
     known = _known()
     asked: dict[str, Counter[str]] = {dialect: Counter() for dialect in sorted(dialects)}
@@ -124,7 +124,7 @@ def _warn_of_later(name: str, version: str) -> None:
 def _known() -> Mapping[str, tuple[str, ...]]:
     """Return the releases that the rules know of each distribution, oldest first.
 
-    A development branch has none, nor has one that only `diagnose` knows faults of.
+    A development branch has none, nor has a distribution with faults known only to `diagnose`.
     """
     facts = knowledge.index()["releases"]
     of_faults = (

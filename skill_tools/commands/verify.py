@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_device(name: str | None) -> Any:
-    """Return the device called `name`, or the default; raises `UnusableInput` for one that is not there."""
+    """Return the device called `name`, or the default; raises `UnusableInput` for a missing one."""
     try:
         return reference("reference_impl.device").Device.available(name)
     except (ValueError, RuntimeError) as error:
@@ -94,7 +94,7 @@ def _mechanisms(device: Any, on_step: OnStep) -> Mapping[str, Any]:
 
 
 def _plan(device: Any, path: str, on_step: OnStep) -> Mapping[str, Any]:
-    """Train the plan in `path`; raises `UnusableInput` for one that cannot be trained here."""
+    """Train the plan in `path`; raises `UnusableInput` for an untrainable one."""
     planned_run = reference("reference_impl.verification.planned_run")
     verify_plan = reference("reference_impl.verification.verify_plan")
     try:

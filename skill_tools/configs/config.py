@@ -2,8 +2,8 @@
 """The result of a dialect's reader: one value per key, and the place that gave it.
 
 A `Config` is the user's configuration after composition: several inputs (recipe, files, overrides) merged in the
-framework's own precedence. Each `Setting` knows file, line and column, so that a finding can point at the line that
-won. It knows no rule and no default: a key that no input sets is absent.
+framework's own precedence. Each `Setting` knows file, line and column: a finding points at the winning line. It knows
+no rule and no default: a key that no input sets is absent.
 """
 
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ class Config(NamedTuple):
     set (a function of another module that gets the configuration, a missing sourced file): their value is
     unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
     process may set: without it they have their default. `missing_files` holds the settings that name a
-    missing file, `unread_files` the words of a script that name a configuration that is here and not read.
+    missing file, `unread_files` a script's words for configurations that are here and unread.
     `embeds` names the dialects with a section of their own here: a canonical key in such a section begins
     with the dialect's name. `faults` are those of an input's form, such as a repeated key. `shares` maps a
     dialect to the paths of its program that this framework runs: the dialect's rules apply here, and its

@@ -21,7 +21,7 @@ MAX_SUGGESTIONS = 20
 class Draft:
     """Collects the values of one configuration of `framework`; `converts_text` as in `values.typed`.
 
-    `embeds` names the dialects of which it may hold a section. Whatever the user calls that section, its keys are
+    `embeds` names the dialects with sections in it. Whatever the user calls that section, its keys are
     spelled here as canonical ones are: the dialect's name, a dot, and its own spelling.
     `complete`, `model_name`, `versions`, `sources`, `missing_files`, `faults` and `shares` are the reader's to set;
     see `Config`. So are `checks_each`: the framework refuses a value that does not fit although a later

@@ -75,8 +75,8 @@ def stated_in(text: str, file: str = "") -> dict[str, Stated]:
 def stated_beside(folder: str) -> dict[str, Stated]:
     """Return the releases that requirements, lock files, Dockerfiles and compose files for `folder` agree on.
 
-    They lie in it or, for packages that those do not state, in the root of its project, where only what the project
-    itself depends on counts.
+    These files lie in it. Other packages are looked up in the root of its project, among the project's own
+    dependencies.
     """
     root = _root_of(folder)
     beside = _stated_by_files(folder, _BESIDE)

@@ -85,9 +85,9 @@ def load_vocabulary(framework: str) -> Vocabulary:
 
 
 def vocabulary(names: Iterable[str], keys: KeyTable, framework: str) -> Vocabulary:
-    """Join `names` with every spelling that the key table has for `framework`.
+    """Join `names` with every spelling for `framework` in the key table.
 
-    A key that is a flag also has the flag that sets it to false.
+    A flag also has its negative.
     """
     every = {*names, *keys.by_spelling.get(framework, ())}
     flags = {key.name for name, key in keys.by_spelling.get(framework, {}).items() if name.startswith("--")}

@@ -139,9 +139,9 @@ def _invalid(error: yaml.YAMLError, filename: str) -> UnusableInput:
 class _Merging(NamedTuple):
     """A mapping with merge keys: OmegaConf finds the same key twice in it once it is merged itself.
 
-    `depth` counts the collections around it, `refusing` refuse it wherever that is. `repeats` says that one key comes
-    from two mappings; OmegaConf 2.3 sees that where it merges the mapping before it has made it, further outside.
-    `pairs` are the identities of all that it merges.
+    `depth` counts the collections around it, `refusing` are the loaders that refuse it at any depth. `repeats`: one key
+    comes from two mappings; OmegaConf 2.3 notices that only if an outer mapping merges this one before it is made.
+    `pairs` are the identities of all merged pairs.
     """
 
     value: dict[str, Node]
@@ -302,8 +302,8 @@ class _Builder:
     def _last_of_list_wins(self, merges: list[list[dict[str, Node]]]) -> dict[str, Node]:
         """Return the reading of PyYAML from 6.0.4: the last wins, but a mapping merged once is not merged again.
 
-        It knows a pair again by the identity of its key's text, which Python shares for a single Latin-1 character, and
-        a mapping that merges keeps the pairs that its own keys win over.
+        It recognises a pair by the identity of its key's text (Python shares that of a single Latin-1 character). A
+        merging mapping keeps the pairs that its own keys override.
         """
         seen: set[object] = set()
         merged: dict[str, Node] = {}

@@ -211,7 +211,7 @@ class Dialect(ABC):
         return f'--overrides="{self.spelling(key)}=N"'
 
     def spelling(self, key: str) -> str:
-        """Return how the framework spells a canonical key; one that it does not spell stands for itself."""
+        """Return the framework's spelling of a canonical key; without one, the key itself."""
         known = load_keys().get(key)
         return known.spelling.get(self.name, key) if known else key
 
@@ -293,7 +293,7 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def spelled(self, settings: Mapping[str, object], config: Config | None) -> dict[str, object]:
-        """Return `settings` under the framework's spellings, or those that `config` uses."""
+        """Return `settings` under the spellings of the framework, or of `config`."""
         present = config.settings if config else {}
         return {
             present[key].written if key in present else self.spelling(key): value

@@ -147,7 +147,7 @@ def _with_section(draft: Draft, flag: str) -> tuple[str, ...]:
 
 
 def _is_of_others(draft: Draft, option: str) -> bool:
-    """Return whether an option is one of other programs than the one that runs, as far as this is known."""
+    """Return whether an option belongs to other programs than the running one, as far as known."""
     setting = draft.get(f"{_section(draft.framework)}.program")
     having = _programs_of(draft.framework)
     if setting is None or option not in having or setting.value not in having[""]:

@@ -2,9 +2,9 @@
 """The one way from files, text and overrides to a `Config`: finds their dialect, which then composes them.
 
 Each dialect names the proof in an input that it is its own. One proof decides; none, or two that exclude each other,
-is an error: a guess would lint against the wrong rules. Proofs of a dialect and of one that it embeds do not exclude
-each other. A script without proof of its own, or with its launcher's alone, belongs to the dialect of its named files,
-if that dialect follows it to them.
+is an error: a guess would lint against the wrong rules. Proofs of a dialect and of an embedded one do not exclude each
+other. A script without proof of its own, or with its launcher's alone, belongs to the dialect of its named files, if
+that dialect follows it to them.
 """
 
 import os

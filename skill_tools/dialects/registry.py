@@ -84,12 +84,12 @@ def with_files() -> tuple[Dialect, ...]:
 
 @knowledge.derived
 def with_keyed_files() -> tuple[Dialect, ...]:
-    """Return those among them of which a YAML, JSON or TOML may be."""
+    """Return the dialects that may have a YAML, JSON or TOML."""
     return (*(named(name) for name in _MODULES if name not in _SCRIPTS_ALONE), *_added())
 
 
 def marked_in(text: str, kind: Kind) -> Iterator[Dialect]:
-    """Yield those of which a file of `kind` with this `text` may be: it has one of their marks.
+    """Yield the dialects that may have a file of `kind` with this `text`: it has one of their marks.
 
     The index lists the marks of ours, so that the other dialects, most of them, need not be loaded. A dialect that was
     added without marks may have any file.

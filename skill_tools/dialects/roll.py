@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ROLL as a dialect: the YAML of a pipeline, which Hydra composes and dacite makes dataclasses of.
 
-Each role has a strategy with a free section of settings, of which each strategy reads its own. A name that no class has
+Each role has a strategy with a free section of settings; each strategy reads its own. A name that no class has
 is passed over.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VeOmni as a dialect: the YAML behind `train.sh tasks/train_….py`, of which the section `train.accelerator` is read.
+"""VeOmni as a dialect: the YAML behind `train.sh tasks/train_….py`; only its section `train.accelerator` is read.
 
 No class looks at a name that it does not have, nor at the type of a value: both pass without a word.
 """
@@ -28,7 +28,7 @@ class VeOmni(Dialect):
     no_plan = "VeOmni packs samples of any modality into micro batches of a length that its data decides"
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Take three sections of which one has an accelerator's, as no other framework's files have."""
+        """Take three sections, one of them with an accelerator's, as in no other framework's files."""
         train = entries["train"].value if "train" in entries else None
         accelerator = train.get("accelerator") if isinstance(train, dict) else None
         if (

@@ -10,10 +10,8 @@ class Kind(StrEnum):
 
     WEIGHTS = "weights"
     FROZEN_WEIGHTS = "frozen weights"
-    IDLE_WEIGHTS = (
-        "idle weights"  # that no text reaches, and the bytes by which the allocator rounds weights up
-    )
-    VISITING_WEIGHTS = "visiting weights"  # on the GPU while they are used: gathered, or in a window
+    IDLE_WEIGHTS = "idle weights"  # a vision tower without images, and the allocator's rounding of weights
+    VISITING_WEIGHTS = "visiting weights"  # on the GPU only during their use: gathered, or in a window
     GRADIENTS = "gradients"  # of the trained weights: they stay until the step
     OTHER_GRADIENTS = "other gradients"  # on their way, reduced, summed or copied
     MASTERS = "masters"
@@ -32,10 +30,10 @@ class Kind(StrEnum):
 class Line(NamedTuple):
     """A line of the memory account: `bytes` of a kind under a printed name, by a formula in words.
 
-    `when` says when it is alive: `always`; `between`, from step to the end of forward, and `forward`; `step`, from
-    forward to the end of backward; `loss`, at the start of backward, and then `head`; `recompute`, while a layer is
-    computed again, `last block` and `first block`, in their backward, and `embedding`, in its; `backward`, grown by its
-    end; `update`, while the optimizer steps; `reserve`, outside of the allocator.
+    `when` is its lifetime: `always`; `between`, from step to the end of forward, and `forward`; `step`, from forward to
+    the end of backward; `loss`, at the start of backward, and then `head`; `recompute`, while a layer is recomputed;
+    `last block`, `first block` and `embedding`, in their backward; `backward`, complete at its end; `update`, while the
+    optimizer steps; `reserve`, outside of the allocator.
     """
 
     kind: Kind

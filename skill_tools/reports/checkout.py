@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents of a checkout: which of them are rendered, with which text, and all problems in them.
+"""The documents of a checkout: the rendered ones with their text, and all problems in them.
 
 `offload card render` writes the rendered ones, `offload card check` compares them. Both first check the data against
 its schemas: the card, the keys and the rules. The check also compares the card with its rules and keys, and the pages
-with the files and commands in them. The version is `skill_tools.__version__`; other readers look for it in four more
-files, which are rendered too.
+with the files and commands in them. The version is `skill_tools.__version__`; four more files have it for other
+readers, and are rendered too.
 """
 
 import json

@@ -60,7 +60,7 @@ def _quiet(found: Diagnosis) -> str:
 
 
 def _suspects(found: Diagnosis) -> list[str]:
-    """Return the first suspects where nothing failed, by what somebody may have against the run."""
+    """Return the first suspects of a run without a failure, by the complaint about it."""
     lines = []
     for complaint, suspects in found.suspects.items():
         lines.append(f"if {complaint}, look first at:")

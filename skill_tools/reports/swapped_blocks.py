@@ -16,7 +16,7 @@ _TIMES = {2: "twice", 3: "three times"}
 
 
 class Answer(NamedTuple):
-    """`counts` from 0 to the most that is allowed, and the first of them that leaves `activations_bytes`, or None."""
+    """All allowed `counts` from 0, and the first one with room for `activations_bytes`, or None."""
 
     dialect: str
     on_host: OnHost

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditions: small expressions over canonical keys, answered with True, False or UNKNOWN.
 
-A condition reads *names* from a scope (any mapping of name to value or `UNKNOWN`, see `values.Scope`); `grammar` says
-the names that there are and turns text into the tree that is built into closures here. `and`, `or` and `not` follow
-Kleene's logic: learning an unknown value never changes a decided answer. `operations` defines the results for
-unsuitable operands.
+A condition reads *names* from a scope (any mapping of name to value or `UNKNOWN`, see `values.Scope`); `grammar`
+defines the names and parses the text into a tree; the tree becomes closures here. `and`, `or` and `not` follow Kleene's
+logic: learning an unknown value never changes a decided answer. `operations` defines the results for unsuitable
+operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +20,7 @@ Evaluate = Callable[[Scope, list[str]], object]
 class Node(NamedTuple):
     """One part of a condition: an `and`, `or` or `not` of `parts`, or a `leaf`; `names` is all it can read.
 
-    `evaluate` returns the part's value and, where that is `UNKNOWN`, adds the names that keep it so to its second
-    argument: one walk gives both.
+    `evaluate` returns the part's value; if that is `UNKNOWN`, it also adds the unknown names to its second argument.
     """
 
     kind: str

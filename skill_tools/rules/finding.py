@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Place
 
-# The meaning of each effect of a rule for whoever starts the run; the schema of the rules lists the effects.
+# The meaning of each effect of a rule for the user; the schema of the rules lists the effects.
 CONSEQUENCES: Mapping[str, str] = MappingProxyType(
     {
         "raises": "refused at startup",

@@ -103,7 +103,7 @@ def _steps(config: Config, fix: RuleFix, keys: Keys) -> list[_Step]:
 
 
 def _to_remove(config: Config, fix: RuleFix) -> list[Setting]:
-    """Return the settings to remove, with those that they overrode: else an older value comes back."""
+    """Return the settings to remove, with overridden ones: else an older value comes back."""
     return [
         setting for setting in (*config.settings.values(), *config.overridden) if setting.key in fix.remove
     ]

@@ -52,7 +52,7 @@ def tree_of(text: str) -> Tree:
 
 
 def text_of(tree: Tree) -> str:
-    """Return the text of `tree`, of which `tree_of` makes the same tree again."""
+    """Return the text of `tree`; `tree_of` makes the same tree of it."""
     match tree:
         case ["value", constant]:
             return _constant(constant)

@@ -70,7 +70,7 @@ def build() -> dict[str, Any]:
 
 
 def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
-    """Return the names in a file without those that a key spells: whoever reads a vocabulary joins both.
+    """Return the names in a file without the spellings of keys: readers of a vocabulary join both.
 
     One whose comments say "kept whole" is asked for its names alone, too.
     """
@@ -151,7 +151,7 @@ def is_stale() -> bool:
 
 
 def write() -> None:
-    """Write the compiled files anew, and forget the old ones that this process has loaded."""
+    """Write the compiled files anew, and forget the loaded old ones."""
     texts = rendered()
     for path in knowledge_path("index").rglob("*"):
         if path.is_file() and path not in texts:

@@ -81,7 +81,7 @@ def dead_keys(config: Config) -> tuple[str, ...]:
 
 
 def _claiming_rule(unknown: UnknownKey, dialect: Dialect, by_id: dict[str, Rule]) -> str:
-    """Return the id of the rule for `unknown`: one that claims this spelling, else the dialect's own."""
+    """Return the id of the rule for `unknown`: the one with this spelling, else the dialect's own."""
     for rule in by_id.values():
         if dialect.name in rule.dialects and unknown.written.lstrip("+~") in rule.spellings:
             return rule.id

@@ -194,7 +194,7 @@ def compiled(
 
 
 def _quiet_in(condition: Condition, dialects: Sequence[str], keys: Mapping[str, Key]) -> list[str]:
-    """Return the frameworks in which `condition` is false where nothing is set: their own rules, or a section's."""
+    """Return the frameworks whose empty configuration makes `condition` false: for their own rules, or a section's."""
     asked = [
         dialect
         for dialect in map(registry.named, registry.names())

@@ -138,7 +138,7 @@ def _worth_asking(
 def _found_by_key(
     config: Config, said: Mapping[str, object], silent: Collection[str]
 ) -> Iterator[tuple[Rule, bool]]:
-    """Yield the answers of `_worth_asking` to all rules, without a look at those that cannot hold or are `silent`."""
+    """Yield the answers of `_worth_asking` to all rules, without a look at impossible or `silent` ones."""
     dialects = config.dialects()
     conditions = _conditions(dialects)
     readers, always = _readers(dialects, config.framework)

@@ -29,7 +29,7 @@ def with_remedies(
     """Return `result` with the change of each fix in it, and with the findings that it leads to.
 
     The change is settings to take out and to put in, with `edits` the difference of the files, which costs more.
-    `versions`, `rules` and `keys` are those that `config` was linted with.
+    `versions`, `rules` and `keys` are those of the lint of `config`.
     """
     if all(each.fix.applicability == "manual" for each in result.findings):
         return result

@@ -92,7 +92,7 @@ def checked(selectors: Sequence[str], known: Iterable[str], where: str) -> tuple
 def kept(result: LintResult, selection: Selection, file: str, rules: Iterable[Rule]) -> LintResult:
     """Return `result` without findings that do not count: of findings their own file decides, of open ones `file`.
 
-    `rules` are those that were asked.
+    `rules` are the asked ones.
     """
     findings = tuple(each for each in result.findings if selection.counts(each.rule, each.place.file))
     undecided = tuple(each for each in result.undecided if selection.counts(each.rule, file))

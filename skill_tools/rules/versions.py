@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases: the user's, those that a rule requires, and whether the ones satisfy the others.
+"""Releases: the user's, a rule's, and their comparison.
 
 Facts about releases are in `knowledge/releases.yaml`. `packaging` is imported only when a version is
 compared, because most lints state none and its import would double their time.
@@ -153,7 +153,7 @@ def unstated_branch(wanted: Versions, versions: Versions) -> str | None:
 
 
 def holds_today(wanted: Versions, facts: Mapping[str, Any] | None = None) -> bool:
-    """Return whether the newest known releases are among those that a rule is about; `facts` as in `conditional`."""
+    """Return whether the newest known releases are among a rule's; `facts` as in `conditional`."""
     known = (facts or _facts())["known"]
     newest = {
         package: next((each for each in reversed(known.get(package, ())) if "dev" not in each), None)

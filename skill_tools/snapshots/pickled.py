@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a pickle of plain containers, numbers and text without executing it.
 
-A pickle is a program, whose opcodes may import and call anything. Here is a reader of those that build dicts, lists,
-tuples, numbers, texts and bytes; any other ends the reading. Opcodes: `pickletools` of CPython 3.14, protocols 0 to 5.
+A pickle is a program, whose opcodes may import and call anything. This reader knows the opcodes that build dicts,
+lists, tuples, numbers, texts and bytes; any other ends the reading. Opcodes: `pickletools` of CPython 3.14, protocols 0
+to 5.
 """
 
 from __future__ import annotations

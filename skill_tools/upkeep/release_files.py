@@ -20,7 +20,7 @@ from skill_tools.errors import UnusableInput
 _SUFFIXES = (".py", ".yaml", ".yml")
 _MOST_BYTES = 3_000_000  # of one file; longer ones are tables
 _WRAPPER = re.compile(r"[-.]")  # `deepspeed-0.19.8`: no package is called so
-# Errors of zipfile and tarfile for an archive of which a part is missing, changed, encrypted or packed as they cannot.
+# Errors of zipfile and tarfile for an archive with a missing, changed, encrypted or unsupported part.
 _DAMAGED = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError,
     EOFError, OSError, RuntimeError, NotImplementedError,

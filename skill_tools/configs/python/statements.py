@@ -60,10 +60,10 @@ class Built(NamedTuple):
 
 
 class Interpreter:
-    """One file; names are looked up in the function that is being followed, then in the module.
+    """One file; names are looked up in the followed function, then in the module.
 
-    `built` keeps each object of a class in `watched`, or of a subclass that this file defines, in the order in which
-    they are met; `commands` the command lines that are handed on, each with the expression that gives it.
+    `built` keeps each object of a class in `watched`, or of its subclass in this file, in the order of the text;
+    `commands` the command lines for other programs, each with its expression.
     """
 
     def __init__(self, file: str, module: ast.Module, watched: Collection[str] = ()) -> None:

@@ -36,10 +36,10 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[object, object], bool]] = {
 
 
 class Section:
-    """An object with fields; `made_by` is the class or function whose result it is, empty for a dict.
+    """An object with fields; `made_by` is the class or function that made it, empty for a dict.
 
-    `is_open` says that something which is not followed was given the object (`**` of an unknown value, a function of
-    another module): it may set any field.
+    `is_open`: unfollowed code got the object (`**` of an unknown value, a function of another module) and may set any
+    field.
     """
 
     def __init__(self, made_by: str = "", *, is_literal: bool = False) -> None:
@@ -73,7 +73,7 @@ class Section:
 def plain(value: object) -> object:
     """Return a value without sections: a dict literal becomes a dict, any other object is not readable.
 
-    A value of more than `MAX_PARTS` parts, or one that holds itself, is not readable either.
+    A value of more than `MAX_PARTS` parts, or one inside itself, is not readable either.
     """
     return UNREADABLE if _is_too_large(value) else _plain(value)
 

@@ -4,6 +4,6 @@
 Explained in docs/design.md (decision 8).
 
 - word, part: a piece of the script between blanks, and a stretch of it: literal text, an expansion, a command's output
-- field, piece: a part of a word whose variables are expanded, and a stretch of it that knows its place
-- resolved: all of a word's text is known; certain: it stands in no branch that may not run
+- field, piece: a part of a word with expanded variables, and a stretch of it with its place - resolved: all of a word's
+  text is known; certain: no branch around it may be skipped
 """

@@ -22,10 +22,10 @@ class Argument(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A simple command: its words, and the environment that it gets beside the inherited one.
+    """A simple command: its words, and its environment beside the inherited one.
 
-    `missing` are the files that the script sources before it and that are not there: they may set any variable.
-    Whether it stands in a branch that may not run does not make its words less certain: it is the one asked about.
+    `missing` are missing files sourced before it: they may set any variable. A branch around it does not make its words
+    less certain: they are about the run with this command.
     """
 
     words: tuple[Argument, ...]

@@ -2,8 +2,8 @@
 """Follows a shell script statically: its commands, with their words and environment.
 
 Nothing is executed: variables, arrays and defaults are expanded by `variables`, and conditions on known values are
-decided by `tests`. An argument that depends on the caller's environment or on a command's output is not `resolved`;
-one in a branch that may or may not run is not `certain`.
+decided by `tests`. An argument from the caller's environment or a command's output is not `resolved`; one in a branch
+that may be skipped is not `certain`.
 """
 
 import re
@@ -69,9 +69,8 @@ def run(text: str, *, name: str, folder: Path | None = None) -> list[Command]:
     """Return the commands of `text` in order, each with the environment exported up to it.
 
     Sourced files are read too, from the script's `folder`; their settings stand at the place of the source
-    command. The last one is no command of the script: its words are all that the variables hold, for a file
-    that only sets variables and is sourced by another. Raises `UnusableInput` when expansion has no end in
-    sight.
+    command. The last one is no command of the script: its words are the contents of all variables, for a sourced file
+    that only sets variables. Raises `UnusableInput` when expansion has no end in sight.
     """
     script = _Script(name, folder)
     for words, before, after in _statements(split(text, name=name)):

@@ -7,14 +7,12 @@
 """
 
 ACCELERATE = "accelerate"
-SCRIPT = (
-    f"{ACCELERATE}.script"  # a key: a Python script makes the Accelerator, whose plugins then read no file
-)
-DEEPSPEED = f"{ACCELERATE}.deepspeed_config."  # how keys of the section for DeepSpeed's plugin begin
+SCRIPT = f"{ACCELERATE}.script"  # a key: a Python script makes the Accelerator, and its plugins read no file
+DEEPSPEED = f"{ACCELERATE}.deepspeed_config."  # the prefix of keys in the section for DeepSpeed's plugin
 FSDP_PLUGIN, DEEPSPEED_PLUGIN, ACCELERATOR = (
     "FullyShardedDataParallelPlugin",
     "DeepSpeedPlugin",
     "Accelerator",
 )
-OUR_MODULE = r"\b(?:cpu_offloading|reference_impl)\.integrations\.accelerate\b"  # whose line it may hold
-EMBEDDED = (ACCELERATE, "deepspeed")  # embedded by a draft that may hold such a section
+OUR_MODULE = r"\b(?:cpu_offloading|reference_impl)\.integrations\.accelerate\b"  # our line in it
+EMBEDDED = (ACCELERATE, "deepspeed")  # dialects with sections in a draft

@@ -80,14 +80,14 @@ def write_launch(
 ) -> Sequence[Argument]:
     """Write the file and the options of a launch, `words` as `launch_words` has them; return script and arguments.
 
-    `folders` are where the file of --config_file is looked for, beside the working folder. `section.settle` has to
-    follow, when everything else that the environment says is written.
+    `folders` are searched for the file of --config_file, beside the working folder. `section.settle` has to follow,
+    after all other facts of the environment are written.
     """
     given = list(_given(words))
     used = sum(count for _, _, _, count in given)
     while used < len(words) and _may_be_options(words[used]):
         draft.section_may_be_set(ACCELERATE)
-        # Or the script itself: then the words behind it are not the launcher's, and an option that it lacks shows that.
+        # Or the script itself: then the words behind it are not the launcher's; an unknown option shows that.
         more = list(takewhile(lambda option: _is_known(option[0]), _given(words[used + 1 :])))
         given += more
         used += 1 + sum(count for _, _, _, count in more)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Accelerate's input into the draft of whoever trains under it: file, launcher options, environment.
+"""Writes Accelerate's input into the draft of its trainer: file, launcher options, environment.
 
 Options win over the file. The launcher takes other fields from the environment that it inherits. It writes
 all of this into the environment of the training process, where the plugins of Accelerate read it. `settle` does as the
@@ -90,7 +90,7 @@ def write_value(draft: Draft, spelling: str, value: object, written: str, place:
 
 
 def settle(draft: Draft, folders: Sequence[Path]) -> None:
-    """Derive the settings of the training process from those that have been written.
+    """Derive the settings of the training process from the written ones.
 
     `folders` are where a DeepSpeed file is looked for, beside the working folder.
     """

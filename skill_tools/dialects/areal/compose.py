@@ -73,7 +73,7 @@ def _read_script(draft: Draft, entries: Entries, source: Source) -> None:
 
 
 def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Lay the overrides among `words` over the file's values; note those that Hydra refuses."""
+    """Lay the overrides among `words` over the file's values; note Hydra's refusals."""
     is_open = not draft.sources or bool(draft.missing_files)
     for word in words:
         if not looks_like_override(word.text) or word.text.startswith("-"):

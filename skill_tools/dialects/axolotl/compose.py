@@ -150,7 +150,7 @@ def _write_script(run: _Run, source: Source) -> None:
         _write_source(run, named)
         draft.sources[named.name] = named.text
     elif configuration is not None or not source.text.lstrip().startswith("--"):
-        draft.may_be_set()  # by a file that is not here, or that the script itself is told
+        draft.may_be_set()  # by a missing file, or by the script's own arguments
     run.is_click = start > 0 or source.text.lstrip().startswith("--")
     run.is_overrides = start == 0 and run.is_click
     run.through_fire = _launched_by(words) != "python"

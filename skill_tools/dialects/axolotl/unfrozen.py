@@ -5,7 +5,7 @@ Its entries are regular expressions that have to match the beginning of a parame
 dot is a dot, unless a plus follows, and a range of rows at the end changes no memory: gradients and states are those of
 the whole tensor. Names of mixtures of experts differ from model to model, so a layer's experts go by several.
 
-The entries are somebody's input: one that could take long, or is no expression, is not asked.
+The entries are somebody's input: a slow one, or one that is no expression, is not evaluated.
 """
 
 import re

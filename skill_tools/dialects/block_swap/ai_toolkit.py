@@ -25,7 +25,7 @@ _SECTIONS = (
     "model",
     "network",
     "train",
-)  # which rules are about; their classes ask for each name that they know
+)  # the sections of rules; their classes read known names only
 _OLD_NAMES = {
     "is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_pixart": "pixart", "is_pixart_sigma": "pixart_sigma",
     "is_auraflow": "auraflow", "is_flux": "flux", "is_lumina2": "lumina2", "is_vega": "vega", "is_ssd": "ssd",

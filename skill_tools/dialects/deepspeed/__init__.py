@@ -7,5 +7,5 @@
 """
 
 DEEPSPEED = "deepspeed"
-EMBEDDED = (DEEPSPEED,)  # embedded by a draft that may hold such a section
+EMBEDDED = (DEEPSPEED,)  # dialects with sections in a draft
 MAKES_ENGINE = "deepspeed.initialize"  # called by a script without a trainer

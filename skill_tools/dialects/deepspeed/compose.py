@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a DeepSpeed JSON, the one that a launch line names (`deepspeed train.py --deepspeed X.json`), or a script's.
+"""Reads a DeepSpeed JSON, also by a launch line (`deepspeed train.py --deepspeed X.json`), or a script's.
 
 The other arguments of such a line are the script's own and are not judged. Apart because a lint asks the dialect for
 evidence alone.

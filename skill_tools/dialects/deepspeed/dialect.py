@@ -88,7 +88,7 @@ class DeepSpeed(Dialect):
         return Evidence(_DECISIVE, proof=", ".join(sorted(names & (_BATCH | _ENGINE))))
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
-        """Read one JSON, or the one that a launch line names."""
+        """Read one JSON, or that of a launch line."""
         from skill_tools.dialects.deepspeed.compose import compose
 
         return compose(sources, overrides)

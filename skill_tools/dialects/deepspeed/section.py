@@ -40,7 +40,7 @@ def write_file(draft: Draft, source: Source) -> None:
 
 
 def settle(draft: Draft) -> None:
-    """Judge the section's values as DeepSpeed does; for whoever has written an inline section himself.
+    """Judge the section's values as DeepSpeed does; for dialects that write an inline section themselves.
 
     In the sections that refuse unknown names, `"auto"` is dropped before anything is checked, so it fits.
     """

@@ -264,5 +264,5 @@ def _share(draft: Draft) -> None:
 
 
 def _above(folders: Sequence[Path]) -> list[Path]:
-    """Return `folders` and those that they lie in, the nearest first."""
+    """Return `folders` and their parents, the nearest first."""
     return [above for folder in folders for above in (folder, *folder.resolve().parents[:_FOLDERS_ABOVE])]

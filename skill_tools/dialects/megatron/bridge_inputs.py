@@ -58,7 +58,7 @@ class Overrides:
         self._removed: set[str] = set()
 
     def write(self, text: str, place: Place) -> None:
-        """Write one override into the draft; one that does not fit the present value becomes a fault.
+        """Write one override into the draft; it becomes a fault if it does not fit the present value.
 
         Raises `UnusableInput` for a text that is no override.
         """

@@ -3,7 +3,7 @@
 
 A framework that builds Megatron's configuration classes itself passes some of its keys on to them. Its reader says
 here which ones; this module finds their canonical names in the sections of Megatron Bridge (`model`, `optimizer`,
-`ddp`). `SHARED_CODE` decides which rules apply: those about code that runs whoever calls it.
+`ddp`). `SHARED_CODE` decides the rules that apply: rules about code with any caller.
 """
 
 from collections.abc import Mapping

@@ -112,7 +112,7 @@ def _names_section(draft: Draft, text: str) -> bool:
 
 
 def _write_override(draft: Draft, overrides: Overrides, word: Argument, place: Place) -> None:
-    """Write an override; one that only the running script completes leaves its key open."""
+    """Write an override; if only the running script completes it, its key stays open."""
     if word.resolved and word.certain:
         try:
             overrides.write(word.text, place)

@@ -74,7 +74,7 @@ def goes_to_megatron(path: str) -> bool:
 
 
 def _read_file(draft: Draft, entries: Entries, source: Source, children: tuple[str, ...]) -> None:
-    """Read a file over its parents; `children` are the files between it and the one that was asked for."""
+    """Read a file over its parents; `children` are the files between it and the requested one."""
     draft.take(source)
     root = single_document(source, OMEGACONF, draft=draft)
     own = dict(entries_of(root))
@@ -190,7 +190,7 @@ def _config(words: Sequence[Argument]) -> Argument | None:
 
 
 def _override(draft: Draft, entries: Entries, words: Sequence[Argument], file: str) -> None:
-    """Lay the overrides among `words` over the files' values; note those that Hydra refuses."""
+    """Lay the overrides among `words` over the files' values; note Hydra's refusals."""
     is_open = not draft.sources or bool(draft.missing_files)
     for word in words:
         place = Place(file, word.line, word.column)

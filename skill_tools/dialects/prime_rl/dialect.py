@@ -24,7 +24,7 @@ _PROOF = Evidence(1, certain=True, proof="the sections of prime-rl's trainer")
 
 
 class PrimeRL(Dialect):
-    """prime-rl. Every field has a default, and one that no class declares is refused."""
+    """prime-rl. Every field has a default, and an undeclared one is refused."""
 
     name = PRIME_RL
     label = "prime-rl"

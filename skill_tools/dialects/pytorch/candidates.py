@@ -165,7 +165,7 @@ def _slice_counts(run: TrainingRun) -> list[int]:
 
 
 def _streamed_shards(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
-    """Yield the sharded model of which each GPU holds the parameters of two gathers; all else is on the host."""
+    """Yield the sharded model with the parameters of two gathers on each GPU; all else is on the host."""
     possible = tuple(StreamedStates) if run.matrices is None else OF_MATRICES
     forms = possible if run.allows_other_numerics else (run.streamed_states,)
     for states, activations in product(forms, islice(_activations(run, advice), 3)):
@@ -325,7 +325,7 @@ def _optimizers(run: TrainingRun, advice: Advice) -> Iterator[_Part]:
 
 
 def _optimizer(run: TrainingRun, share: float, states: StreamedStates) -> _Part:
-    """Return the offload of all states, of which `share` streams as `states`."""
+    """Return the offload of all states; `share` of them streams as `states`."""
     arguments: dict[str, object] = {
         "optimizer_fraction": 1.0,
         "streamed_fraction": share,

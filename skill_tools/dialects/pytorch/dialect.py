@@ -107,7 +107,7 @@ class PyTorch(Dialect):
         return f"--overrides {key}=N"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
-        """Return the run: bf16 weights and fp32 master weights on one GPU, on several those that FSDP2 shards."""
+        """Return the run: bf16 weights and fp32 master weights on one GPU, FSDP2's shards on several."""
         from skill_tools.dialects.pytorch.run import build
 
         return build(config, shape, gpus=gpus)

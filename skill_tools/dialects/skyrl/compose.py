@@ -139,7 +139,7 @@ def _write_value(draft: Draft, name: str, value: object, place: Place, *, sft: b
 
 
 def _has_section(section: str) -> bool:
-    """Return whether a section is SkyRL's, and not one that the program's own classes add."""
+    """Return whether a section is SkyRL's, not added by the program's own classes."""
     return any(name.startswith(f"{section}.") for name in load_vocabulary(SKYRL).names)
 
 

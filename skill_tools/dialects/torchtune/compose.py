@@ -103,7 +103,7 @@ def _note_recipe_of_comment(draft: Draft, source: Source) -> None:
 
 
 def _note_recipe(draft: Draft, recipe: str, place: Place) -> None:
-    """Note the recipe; one that is not torchtune's own may read and check anything."""
+    """Note the recipe; a foreign one may read and check anything."""
     if recipe in _FAMILIES:
         draft.set_key(_RECIPE, recipe, _RECIPE, place)
         draft.set_key(_FAMILY, _FAMILIES[recipe], _FAMILY, place)
@@ -274,7 +274,7 @@ def _finish(draft: Draft, entries: Entries) -> None:
 
 
 def _is_misspelt(draft: Draft, name: str) -> bool:
-    """Return whether no recipe reads `name`, and it means or is written like one that some recipe reads."""
+    """Return whether no recipe reads `name`, and it means or looks like a key of some recipe."""
     if draft.accepts(name):
         return False
     if re.search(_MEANS_TO, name):

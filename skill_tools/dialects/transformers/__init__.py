@@ -11,8 +11,8 @@ TRANSFORMERS = "transformers"
 EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # dialects with sections in the arguments
 CLASS = "arguments_class"  # the key of the arguments' class, if known
 LAUNCHER = "launcher"
-PACKAGES = ("transformers", "trl")  # whose classes these are
-# Together they are the Trainer's alone: which engine shards, and the batch, which no other program calls so.
+PACKAGES = ("transformers", "trl")  # the packages of these classes
+# Together they are the Trainer's alone: the sharding engine, and the batch under its own name.
 ENGINES, BATCH = frozenset({"deepspeed", "fsdp", "fsdp_config"}), "per_device_train_batch_size"
 TRAINER_CLASSES = frozenset({"TrainingArguments", "Seq2SeqTrainingArguments"})
 TRL_COMMANDS = {

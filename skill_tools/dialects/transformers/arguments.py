@@ -100,7 +100,7 @@ def misspelt(name: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _words() -> frozenset[str]:
-    """Return the words of which arguments are named; a name made of them is another one: `dataset_args`, `_kwargs`."""
+    """Return the words in names of arguments; a name made of them is another one: `dataset_args`, `_kwargs`."""
     return frozenset(word for known in load_vocabulary(TRANSFORMERS).names for word in known.split("_"))
 
 

@@ -15,7 +15,7 @@ OF_SCRIPTS = (
 )  # of TRL's scripts, beside the trainer's
 GONE = frozenset(
     {"evaluation_strategy"}
-)  # arguments of releases before those that are known, with a rule of their own
+)  # arguments of releases before the known ones, with a rule of their own
 _BASE = "TrainingArguments"
 _SHOWN = 3
 _LIKENESS = 0.7

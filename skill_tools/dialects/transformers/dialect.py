@@ -70,7 +70,7 @@ class Transformers(Dialect):
     adapter = 'cpu_offloading.integrations.transformers.offload(trainer, "plan.json")'
 
     def evidence(self, source: Source) -> Evidence:
-        """Ask the program of a script, where it is here: one that parses its arguments itself is not the Trainer's.
+        """Ask the program of a script, if it is here: with a parser of its own it is not the Trainer's.
 
         One that has the Trainer's parser for it is, however few of its arguments the script gives.
         """

@@ -175,7 +175,7 @@ def given_options(
 ) -> Iterator[Option]:
     """Yield the options among `words` as argparse knows them: under their whole name, `--no_x` as `x` that is false.
 
-    `names` are those that the parser knows. One that has no `--no_x` is noted as unknown.
+    `names` are the parser's. A name without `--no_x` is noted as unknown.
     """
     for option in options(words, file):
         name = option.name if draft.accepts(option.name) else meant(option.name, names)

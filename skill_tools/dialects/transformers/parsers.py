@@ -60,7 +60,7 @@ def expected(draft: Draft, name: str, node: Node, parser: Parser) -> str | None:
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Return the argument that an option is short for: the only one that it is the start of, else `name` itself.
+    """Return the full name of an abbreviated option: the only name with this start, else `name` itself.
 
     An argument with an underscore is known with dashes too, so that a start before the first one fits two options.
     """

@@ -134,7 +134,7 @@ def _call_of(source: Source, made: Construction) -> ast.Call:
 
 
 def _comes_from_them(module: ast.Module, name: str) -> bool:
-    """Return whether `name` is transformers' or TRL's own class; a script may import one that extends it."""
+    """Return whether `name` is transformers' or TRL's own class; a script may import a subclass."""
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and any(
             (each.asname or each.name) == name for each in node.names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads Unsloth's two calls in a Python script: the load of the model, and the one that adds adapters.
+"""Reads Unsloth's two calls in a Python script: the load of the model, and the call that adds adapters.
 
 A number of layers is checked here as both check it: True is no number, and neither is a text but auto.
 """

@@ -203,7 +203,7 @@ def _write_override(draft: Draft, word: Argument, place: Place, base: Base | Non
 
 
 def _is_taken(draft: Draft, sign: str, written: str) -> bool:
-    """Return whether Hydra takes the key: without a plus one that is there, else any; a misspelt offload is none."""
+    """Return whether Hydra takes the key: without a plus an existing one, else any but a misspelt offload."""
     is_closed = "+" not in sign
     if is_closed and in_open_mapping(written):
         return written in _closed_names() or draft.canonical(written) in draft
@@ -246,7 +246,7 @@ def _paths_in(base: str) -> frozenset[str]:
 
 @knowledge.derived
 def _closed_names() -> frozenset[str]:
-    """The keys of verl's own configurations, without those that only its readers know."""
+    """The keys of verl's own configurations, without keys known only to its readers."""
     return frozenset(knowledge.names(VERL))
 
 

@@ -70,7 +70,7 @@ def _seconds(
 
 
 def _group_s(moved_bytes: float, ranks: int, apart: int, run: TrainingRun, machine: Machine) -> float:
-    """Return the seconds of `moved_bytes` over the slower network, among `ranks` of which each `apart`-th is one."""
+    """Return the seconds of `moved_bytes` over the slower network, among `ranks` at a distance of `apart`."""
     here = max(1, min(ranks, run.layout.ranks_on_node // apart))
     nodes = -(-ranks // here)
     inside = moved_bytes * (ranks - 1) / ranks / machine.peers

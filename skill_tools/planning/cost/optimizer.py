@@ -111,7 +111,7 @@ def _seconds(cpu: float, streamed: float, machine: Machine, each: StateBytes) ->
 
 
 def _state_bytes(states: StreamedStates, weight_bytes: float, matrices: Matrices | None) -> StateBytes:
-    """Return the bytes of an element of AdamW's, or as a mean of Muon's and AdamW's, of which all streams."""
+    """Return the bytes of an element of AdamW's, or the mean of Muon's and AdamW's, with all states streamed."""
     each = adam_bytes(weight_bytes, FORMS[states])
     if matrices is None:
         return each

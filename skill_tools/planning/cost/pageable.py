@@ -39,7 +39,7 @@ def within(found: Memory, mode: Mode, pinned_bytes_per_node: int | None) -> Memo
 
 
 def slowed(machine: Machine, found: Memory) -> Machine:
-    """Return `machine` as copies find it of which a part passes through the ring, a share of the bytes like any other.
+    """Return `machine` with the rates of copies that partly pass through the ring, a share of the bytes like any other.
 
     Each byte is written and read on the way, beside the copy itself, and both directions do that at once.
     """

@@ -18,7 +18,7 @@ _STAYS = ("attention output", "attention log-sum-exp and norm scales", "MLA late
 
 
 def are_used(run: TrainingRun, mode: Mode) -> bool:
-    """Whether sequences are longer than a tile: one that is no longer runs as it is."""
+    """Whether sequences are longer than a tile; others run without tiles."""
     return 0 < mode.tile_tokens < run.seq_length
 
 

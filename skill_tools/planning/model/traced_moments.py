@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The moments of a traced step: the live bytes in each of its spans, less those that a mode has offloaded by then.
+"""The moments of a traced step: the live bytes in each of its spans, less the bytes offloaded by then.
 
 Offloaded layers are copied back one ahead of their backward. Final gradients count if they stay on the GPU. Explained
 in docs/tracing.md.

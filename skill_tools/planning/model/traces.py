@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model profiles that `offload trace` wrote: those that ship, found by a model's shape, and a user's own.
+"""Model profiles from `offload trace`: shipped ones, found by a model's shape, and a user's own.
 
 A profile is used for the model that it was traced from and for no other. Reading one needs neither torch nor
 transformers. Explained in docs/tracing.md.

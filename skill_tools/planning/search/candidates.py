@@ -242,5 +242,5 @@ class Search:
 
 
 def _order(option: Option) -> tuple[object, ...]:
-    """Order options: those that fit first, and of these the best."""
+    """Order options: fitting ones first, and of these the best."""
     return not option.fits, *preference(option)

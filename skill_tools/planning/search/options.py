@@ -98,7 +98,7 @@ class Way(NamedTuple):
 
 
 def limit_of(found: Memory, budget: Budget) -> str:
-    """Return of which budget `found` leaves less than the headroom, or nothing."""
+    """Return the budget of which `found` leaves less than the headroom, or nothing."""
     if found.device_bytes > budget.most_gpu_bytes:
         return GPU_MEMORY
     if budget.most_host_bytes is not None and found.host_bytes_per_node > budget.most_host_bytes:

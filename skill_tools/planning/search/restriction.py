@@ -43,7 +43,7 @@ _NEED_DISTRIBUTED = frozenset({OPTIMIZER, STATES})
 
 
 class Restriction(NamedTuple):
-    """The mechanisms that a plan is restricted to (none named: all), and those that it does without."""
+    """The mechanisms of a plan (none named: all), and the excluded ones."""
 
     only: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
