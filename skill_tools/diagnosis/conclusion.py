@@ -11,7 +11,7 @@ nothing is known of an exception, the answer says where it was raised and which 
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, hangs, no_effect, options, phases, symptoms
+from skill_tools.diagnosis import code, events, no_effect, options, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
 from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words
@@ -19,7 +19,6 @@ from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
-from skill_tools.diagnosis.memory_owners import READ
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
 from skill_tools.diagnosis.newer import at_fault, with_release
 from skill_tools.diagnosis.phases import Phase
@@ -201,12 +200,12 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind in _GENERIC and (fitting := _of_fitting(evidence, needs_code=False)) is not None:
         return fitting
     if message.kind == "hang" and evidence.phase is Phase.STARTUP and evidence.mechanisms:
-        return hangs.at_the_start(evidence)
+        return events.hang_at_the_start(evidence)
     change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
     if message.kind == "hang" and not message.frames:
-        return hangs.between_ranks(message.cause, _rule(message.rule, evidence), evidence, change)
+        return events.hang_of_ranks(message.cause, _rule(message.rule, evidence), evidence, change)
     if message.kind in HOST_RAN_OUT:
-        return _of_the_host(message, evidence, change)
+        return events.full_host(message.cause, _rule(message.rule, evidence), evidence, change)
     out_of_memory = evidence.out_of_memory
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None
     if out_of_memory and out_of_memory.is_shared and out_of_memory.others_bytes > (fragments or 0):
@@ -278,35 +277,6 @@ def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
             "its memory was given back"
         )
     return f"{held}: an earlier run that still lives, a notebook, a rollout engine, or ranks that all chose this GPU"
-
-
-def _of_the_host(message: Message, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
-    """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
-    owners = evidence.owners
-    cause, rule = message.cause, _rule(message.rule, evidence)
-    # While a model is read no optimizer is built yet; on NVMe its states are not in host memory.
-    elsewhere = READ in owners.of_the_host or evidence.states_on_nvme
-    if not (owners.process or elsewhere) and (sign := evidence.offloads.get("optimizer")):
-        cause += f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
-    if owners.process:
-        cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"
-    elif owners.of_the_host:
-        others = "; ".join(owners.of_the_host)
-        cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
-    if owners.grew:
-        cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
-    less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
-    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
-        change = (
-            "what this process holds: smaller batches, fewer workers, data that is mapped from disk",
-            told("more-host-memory", ()),
-        )
-        rule = ""
-    return Conclusion(cause, rule, (*less[:1], *change)[:SHOWN], plans_away=not (less or owners.process))
-
-
-def _at_a_save(evidence: Evidence) -> str:
-    return " while a checkpoint was saved" if evidence.phase is Phase.SAVE else ""
 
 
 def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:

@@ -54,6 +54,11 @@ _SIGNS = (
         "",
     ),
     _Sign(
+        re.compile(r"(?<![\w.])(?:fsdp_)?(?:pin_memory|offload_params|fsdp_cpu_offload)['\"]?\s*[=:]\s*['\"]?[Tt]rue"),
+        "page-locked blocks, which torch rounds up to a power of two of bytes: up to twice what lies in them",
+        "",
+    ),
+    _Sign(
         re.compile(r"(?:dataloader|preprocessing)_num_workers['\"]?\s*[=: ]\s*['\"]?([1-9]\d{0,2})"),
         "{} dataloader workers, each with its prefetched batches",
         "fewer dataloader workers",

@@ -83,6 +83,11 @@ def resumed(log: Log, failure: Failure | None) -> bool:
     )
 
 
+def saves(text: str) -> bool:
+    """Return whether a text of a log speaks of a save."""
+    return _SAVING.search(text) is not None
+
+
 def phase_of(log: Log, failure: Failure | None) -> Phase:
     """Return the phase that `failure` stopped, or without one that in which the log ends."""
     at = failure.raised_at if failure else len(log.text)

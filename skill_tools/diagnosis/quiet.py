@@ -7,10 +7,11 @@ each is possible under an offload that the run shows, and comes with the way to 
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple
 
 from skill_tools import knowledge
-from skill_tools.diagnosis import newer, no_effect, steps
+from skill_tools.diagnosis import newer, no_effect, phases, steps
 from skill_tools.diagnosis.evidence import Evidence, Suspect, of_finding
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import numbers
@@ -29,10 +30,11 @@ class Complaint(StrEnum):
     RESULTS = "its results, or its memory, are wrong all the same"
     SPEED = "it is slower than it should be"
     STILL = "it stands still there"
+    SAVED = "what it saved is empty or cannot be read"
 
 
-class _Slow(NamedTuple):
-    """What the steps of a run with `offload` wait for; `needs` and `lacks` are words of its files or log."""
+class _Possible(NamedTuple):
+    """What may be so under `offload`; `needs` and `lacks` are words of the run's files or log."""
 
     offload: str
     needs: tuple[tuple[str, ...], ...]
@@ -43,10 +45,10 @@ class _Slow(NamedTuple):
 
 
 @knowledge.derived
-def load_slow() -> tuple[_Slow, ...]:
-    """Return what slows steps, in the file's order."""
+def load(part: str) -> tuple[_Possible, ...]:
+    """Return what slows steps (`slow`), or what saves leave out (`saves`), in the file's order."""
     return tuple(
-        _Slow(
+        _Possible(
             offload,
             tuple(map(tuple, entry.get("needs", ()))),
             tuple(entry.get("lacks", ())),
@@ -54,7 +56,7 @@ def load_slow() -> tuple[_Slow, ...]:
             entry["tell"],
             tuple(entry["change"]),
         )
-        for entry in knowledge.index()["quiet"]["slow"]
+        for entry in knowledge.index()["quiet"][part]
         for offload in named(entry["offload"])
     )
 
@@ -76,6 +78,7 @@ def suspects(
         Complaint.STILL: tuple(_still(log)),
         Complaint.RESULTS: _wrong(evidence, texts, releases),
         Complaint.SPEED: tuple(_slow(evidence, texts)),
+        Complaint.SAVED: tuple(_saved(evidence, texts)),
     }
     if waits or (usual_step_s or 0) > _LONG_S:
         found = {Complaint.SPEED: found.pop(Complaint.SPEED), **found}
@@ -116,19 +119,26 @@ def _of_a_fault(found: numbers.Found) -> Suspect:
 def _slow(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
     """Yield what the steps of the run's offloads wait for: the configuration's own findings first."""
     own = [each for each in evidence.findings if each.effect == "slow"][:1]
-    told = [_of_a_finding(each) for each in own]
+    yield from map(_of_a_finding, own)
+    yield from islice(_possible("slow", evidence, texts), _MOST_SLOW)
+
+
+def _saved(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+    """Yield what a save under the run's offloads may have left out, where the log has a save."""
+    if phases.saves(texts[-1][1]):
+        yield from islice(_possible("saves", evidence, texts), 1)
+
+
+def _possible(part: str, evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
     causes = set()
-    for each in load_slow():
+    for each in load(part):
         here = each.offload in evidence.offloads and each.cause not in causes
         if here and all(sign_in(group, texts) for group in each.needs) and not sign_in(each.lacks, texts):
             causes.add(each.cause)
-            told.append(
-                Suspect(
-                    f"{each.cause} ({evidence.offloads[each.offload]})",
-                    f"to be sure: {each.tell}; then {' or '.join(each.change)}",
-                )
+            yield Suspect(
+                f"{each.cause} ({evidence.offloads[each.offload]})",
+                f"to be sure: {each.tell}; then {' or '.join(each.change)}",
             )
-    yield from told[: _MOST_SLOW + len(own)]
 
 
 def _still(log: Log) -> Iterator[Suspect]:

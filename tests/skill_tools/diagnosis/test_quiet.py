@@ -30,7 +30,7 @@ def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
 
 def test_the_facts_are_what_their_schema_says() -> None:
     jsonschema.validate(QUIET, json.loads(schema_path("quiet").read_text(encoding="utf-8")))
-    assert {each.offload for each in quiet.load_slow()} <= set(load_offloads())
+    assert {each.offload for part in ("slow", "saves") for each in quiet.load(part)} <= set(load_offloads())
 
 
 @for_each(QUIET["slow"], name=lambda entry: entry["cause"])
@@ -51,6 +51,15 @@ def test_the_last_line_says_what_the_run_was_at(entry: dict[str, Any]) -> None:
         (told,) = answer(f"some line\n{text}").suspects[Complaint.STILL]
         assert told.cause.startswith(entry["cause"]), text
         assert Complaint.STILL not in answer(f"{text}\nand what came after it\n").suspects
+
+
+@for_each(QUIET["saves"], name=lambda entry: entry["cause"])
+def test_what_a_save_may_leave_out_is_told_where_there_is_one(entry: dict[str, Any]) -> None:
+    files = {"run.yaml": load_offloads()[named(entry["offload"])[0]].signs[0]}
+    saved = answer("step 1 loss 2.0\nSaving model checkpoint to out/checkpoint-1\nstep 2 loss 1.9\n", files)
+    (told,) = saved.suspects[Complaint.SAVED]
+    assert told.cause.startswith(entry["cause"])
+    assert Complaint.SAVED not in answer(STEPS, files).suspects
 
 
 def test_a_bar_that_has_not_moved_is_the_first_step() -> None:

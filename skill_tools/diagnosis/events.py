@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stopped a run that no exception ended: ranks that wait for each other, a host without memory.
+
+Apart because such an event has no words of its own: the phase, the offloads and who else held memory tell it.
+"""
+
+from collections.abc import Sequence
+
+from skill_tools.diagnosis import code
+from skill_tools.diagnosis.changes import told
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
+from skill_tools.diagnosis.memory_owners import READ
+from skill_tools.diagnosis.phases import Phase
+from skill_tools.diagnosis.residency import rows
+from skill_tools.units import gib
+
+
+def hang_at_the_start(evidence: Evidence) -> Conclusion:
+    """Return a conclusion about a collective that no rank came past before the first step: no save, no slow update."""
+    offloads = ", ".join(f"{each.written}={each.value}" for each in code.offloads(evidence.config))
+    cause = (
+        "a collective never ended at the start, before the first step, so it was no save and no slow update"
+    )
+    if offloads:
+        cause += f"; {offloads} puts tensors on the CPU, and building, initialising or loading those may wait for ever"
+    return Conclusion(
+        cause,
+        "",
+        (
+            told("params-on-gpu", evidence.dialects, evidence.config),
+            "or another release of torch and of the framework: a rank that waits in py-spy dump says in which call",
+        ),
+    )
+
+
+def hang_of_ranks(cause: str, rule: str, evidence: Evidence, change: Sequence[str]) -> Conclusion:
+    """Return a conclusion about ranks that wait for each other: for weights that all gather, if a run has such."""
+    placed = rows.of_a_hang(evidence.phase, evidence.offloads)
+    if placed is None:
+        return Conclusion(cause, rule, tuple(change[:SHOWN]))
+    row, offload, shown_by = placed
+    own = tuple(told(each, evidence.dialects, evidence.config) for each in row.change)
+    because = f"; with {offload.name} ({shown_by}) {row.where}: {row.past}"
+    return Conclusion(cause + because, rule, tuple(dict.fromkeys((*own, *change)))[: SHOWN + 1])
+
+
+def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
+    """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
+    owners = evidence.owners
+    # While a model is read no optimizer is built yet; on NVMe its states are not in host memory.
+    elsewhere = READ in owners.of_the_host or evidence.states_on_nvme
+    if not (owners.process or elsewhere):
+        cause += _kept_there(evidence)
+    if owners.process:
+        cause += f"; {owners.process} alone held {gib(owners.process_bytes)}"
+    elif owners.of_the_host:
+        others = "; ".join(owners.of_the_host)
+        cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
+    if owners.grew:
+        cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
+    less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
+    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
+        change = (
+            "what this process holds: smaller batches, fewer workers, data that is mapped from disk",
+            told("more-host-memory", ()),
+        )
+        rule = ""
+    return Conclusion(cause, rule, (*less[:1], *change)[:SHOWN], plans_away=not (less or owners.process))
+
+
+def _kept_there(evidence: Evidence) -> str:
+    """Name what the run's offload keeps in host memory for each parameter."""
+    if sign := evidence.offloads.get("optimizer"):
+        return f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
+    if (sign := evidence.offloads.get("params")) and "zero3" not in evidence.offloads:
+        return (
+            f"; the offload of parameters ({sign}) keeps shards, gradients and the optimizer's states there"
+        )
+    return ""
+
+
+def _at_a_save(evidence: Evidence) -> str:
+    return " while a checkpoint was saved" if evidence.phase is Phase.SAVE else ""
