@@ -2,8 +2,8 @@
 """The operations that a condition may use, each defined for every plain value.
 
 They exist because a configuration is user input: `num_layers: twelve` must lead to a finding, never to a traceback.
-So every operation has a result for every plain value: a meaningless one for its operands (`None < 3`, `"a" - 1`,
-`1 / 0`) yields None, and None is not true; `!=` and `not in` are the exact opposites of `==` and `in`.
+So every operation has a result for every plain value: a meaningless operation (`None < 3`, `"a" - 1`, `1 / 0`) yields
+None, and None is not true; `!=` and `not in` are the exact opposites of `==` and `in`.
 
 Where Python itself has an answer, the answer here is the same. `UNKNOWN` never reaches an operation: `conditions`
 answers for it, as it does for `and`, `or` and `not`.
