@@ -38,7 +38,7 @@ trained = [param for param in model.parameters() if param.requires_grad]
 ids = torch.randint(0, 512, (2, 768), device=device)
 
 with apply_plan(model, torch.optim.AdamW(trained, lr=1e-3), plan) as applied:
-    for step in range(5):
+    for step in range(3):
         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
         loss.backward()
         applied.optimizer.step()

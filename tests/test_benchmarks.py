@@ -5,11 +5,11 @@ import importlib
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
 import torch
+from schemas import assert_follows
 
-from skill_tools.bundle import root, schema_path
+from skill_tools.bundle import root
 from skill_tools.card.load import load_card
 from skill_tools.card.measurements import measured_tables
 
@@ -68,11 +68,10 @@ def test_plans_are_made_and_trained_at_toy_size(plans, tmp_path, monkeypatch, ca
 def test_every_case_has_a_plan_on_a_machine_like_the_measured_one(plans, size, tmp_path):
     profile = tmp_path / "profile.json"
     profile.write_text(json.dumps({"hardware": HARDWARE}))
-    schema = json.loads(schema_path("plan").read_text(encoding="utf-8"))
     for case in (case for case in plans.CASES if case.size == size):
         plan = plans.make_plan(case, plans.SIZES[size], profile, tmp_path)
         document = plans.document(plan)
-        jsonschema.validate(document, schema)
+        assert_follows(document, "plan")
         assert tuple(document["recommendation"]["option"]["mechanisms"]) == case.mechanisms
         assert document["recommendation"]["option"]["fits"]
 

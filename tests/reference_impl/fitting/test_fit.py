@@ -4,13 +4,13 @@
 import json
 import random
 
-import jsonschema
 import pytest
 import torch
 from failing_trials import failing_trials
 from fit_trainee import IDS, Model, loss_of, make, peak_of, same, train, whole_peak
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from schemas import assert_follows
 
 from reference_impl import apply_plan, fit
 from reference_impl.device import Device
@@ -21,7 +21,6 @@ from reference_impl.memory.host import host_book
 from reference_impl.memory.ledger import Ledger
 from reference_impl.trained_layers import chunked_cross_entropy
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora
-from skill_tools.bundle import schema_path
 
 
 def test_a_plan_is_settled_on_that_holds_and_is_applied():
@@ -39,7 +38,7 @@ def test_a_plan_is_settled_on_that_holds_and_is_applied():
         assert fitted.summary.startswith("fit: ")
         assert "\n" not in fitted.summary
         found = train(model, fitted.optimizer)
-    jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+    assert_follows(fitted.plan, "plan")
     assert fitted.plan["model"]["parameters"] == sum(param.numel() for param in model.parameters())
     assert peak_of(json.loads(json.dumps(fitted.plan))) <= budget
     model, optimizer = make()
@@ -301,7 +300,7 @@ def test_of_several_losses_the_fastest_that_fits_is_taken(monkeypatch):
         assert fitted.plan["fitted"]["loss"] == 1
         assert fitted.plan["fitted"]["peak_device_bytes"] <= 0.45 * whole
         assert fitted.summary.endswith("; loss 1 of those given")
-        jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+        assert_follows(fitted.plan, "plan")
         fitted.loss(model, IDS).backward()
         fitted.optimizer.step()
 

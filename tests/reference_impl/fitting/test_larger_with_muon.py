@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fit` and `apply_plan` of layers that stream with Muon: bytes as planned, and the bits of states on the device."""
 
-import json
 from functools import cache, partial
 
-import jsonschema
 import pytest
 import torch
+from schemas import assert_follows
 from torch import nn
 
 from offload_arithmetic import sizes
@@ -15,7 +14,6 @@ from reference_impl.memory.host import host_book
 from reference_impl.optimizers import Streaming
 from reference_impl.verification import apply
 from reference_impl.verification.model import Decoder, DecoderShape, decoder_loss
-from skill_tools.bundle import schema_path
 
 IDS = torch.arange(32).reshape(2, 16) % 300
 SHAPE = DecoderShape(hidden=64, ffn=512, heads=4, layers=12, vocab=300)
@@ -85,7 +83,7 @@ def test_a_model_larger_than_the_device_is_fitted_from_the_host():
     budget = round(1.2 * sum(param.nbytes for param in model.parameters()))
     with fit(model, optimizers, IDS, loss_of, gpu_budget=budget, device="cpu") as fitted:
         plan = fitted.plan
-        jsonschema.validate(plan, json.loads(schema_path("plan").read_text()))
+        assert_follows(plan, "plan")
         assert plan["execute"]["trained_layers"]["formula"] == "muon"
         assert plan["fitted"]["peak_device_bytes"] <= budget
         memory = plan["recommendation"]["option"]["memory"]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fit` of a sequence that is long beside the device: tiles and kept attention, which it finds and says."""
 
-import json
-
-import jsonschema
 import pytest
 import torch
 from long_decoder import LongDecoder
+from schemas import assert_follows
 from torch import nn
 from torch.nn import functional
 
@@ -14,7 +12,6 @@ from reference_impl import CheckpointOffloader, SequenceTiles, fit
 from reference_impl.device import Device
 from reference_impl.fitting import FitError, trial
 from reference_impl.verification.model import decoder_loss
-from skill_tools.bundle import schema_path
 from skill_tools.dialects.pytorch import candidates
 
 TILE = 64
@@ -57,7 +54,7 @@ def test_tiles_are_taken_where_nothing_else_fits_and_the_summary_says_why():
         assert "attention kept: " in fitted.summary
         assert "without them it does not fit: GPU memory" in fitted.summary
         losses = train(model, fitted.optimizer)
-    jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text(encoding="utf-8")))
+    assert_follows(fitted.plan, "plan")
     # As with these mechanisms by hand.
     model, optimizer = make()
     with SequenceTiles(model, tile_tokens=TILE), CheckpointOffloader(model, keep_attention=True):

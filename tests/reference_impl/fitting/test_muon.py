@@ -2,11 +2,10 @@
 """`fit` and `apply_plan` with Muon: bitwise torch's Muon and AdamW over fp32 masters, within the budget."""
 
 import copy
-import json
 
-import jsonschema
 import pytest
 import torch
+from schemas import assert_follows
 from torch import nn
 from torch.nn import functional
 
@@ -14,7 +13,6 @@ from reference_impl import OptimizerStateOffloader, apply_plan, fit
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape
-from skill_tools.bundle import schema_path
 
 CHUNK_BYTES = 32 * 1024
 pytestmark = pytest.mark.usefixtures("planner_in_process", "small_chunks")
@@ -82,7 +80,7 @@ def test_it_settles_on_a_plan_that_streams_both_parts_to_the_same_weights():
     budget = round(0.8 * peak_bytes)
     with fit(model, given, IDS, loss_of, gpu_budget=budget) as fitted:
         assert isinstance(fitted.optimizer, OptimizerStateOffloader)
-        jsonschema.validate(fitted.plan, json.loads(schema_path("plan").read_text()))
+        assert_follows(fitted.plan, "plan")
         found = fitted.plan["execute"]["optimizer"]
         assert found["formula"] == "muon"
         assert found["offload_fraction"] > 0

@@ -310,7 +310,7 @@ def test_the_example_trains_under_a_plan(
     example = Path(__file__).resolve().parents[3] / "examples" / "train_with_plan.py"
     monkeypatch.setattr("sys.argv", [str(example), str(plan)])
     runpy.run_path(str(example))
-    assert capsys.readouterr().out.count("loss") == 5
+    assert capsys.readouterr().out.count("loss") == 3
 
 
 @pytest.mark.parametrize(("factor", "level"), [(1.0, "INFO"), (0.5, "WARNING")])

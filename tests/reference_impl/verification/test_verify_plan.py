@@ -6,9 +6,9 @@ import os
 import weakref
 from dataclasses import replace
 
-import jsonschema
 import pytest
 import torch
+from schemas import assert_follows
 
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device
@@ -19,7 +19,6 @@ from reference_impl.verification.planned_run import PlanError, read_plan
 from reference_impl.verification.verify_plan import COMPARED_STEPS, verify_plan
 from reference_impl.verification.workload import Workload
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +105,7 @@ def test_an_executed_mechanism_shows_in_what_is_measured(written):
     assert len(found.problems) == 1
     # The plan rests on a formula.
     assert "plan with --trace" in found.problems[0]
-    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
-    jsonschema.validate(found.document(), schema)
+    assert_follows(found.document(), "verify")
 
 
 @pytest.mark.slow
@@ -428,7 +426,7 @@ def test_a_plan_for_adapters_is_verified_on_the_frozen_model_with_them(execute, 
     config, profile, path = (tmp_path / name for name in ("config.json", "profile.json", "plan.json"))
     config.write_text(json.dumps(QWEN3))
     assert main(["trace", str(config), "--lora-rank", "4", "--out", str(profile)]) == 0
-    jsonschema.validate(json.loads(profile.read_text()), json.loads(schema_path("model-profile").read_text()))
+    assert_follows(json.loads(profile.read_text()), "model-profile")
     capsys.readouterr()
     words = ["--gpu", "h100", "--gpu-memory", "2GiB", "--format", "json", "--overrides", "seq_length=64"]
     assert main(["plan", "--trace", str(profile), *words, "lora_rank=8"]) == 2

@@ -9,10 +9,10 @@ from typing import Any
 
 import bf16_products
 import forked
-import jsonschema
 import launched_ranks
 import pytest
 import torch
+from schemas import assert_follows
 
 from reference_impl.device import Device
 from reference_impl.device.cpu_twin import CpuTwin
@@ -20,7 +20,6 @@ from reference_impl.distributed.launch import RankError, launch
 from reference_impl.verification.planned_run import PlanError, read_plan
 from reference_impl.verification.verify_plan import PlanVerification, verify_plan
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 from skill_tools.dialects.pytorch import candidates
 
 CONFIG = {
@@ -103,7 +102,7 @@ def test_the_command_trains_shards_with_their_states_in_part_on_the_cpu(
     assert 0 < planned["optimizer"]["split"]["cpu"] < 1
     assert main(["verify", "--device", "cpu", "--plan", str(path), "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, json.loads(schema_path("verify").read_text(encoding="utf-8")))
+    assert_follows(document, "verify")
     assert document["workload"]["ranks"] == 2
     assert (document["workload"]["sharding"], document["workload"]["shard_dtype"]) == ("fsdp2", "float32")
     assert document["plan"]["max_loss_delta"] == 0

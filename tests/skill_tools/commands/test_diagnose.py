@@ -3,14 +3,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from for_each import for_each
 from hypothesis import given
 from hypothesis import strategies as st
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 from skill_tools.commands import plan_request
 from skill_tools.commands.plan_request import Predicted
 from skill_tools.diagnosis import known_errors, memory
@@ -97,8 +96,8 @@ def test_with_the_configuration_the_rule_is_confirmed_and_a_plan_follows(
     ]
     assert main(["diagnose", *arguments, "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, json.loads(schema_path("diagnosis").read_text(encoding="utf-8")))
-    jsonschema.validate(document["plan"], json.loads(schema_path("plan").read_text(encoding="utf-8")))
+    assert_follows(document, "diagnosis")
+    assert_follows(document["plan"], "plan")
     assert document["errors"][0]["confirmed"] == ["la-pp"]
     assert document["plan"]["budget"]["gpu_bytes"] <= 79.1 * 2**30
 

@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import root, schema_path
+from skill_tools.bundle import root
 
 BAD = """\
 model:
@@ -154,7 +154,7 @@ def test_one_call_tells_an_agent_all_in_2000_tokens(capsys: pytest.CaptureFixtur
         assert "refused at startup" in out
         assert "Set pipeline_model_parallel_size to 1" in out
     document = json.loads(out)
-    jsonschema.validate(document, json.loads(schema_path("findings").read_text("utf-8")))
+    assert_follows(document, "findings")
 
 
 def test_releases_beside_a_file_are_used_and_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_unusable_input_is_one_line_and_exit_code_2(
     assert len(err.splitlines()) == 1
     if form == "json":
         document = json.loads(out)
-        jsonschema.validate(document, json.loads(schema_path("findings").read_text("utf-8")))
+        assert_follows(document, "findings")
         assert document["errors"]
 
 

@@ -2,13 +2,11 @@
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 
-SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
 MOE = ["--framework", "megatron-bridge", "--model", "qwen3-30b-a3b", "--overrides"]
 
 
@@ -23,7 +21,7 @@ def test_a_pytorch_plan_follows_its_schema_and_can_be_executed(capsys: pytest.Ca
         "--model", "llama-3-8b", "--gpu", "h200", "--gpu-memory", "80GiB", "--format", "json", capsys=capsys
     )
     document = json.loads(out)
-    jsonschema.validate(document, SCHEMA)
+    assert_follows(document, "plan")
     assert code == 0
     assert document["execute"]["optimizer"]["offload_fraction"] > 0
     assert document["recommendation"]["option"]["memory"]["device_bytes"] <= 80 * 2**30

@@ -6,16 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 from skill_tools.commands import plan_request
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.planning.search import decisive
 
-SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
 MEGATRON_LM = """\
 torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 \\
   --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu --disable-bias-linear \\
@@ -123,7 +121,7 @@ def test_the_answer_is_ten_lines_and_leaves_headroom(
     assert "--details" in out.splitlines()[-1]
     assert main(["plan", *files, *arguments, "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    jsonschema.validate(plan, SCHEMA)
+    assert_follows(plan, "plan")
     taken = plan["recommendation"]["option"]["memory"]["device_bytes"]
     assert taken <= 0.95 * plan["budget"]["gpu_bytes"]
 
@@ -143,7 +141,7 @@ def ways(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[di
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     plan = json.loads(captured.out)
-    jsonschema.validate(plan, SCHEMA)
+    assert_follows(plan, "plan")
     assert plan["errors"][0]["kind"] == "nothing-fits"
     found: list[dict[str, Any]] = plan["ways"]
     return found

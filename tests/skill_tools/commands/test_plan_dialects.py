@@ -5,13 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 
-SCHEMA = json.loads(schema_path("plan").read_text(encoding="utf-8"))
 BRIDGE = """\
 model:
   tensor_model_parallel_size: 2
@@ -62,7 +60,7 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         path.write_text(text, encoding="utf-8")
         code = main(["plan", str(path), *arguments, "--format", "json"])
         document: dict[str, Any] = json.loads(capsys.readouterr().out)
-        jsonschema.validate(document, SCHEMA)
+        assert_follows(document, "plan")
         return document | {"code": code}
 
     return run

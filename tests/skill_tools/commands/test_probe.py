@@ -2,11 +2,10 @@
 import json
 import os
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 
 pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
 
@@ -26,9 +25,7 @@ def probed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_profile_follows_its_schema(probed):
-    schema = json.loads(schema_path("profile").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(json.loads(probed[0].read_text(encoding="utf-8")), schema)
+    assert_follows(json.loads(probed[0].read_text(encoding="utf-8")), "profile")
 
 
 @pytest.mark.slow

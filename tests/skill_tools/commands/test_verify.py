@@ -2,11 +2,10 @@
 import json
 import sys
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 from skill_tools.reports import measuring
 
 pytest.importorskip("torch", reason="needs torch: pip install '.[reference]' -c constraints.txt")
@@ -36,9 +35,7 @@ def test_every_mechanism_keeps_its_promise_on_the_twin(verified):
 
 @pytest.mark.slow
 def test_the_document_follows_its_schema(verified):
-    schema = json.loads(schema_path("verify").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(verified[1], schema)
+    assert_follows(verified[1], "verify")
 
 
 @pytest.mark.slow
@@ -67,7 +64,7 @@ def test_the_report_says_what_failed(verified):
 def test_every_mechanism_keeps_its_promise_where_hardly_anything_may_be_pinned(capsys):
     assert main(["verify", "--device", "cpu", "--pinned-memory", "1MiB", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, json.loads(schema_path("verify").read_text(encoding="utf-8")))
+    assert_follows(document, "verify")
     assert all(row["parameters_equal"] for row in document["rows"])
     assert document["pinned"] == {"limit_bytes": 2**20, "peak_bytes": 2**20}
     assert "page-locked at once: 1.00 MiB of 1.00 MiB" in measuring.verification(document)

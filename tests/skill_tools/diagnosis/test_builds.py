@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A build that failed is told by its first error, in whatever language the compiler speaks."""
 
-import json
-
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.diagnosis import builds
 from skill_tools.diagnosis.diagnosis import diagnose
 from skill_tools.diagnosis.log import Log
@@ -18,9 +15,7 @@ END = "ninja: build stopped: subcommand failed.\nRuntimeError: Error building ex
 
 @pytest.mark.parametrize("name", ["builds", "changes", "code"])
 def test_the_facts_are_what_their_schemas_say(name: str) -> None:
-    jsonschema.validate(
-        knowledge.load_yaml(f"{name}.yaml"), json.loads(schema_path(name).read_text(encoding="utf-8"))
-    )
+    assert_follows(knowledge.load_yaml(f"{name}.yaml"), name)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose code a failure is in, and what would decide where nothing else is known of it."""
 
-import json
-
-import jsonschema
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.diagnosis import diagnose
@@ -28,9 +25,7 @@ def raised(*paths: str) -> str:
 
 
 def test_the_facts_are_what_their_schema_says() -> None:
-    jsonschema.validate(
-        knowledge.load_yaml("code.yaml"), json.loads(schema_path("code").read_text(encoding="utf-8"))
-    )
+    assert_follows(knowledge.load_yaml("code.yaml"), "code")
     mechanisms = {key.mechanism for key in load_keys().values()}
     assert {each for entry in code.load_code() for each in entry.mechanisms} <= mechanisms
 

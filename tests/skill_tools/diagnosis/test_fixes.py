@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A library's fault that a later release mends is told where all that it asks for is there, and to older releases."""
 
-import json
 import re
 from collections.abc import Mapping
 
-import jsonschema
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.commands.releases import check
 from skill_tools.diagnosis import fixes, symptoms
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
@@ -45,8 +43,7 @@ def shows(fix: Fix) -> tuple[Failure, str, Phase, list[tuple[str, str]]]:
 
 
 def test_the_facts_are_what_their_schema_says() -> None:
-    schema = json.loads(schema_path("fixes").read_text(encoding="utf-8"))
-    jsonschema.validate(knowledge.load_fixes(), schema)
+    assert_follows(knowledge.load_fixes(), "fixes")
 
 
 def test_each_names_what_there_is() -> None:

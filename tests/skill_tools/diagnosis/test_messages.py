@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The known messages: data with a source each, and each found in the line that somebody posted."""
 
-import json
-
-import jsonschema
 import pytest
 from for_each import for_each
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.diagnosis import failures, messages, texts
 from skill_tools.diagnosis.diagnosis import advice, diagnose, host_need
 from skill_tools.diagnosis.log import Log
@@ -32,7 +29,7 @@ def ended_by(text: str) -> failures.Failure | None:
 
 
 def test_the_file_is_what_its_schema_says() -> None:
-    jsonschema.validate(FILE, json.loads(schema_path("messages").read_text(encoding="utf-8")))
+    assert_follows(FILE, "messages")
     assert len({entry["id"] for entry in FILE}) == len(FILE)
 
 

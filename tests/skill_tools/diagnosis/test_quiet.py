@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that shows no failure has, by complaint, what to look at first: slow steps, or its log's last line."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.configs.source import Source
 from skill_tools.diagnosis import quiet
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
@@ -29,7 +27,7 @@ def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
 
 
 def test_the_facts_are_what_their_schema_says() -> None:
-    jsonschema.validate(QUIET, json.loads(schema_path("quiet").read_text(encoding="utf-8")))
+    assert_follows(QUIET, "quiet")
     assert {each.offload for part in ("slow", "saves") for each in quiet.load(part)} <= set(load_offloads())
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A failure that nothing else knows is told by its kind and by the offload that the run shows to have."""
 
-import json
 from collections.abc import Mapping
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import Source
 from skill_tools.diagnosis import failures, symptoms
@@ -33,9 +31,7 @@ def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
 
 @pytest.mark.parametrize("name", ["offloads", "symptoms"])
 def test_the_facts_are_what_their_schemas_say(name: str) -> None:
-    jsonschema.validate(
-        knowledge.load_yaml(f"{name}.yaml"), json.loads(schema_path(name).read_text(encoding="utf-8"))
-    )
+    assert_follows(knowledge.load_yaml(f"{name}.yaml"), name)
 
 
 def test_each_names_what_there_is() -> None:

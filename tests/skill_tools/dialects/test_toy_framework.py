@@ -5,12 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import schema_path
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.source import Source
@@ -116,7 +115,7 @@ def run_yaml(tmp_path: Path) -> Path:
 
 def test_its_facts_keep_the_schemas_as_they_are() -> None:
     for kind, name in (("keys", "keys.yaml"), ("rules", "rules/toy.yaml")):
-        jsonschema.validate(yaml.safe_load(DATA[name]), json.loads(schema_path(kind).read_text("utf-8")))
+        assert_follows(yaml.safe_load(DATA[name]), kind)
 
 
 def test_its_family_is_called_like_it() -> None:
@@ -150,7 +149,7 @@ def test_plan_proposes_in_its_own_keys(run_yaml: Path, capsys: pytest.CaptureFix
     run_yaml.write_text("toy: 1\nname: llama-3-8b\n", encoding="utf-8")
     assert main(["plan", str(run_yaml), "--gpu", "h200", "--format", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    jsonschema.validate(plan, json.loads(schema_path("plan").read_text("utf-8")))
+    assert_follows(plan, "plan")
     assert plan["dialect"] == "toy"
     (share,) = plan["recommendation"]["patch"]["settings"].values()
     assert plan["recommendation"]["patch"]["text"] == f"states_on_host: {share}\n"

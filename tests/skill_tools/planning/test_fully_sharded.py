@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import knowledge_path, root
+from skill_tools.bundle import knowledge_path
 from skill_tools.dialects.pytorch import run as pytorch_run
 from skill_tools.dialects.run import Mode, OptimizerEngine, Recompute, StreamedStates, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
@@ -435,13 +435,12 @@ def test_the_document_says_what_the_model_must_be(capsys: pytest.CaptureFixture[
     document = json.loads(planned(capsys, *LARGE, "--format", "json"))
     assert document["execute"]["sharding"] == {"engine": "fsdp2", "ranks": 8, "weights": "float32"}
     assert document["layout"]["sharding"] == "fsdp2"
-    schema = json.loads((root() / "schema" / "plan.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(document, schema)
+    assert_follows(document, "plan")
     words = (*LARGE, "--format", "json", "--overrides", "sharding=replicas lora_rank=16")
     replicas = json.loads(planned(capsys, *words, "--gpu-memory", "141GiB"))
     assert replicas["layout"]["sharding"] == "replicas"
     assert "sharding" not in replicas["execute"]
-    jsonschema.validate(replicas, schema)
+    assert_follows(replicas, "plan")
 
 
 def test_more_gpus_and_shards_in_bf16_are_ways_to_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools.__main__ import main
-from skill_tools.bundle import knowledge_path, schema_path
+from skill_tools.bundle import knowledge_path
 from skill_tools.dialects import parameters
 from skill_tools.planning.model import known_models, traces
 
@@ -46,7 +46,7 @@ def source(plan: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", traces.names())
 def test_what_ships_is_the_known_models(name: str) -> None:
     data = json.loads(knowledge_path("traces", f"{name}.json").read_text())
-    jsonschema.validate(data, json.loads(schema_path("model-profile").read_text()))
+    assert_follows(data, "model-profile")
     shape = known_models.shape(name)
     found = traces.of_shape(shape)
     assert found is not None
@@ -238,7 +238,7 @@ def test_states_are_rounded_only_where_that_is_allowed_and_then_it_is_named(
     option = rounded["recommendation"]["option"]
     assert f"streamed as {states} states" in option["label"]
     assert option["time"]["step_s"] < 0.95 * exact["recommendation"]["option"]["time"]["step_s"]
-    jsonschema.validate(rounded, json.loads(schema_path("plan").read_text()))
+    assert_follows(rounded, "plan")
 
 
 def test_exact_states_are_kept_where_rounding_gains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,7 +254,7 @@ def test_pinned_memory_is_a_budget_of_its_own(tmp_path: Path, capsys: pytest.Cap
     assert option["memory"]["pinned_bytes_per_node"] <= 2**30 < free["memory"]["pinned_bytes_per_node"]
     assert capped["budget"]["pinned_bytes_per_node"] == capped["execute"]["pinned_limit_bytes"] == 2**30
     assert option["time"]["step_s"] >= free["time"]["step_s"]
-    jsonschema.validate(capped, json.loads(schema_path("plan").read_text()))
+    assert_follows(capped, "plan")
 
 
 def test_what_may_not_be_pinned_is_pageable_and_never_faster(capsys: pytest.CaptureFixture[str]) -> None:

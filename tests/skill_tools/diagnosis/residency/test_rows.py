@@ -2,15 +2,13 @@
 """Where a run's offloads keep their tensors says what a failure that nothing else knows is about."""
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.evidence import Conclusion
 from skill_tools.diagnosis.failures import Failure, Frame
@@ -68,7 +66,7 @@ def concluded(text: str, frames: tuple[tuple[str, str], ...], files: Mapping[str
 
 
 def test_the_facts_are_what_their_schema_says() -> None:
-    jsonschema.validate(ENTRIES, json.loads(schema_path("residency").read_text(encoding="utf-8")))
+    assert_follows(ENTRIES, "residency")
     offloads = load_offloads()
     for row in rows.load_rows():
         assert {row.offload, *row.unless} <= offloads.keys()

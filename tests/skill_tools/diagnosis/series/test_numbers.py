@@ -5,10 +5,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-import jsonschema
+from schemas import assert_follows
 
 from skill_tools import knowledge
-from skill_tools.bundle import schema_path
 from skill_tools.diagnosis import symptoms
 from skill_tools.diagnosis.diagnosis import Diagnosis, diagnose
 from skill_tools.diagnosis.evidence import Conclusion
@@ -221,7 +220,7 @@ def test_an_anomaly_says_where_it_begins() -> None:
 
 def test_the_facts_are_what_their_schema_says_and_name_what_there_is() -> None:
     data = knowledge.load_yaml("numbers.yaml")
-    jsonschema.validate(data, json.loads(schema_path("numbers").read_text(encoding="utf-8")))
+    assert_follows(data, "numbers")
     shown = {
         kind
         for entry in (*data["rules"], *data["faults"])
@@ -360,5 +359,5 @@ def test_numbers_are_facts_and_the_document_has_what_else_fits() -> None:
     found = answer(NAN, {"run.sh": "python train.py --activation_offloading true\n"})
     assert "train.log:2: loss is nan from step 2 on" in diagnoses.concise(found)
     document = diagnoses.document(found) | {"plan": None}
-    jsonschema.validate(document, json.loads(schema_path("diagnosis").read_text(encoding="utf-8")))
+    assert_follows(document, "diagnosis")
     assert document["conclusion"]["others"] == list(found.conclusion.others if found.conclusion else ())

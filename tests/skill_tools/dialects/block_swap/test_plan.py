@@ -4,8 +4,8 @@
 import json
 from pathlib import Path
 
-import jsonschema
 import pytest
+from schemas import assert_follows
 
 from skill_tools import knowledge
 from skill_tools.__main__ import main
@@ -167,10 +167,7 @@ def test_stated_activations_decide_and_what_fits_nowhere_ends_with_2(
     options = ("--gpu", "4070", "--activation-memory", "6GB", "--format", "json")
     assert planned(tmp_path, command, *options) == 0
     document = json.loads(capsys.readouterr().out)
-    schema = json.loads(
-        (Path(__file__).parents[4] / "schema" / "plan.schema.json").read_text(encoding="utf-8")
-    )
-    jsonschema.validate(document, schema)
+    assert_follows(document, "plan")
     found = document["block_swap"]
     chosen = found["counts"][found["blocks"]]
     assert chosen["room_bytes"] >= 6 * GB > found["counts"][found["blocks"] - 1]["room_bytes"]
