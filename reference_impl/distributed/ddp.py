@@ -7,7 +7,7 @@ for good. So one that somebody else registers later is called by ours, which the
 Buckets are DDP's memory for the whole run; reduced gradients stand on the parameters at the end of backward.
 
 Torch has no public name for a call at the end of backward (`queue_callback`, by which DDP puts gradients on
-parameters), for whether somebody trains with `join()`, and for the name of a hook that is there already.
+parameters), for training with `join()`, and for an existing hook.
 
 Explained in docs/distributed.md.
 """

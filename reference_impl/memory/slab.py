@@ -2,11 +2,10 @@
 """Slabs: large pieces of host memory, page-locked when copies are to read or write them.
 
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers
-of two, while 48 GB of huge pages that eight threads touch a little at a time, and that are registered once, take
-2.4 s, 19 GiB/s (measured on one NVIDIA H200 host, 16 virtual cores; a page that the virtual machine has never had
-before costs its host a fault too, which is several times slower). The mapping is private, because only private memory
-gets huge pages where the host leaves shared memory at small ones, which is the default. A slab does not hand out parts
-of itself; `arena` does.
+of two. 48 GB of huge pages, touched by eight threads a little at a time and registered once, take 2.4 s, 19 GiB/s
+(measured on one NVIDIA H200 host, 16 virtual cores). A page new to the virtual machine costs its host a fault too,
+which is several times slower. The mapping is private, because only private memory gets huge pages where the host leaves
+shared memory at small ones, which is the default. A slab does not hand out parts of itself; `arena` does.
 
 Explained in docs/activation-offloading.md.
 """

@@ -201,9 +201,9 @@ class StoredState(MutableMapping[str, torch.Tensor]):
 class ParameterState(MutableMapping[str, Any]):
     """One parameter's `step`, moments and, where it has one of its own, `master_param`.
 
-    A state that stands in one place is returned as a view of it, in the parameter's shape; of one that stands in
-    several (a parameter split between buckets or tiers) or streams a copy is returned, see `WrittenBack`. Assigning, or
-    writing into either, writes to all places; a name that is not known raises KeyError, and nothing can be removed.
+    A state in one place is returned as a view of it, in the parameter's shape. A state in several places (a parameter
+    split between buckets or tiers), or a streamed one, is returned as a copy, see `WrittenBack`. Assigning, or writing
+    into either, writes to all places; a name that is not known raises KeyError, and nothing can be removed.
 
     Made of any other mapping it only holds those values, as trainers expect who rebuild an entry with its type;
     `optimizer.state[param] = entry` then writes them.

@@ -45,10 +45,10 @@ class SequenceTiles(DividedCalls):
 
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
-    The first call of a module that is longer than a tile tries on up to 64 of its positions whether the module is
-    position-wise, and raises ValueError before anything is computed where it is not, returns a tensor without positions
-    (a loss), or lets a hook keep a tensor of its inside. Backward raises RuntimeError where the module computes with a
-    trained tensor that is no parameter of it.
+    The first call longer than a tile tries on up to 64 of its positions whether the module is position-wise. It raises
+    ValueError before anything is computed for a module that is not, that returns a tensor without positions (a loss),
+    or that lets a hook keep an inner tensor. Backward raises RuntimeError where the module computes with a trained
+    tensor that is no parameter of it.
 
     Args:
         model: any module.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one thread that runs a model whose shards stream.
 
-FSDP2 keeps gathered parameters on the modules and in one state, so two threads that run one model, or one that saves
-it while the other is between its gathers, leave torch's own code with wrong or missing weights. On several ranks their
-gathers also pair by chance. So one thread runs the model, on each rank the same, and every other is refused before
-FSDP2 has heard of it. Apart because the streamer is at its size, and knows nothing else of threads.
+FSDP2 keeps gathered parameters on the modules and in one state. Two threads that run one model, or a save by one
+between the gathers of the other, leave torch's own code with wrong or missing weights. On several ranks their gathers
+also pair by chance. So one thread runs the model, on each rank the same, and every other is refused before FSDP2 has
+heard of it. Apart because the streamer is at its size, and knows nothing else of threads.
 
 Explained in docs/distributed.md.
 """

@@ -56,11 +56,11 @@ class NoKernelError(RuntimeError):
 class TraceLedger(TorchDispatchMode):
     """Live bytes on `meta`, operation by operation, in named spans.
 
-    `live_bytes` counts storages born while the ledger was open, and `gradient_bytes` the finished gradients among them;
-    `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as where each
-    gradient leaves when it is finished. `flops` and `moved_bytes` count operations of kernels, and bytes that they read
-    and write; `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for
-    one bool is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose
+    `live_bytes` counts storages born while the ledger was open, and `gradient_bytes` the finished gradients among them.
+    `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as if each
+    finished gradient left at once. `flops` and `moved_bytes` count operations of kernels, and bytes that they read and
+    write; `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for one
+    bool is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose
     forward runs. `temporaries` says of which operation the kernel makes a tensor that it frees again, and how many
     bytes that has, by the arguments.
     """

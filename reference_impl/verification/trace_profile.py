@@ -39,8 +39,8 @@ def profile_model(
     """Return the profile of `model` as `schema/model-profile.schema.json` has it.
 
     `make_batch(sequences, length)` returns the batch for `loss`, by default the model itself. It is asked for one
-    sequence of `tokens`, of an odd number one less, one of twice that, two of `tokens`, and two of half of that; in its
-    place one of three times `tokens`, if each sequence has `images` in it. Raises as `trace`.
+    sequence of `tokens` (an even number), one of twice as many, two of `tokens`, and two of half as many. If each
+    sequence has `images`, one of three times `tokens` replaces the last. Raises as `trace`.
     """
 
     def traced(sequences: int, length: int) -> TracedStep:

@@ -2,8 +2,8 @@
 """Which part of the frozen weights stays on the device, and which part of the rest is pinned.
 
 Resident storages are spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
-Keeping whole layers at one end instead would leave the link idle beside them and too slow beside the others,
-and the buffers that the rest passes through would have to be as large as a whole block.
+Whole layers at one end instead would leave the link idle beside them and too slow beside the others. The buffers for
+the rest would have to be as large as a whole block.
 
 Explained in docs/layer-streaming.md.
 """

@@ -2,12 +2,12 @@
 """Chunks pass through the GPU: copied in, updated by a kernel, copied out, all three at once.
 
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk
-order its three stages, and the event of a slot orders its next chunk behind its last. As soon as the copy out of a
-chunk is queued, its slot takes the next chunk that is still to be copied in, long before that one's turn, so that both
-directions of the link begin at once. The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond those
-that somebody waits for: the forward that should hide the update is launched after them, and a full launch queue would
-make the host wait until most of the update is done. Slots that become free at the end take the first chunks of the next
-step, which therefore arrive behind forward and backward.
+order its three stages, and the event of a slot orders its next chunk behind its last. As soon as a chunk's copy out is
+queued, its slot takes the next waiting chunk, long before that one's turn: both directions of the link begin at once.
+The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond those that somebody waits for: the forward
+that should hide the update is launched after them, and a full launch queue would make the host wait until most of the
+update is done. Slots that become free at the end take the first chunks of the next step, which therefore arrive behind
+forward and backward.
 
 Chunks whose states stay on the device, but whose gradients come in, pass through slots of their own, as long as these:
 such a slot is free long before one that a copy out still reads, and neither kind waits for the other's.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of a model `unfrozen_parameters` leaves to be trained.
 
-Its entries are regular expressions that have to match the beginning of a parameter's name in the Hugging Face model; a
-dot is a dot, unless a plus follows, and a range of rows at the end changes no memory: gradients and states are those of
-the whole tensor. Names of mixtures of experts differ from model to model, so a layer's experts go by several.
+Its entries are regular expressions for the beginning of a parameter's name in the Hugging Face model. A dot is a dot,
+unless a plus follows. A range of rows at the end changes no memory: gradients and states are those of the whole tensor.
+Names of mixtures of experts differ from model to model, so a layer's experts go by several.
 
 The entries are somebody's input: a slow one, or one that is no expression, is not evaluated.
 """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings that verl passes on to Megatron Core, for the actor or the SFT trainer if its strategy is `megatron`.
 
-The engine builds Megatron's model from Bridge's provider and sets every key of `override_transformer_config` on it;
-its OptimizerConfig gets a fixed few of verl's own keys (they have Megatron's canonical names,
-`knowledge/keys/verl.yaml`), then every key of `override_optimizer_config`; DDP's configuration is filled likewise.
-The other fields of those sections never reach Megatron. Reference model and critic have such sections too; they are
-not read. Apart because it is about two frameworks at once.
+The engine builds Megatron's model from Bridge's provider and sets every key of `override_transformer_config` on it. Its
+OptimizerConfig gets a few fixed keys of verl's own (with Megatron's canonical names, `knowledge/keys/verl.yaml`), then
+every key of `override_optimizer_config`. DDP's configuration is filled likewise. The other fields of those sections
+never reach Megatron. Reference model and critic have such sections too; they are not read. Apart because it is about
+two frameworks at once.
 """
 
 from skill_tools.configs.draft import Draft
