@@ -69,13 +69,14 @@ class Axolotl(Dialect):
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for `base_model` with a key of training, or for several keys that only it has.
 
-        A model card has `base_model` and `datasets` too, but its data sets are names alone.
+        A model card has `base_model` and `datasets` too, but its data sets are names alone. Names of training that any
+        program may have count beside it only where most of the file are names of Axolotl.
         """
         own = [name for name in _OWN if name in entries]
         training = [name for name in _TRAINING if name in entries]
         if _names_datasets(entries):
             training.insert(0, "datasets")
-        if "base_model" in entries and (own or training):
+        if "base_model" in entries and (own or (training and _is_mostly_known(entries))):
             return Evidence(_DECISIVE, proof=", ".join(["base_model", *own, *training][:3]))
         return Evidence(len(own) * 10, proof=", ".join(own[:3])) if len(own) > 1 else NONE
 
@@ -112,6 +113,12 @@ class Axolotl(Dialect):
         from skill_tools.dialects.axolotl.levers import found
 
         return found(config, run)
+
+
+def _is_mostly_known(entries: "Mapping[str, Node]") -> bool:
+    """Return whether at least half of the names are Axolotl's."""
+    vocabulary = load_vocabulary(AXOLOTL)
+    return 2 * sum(map(vocabulary.accepts, entries)) >= len(entries)
 
 
 def _names_datasets(entries: "Mapping[str, Node]") -> bool:

@@ -17,7 +17,7 @@ from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.folder import above, files_below
 from skill_tools.configs.hydra import looks_like_override, parse_override
-from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import (
     command_line,
     program_end,
@@ -93,7 +93,8 @@ def _write_script(draft: Draft, source: Source) -> bool:
     words = command.words[end:]
     package = next((_package(each) for each in programs), "")
     fork = above(source.folder, f"{package}{CONFIGURATION}")
-    is_closed = all(map(_is_own, programs)) and _base_is_own(words) and (fork is not None or not package)
+    is_own = all(map(_is_own, programs)) if programs else not _hands_on(command)
+    is_closed = is_own and _base_is_own(words) and (fork is not None or not package)
     if not is_closed:
         draft.may_be_set()
     is_ppo = bool(programs) and all(_PPO in program for program in programs)
@@ -104,6 +105,12 @@ def _write_script(draft: Draft, source: Source) -> bool:
         base = base_of(words, configuration, fork, source.release(VERL), is_ppo=is_ppo)
     _write_words(draft, words, source.name, base)
     return is_closed
+
+
+def _hands_on(command: Command) -> bool:
+    """Return whether the command gives its words to another script, which chooses the configuration below them."""
+    script = next((word.text for word in command.words if word.text.endswith((".sh", ".bash"))), None)
+    return script is not None and "=" not in script
 
 
 def _is_own(program: str) -> bool:

@@ -408,3 +408,17 @@ def test_one_option_alone_makes_a_command_no_other_framework_s() -> None:
 
 def test_the_user_may_state_the_framework_all_the_same() -> None:
     assert readings([Source("run.sh", MINDSPEED)], framework="megatron-lm")[0].dialect.name == "megatron-lm"
+
+
+def test_names_of_training_in_a_program_s_own_file_are_not_axolotl_s() -> None:
+    own = "{base_model: a/b, learning_rate: 1.0e-4, gradient_accumulation_steps: 8, %s}"
+    with pytest.raises(Unrecognised):
+        readings(
+            [
+                Source(
+                    "pilot.json",
+                    own % "gamma_values: [1], judge: x, beta_values: [2], epochs: 3, lora_rank: 4",
+                )
+            ]
+        )
+    assert readings([Source("run.yaml", own % "lr_schduler: cosine")])[0].dialect.name == "axolotl"

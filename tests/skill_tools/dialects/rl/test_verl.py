@@ -38,6 +38,14 @@ def test_a_key_that_newer_releases_lack_depends_on_the_release_that_nobody_state
     assert ours == {"": [("warning", ("verl>=0.8.0",))], "0.7.1": [], "0.9.1": [("error", ())]}
 
 
+def test_words_for_another_script_lie_over_the_configuration_that_it_chooses() -> None:
+    words = f"{ACTOR}.megatron.use_dist_checkpointing=False {ACTOR}.no_such_key=1 {FSDP}.param_offload=True\n"
+    handed_on = read_text(f"bash $ROOT/scripts/baseline.sh {words}", "run.sh", framework="verl")
+    assert not {"verl-other-engine", "verl-unknown-key"} & found(handed_on)
+    assert handed_on.value(f"{FSDP}.param_offload") is True
+    assert "verl-other-engine" in found(read_text(f"python -m verl.trainer.main_ppo {words}", "run.sh"))
+
+
 def test_overrides_are_typed_as_hydra_types_them() -> None:
     config = verl(f"{FSDP}.param_offload=True", f"{ACTOR}.strategy=fsdp2", "trainer.nnodes=2")
     assert config.value(f"{FSDP}.param_offload") is True
