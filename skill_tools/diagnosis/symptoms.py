@@ -263,7 +263,8 @@ def sign_in(signs: Sequence[str], read: Iterable[tuple[str, str]]) -> str | None
             start = text.find(sign)
             while start >= 0:
                 line = text[text.rfind("\n", 0, start) + 1 : start]
-                if not _COMMENT.match(line) and not _is_off(sign, text, start + len(sign)):
+                folder = "/" not in sign and text[start + len(sign) : start + len(sign) + 1] == "/"
+                if not (_COMMENT.match(line) or folder or _is_off(sign, text, start + len(sign))):
                     return f"{sign} ({name}:{text.count(chr(10), 0, start) + 1})"
                 start = text.find(sign, start + 1)
     return None

@@ -197,3 +197,13 @@ def test_an_offload_without_a_name_is_fsdp_s_where_fsdp_shards() -> None:
     assert set(symptoms.running([("a.yaml", text)], None, None)) == {"cpu"}
     found = symptoms.running([("a.yaml", f"training_backend: fsdp\n{text}")], None, None)
     assert found["params"] == found["cpu"] == "cpu_offload: true (a.yaml:2)"
+
+
+def test_a_folder_of_a_traceback_is_no_sign_of_the_option_of_its_name() -> None:
+    frames = (("megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py", "step"),)
+    found = answer(raised(GONE, *frames)).conclusion
+    assert found is not None
+    assert "the offload of activations" not in found.cause
+    assert (
+        symptoms.sign_in(["cpu_offloading"], [("a.sh", "--cpu_offloading true")]) == "cpu_offloading (a.sh:1)"
+    )

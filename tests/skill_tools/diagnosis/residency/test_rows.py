@@ -235,3 +235,12 @@ def test_a_hang_at_a_save_names_what_all_ranks_gather() -> None:
     assert found is not None
     assert "gathered from the shares of all ranks" in found.cause
     assert found.change[0] == "state_dict and save_pretrained called on all ranks"
+
+
+def test_parameters_that_a_trainer_moves_are_not_where_fsdp_keeps_its_own() -> None:
+    """verl's param_offload moves a module between phases; under FSDP's CPU offload its shards stay on the CPU."""
+    frames = (("verl/workers/actor/dp_actor.py", "_optimizer_step"), ("torch/optim/adam.py", "step"))
+    by_hand = {"run.sh": "fsdp_config.param_offload=True fsdp_config.optimizer_offload=True\n"}
+    assert concluded(DEVICES, frames, by_hand).cause.startswith("most likely the offload of the optimizer")
+    own = {"train.py": "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"}
+    assert concluded(DEVICES, frames, own).cause.startswith("most likely the offload of parameters")
