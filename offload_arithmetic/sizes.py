@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that `reference_impl` has as defaults, and with which the planner reckons. Explained in docs/design.md."""
+"""Default sizes of `reference_impl`, also used by the planner. Explained in docs/design.md."""
 
 # Of the hybrid optimizer.
 BUCKET_ELEMENTS = 16 * 2**20  # that one job of the CPU's update covers

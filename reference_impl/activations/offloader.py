@@ -113,8 +113,8 @@ class Offloader(Shown, ClosedAtExit):
     ) -> None:
         """Attach to `model`'s own forward.
 
-        Raises ValueError for options out of range or a model that is not on one device, DiskError for a disk
-        that cannot be used, HostMemoryError where `reserve_bytes` cannot be had.
+        Raises ValueError for options out of range or a model on several devices, DiskError for an unusable disk,
+        HostMemoryError without room for `reserve_bytes`.
         """
         if min_bytes < 1:
             raise ValueError(f"min_bytes={min_bytes}; expected at least 1; try {MIN_BYTES}")

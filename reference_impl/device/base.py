@@ -149,7 +149,7 @@ class Allocator(Protocol):
         """
 
     def make_room(self, sizes: Iterable[int]) -> None:
-        """Have one free piece for allocations of `sizes` bytes that come next, where the device has one that long."""
+        """Make one free piece for the next allocations, of `sizes` bytes, if the device has one of that length."""
 
     def give_back(self) -> None:
         """Give the allocator's cache back to the driver. Not for the hot path."""

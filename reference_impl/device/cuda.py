@@ -326,10 +326,10 @@ class CudaDevice(Device, torch_type="cuda"):
         return together(_recorded(stream, for_threads=for_threads), landed)
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
-        """Copy a flat tensor in parts, between which copies of other streams get through.
+        """Copy a flat tensor in parts: copies of other streams get through between them.
 
-        Those are a batch of tokens on its way to the forward, and, where somebody is `gathering`, the tables of sizes
-        that FSDP2 copies in for every module that it has gathered.
+        These are a batch of tokens for the forward and, while an optimizer is `gathering`, FSDP2's tables of sizes for
+        every gathered module.
         """
         if self.is_pageable(host):
             return self._copy_in_staged(target, host, after)

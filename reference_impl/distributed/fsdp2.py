@@ -218,7 +218,7 @@ def gathered_groups(model: nn.Module) -> list[GatheredGroup]:
 
 
 def missing_name(model: nn.Module) -> str | None:
-    """Return a private name that is needed here and that this torch does not have; None where it has all."""
+    """Return a private name of this module that torch lacks here; None if it has all."""
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -242,7 +242,7 @@ def missing_name(model: nn.Module) -> str | None:
 
 
 def missing_shard_name(model: nn.Module) -> str | None:
-    """Return a private name that `Shard` needs and that this torch does not have; None where it has all."""
+    """Return a private name of `Shard` that torch lacks here; None if it has all."""
     missing = missing_name(model)
     if missing is not None:
         return missing

@@ -53,10 +53,10 @@ class _Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shortage:
-    """A pool of memory that is too small for the `sharing` ranks that have it, of all that gave `answers`."""
+    """A pool of memory too small for its `sharing` ranks, of all ranks that gave `answers`."""
 
     answers: list[_Answer]
-    # The index of the answer that has found least.
+    # The index of the answer with the least memory.
     poorest: int
     sharing: int
     needed_bytes: int
@@ -64,10 +64,10 @@ class _Shortage:
 
 
 def require_room(need: HostNeed, ranks: RankGroup | None, *, remedy: Callable[[float], str]) -> None:
-    """Raise HostMemoryError unless the memory of a host, or of a container, suffices for all `ranks` that share it.
+    """Raise HostMemoryError unless the memory of a host, or of a container, suffices for all its `ranks`.
 
-    All ranks have to call it, and all raise the same error. It names the rank that has found least, that one's
-    needs, item by item, and its `remedy`, given the share of the need that fits.
+    All ranks have to call it, and all raise the same error. It names the rank with the least memory, its needs, item by
+    item, and the `remedy` for the share of the need that fits.
     """
     short = _shortage(need, ranks)
     if short is not None:

@@ -149,7 +149,7 @@ class Exchange:
         return sum(self._sent) + sum(self._received)
 
     def place(self, buffer: torch.Tensor) -> None:
-        """Use the first `numel` elements of `buffer`, whose dtype is that in which matrices cross."""
+        """Use the first `numel` elements of `buffer`, in the dtype of exchanged matrices."""
         self._here, self._whole = buffer[: self.numel].split([sum(self._sent), sum(self._received)])
         here = self._views(self._here, [(self._rank, owner) for owner in self._ranks])
         listed = iter([here[self._rank, index] for index in range(len(self._matrices))])

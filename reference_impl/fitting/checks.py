@@ -58,7 +58,7 @@ def check_one_rank(model: nn.Module) -> None:
 
 
 def one_device(model: nn.Module, wanted: torch.device | str | None) -> tuple[Device, torch.device]:
-    """Return where `model` runs, `wanted` or where it is, and where its weights are.
+    """Return the device of `model`'s run (`wanted`, or its own), and the device of its weights.
 
     Raises ValueError for a model on no device or several, without values, or with nothing to train.
     """

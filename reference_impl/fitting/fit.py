@@ -127,10 +127,10 @@ def fit(
     step on standard error, on a terminal in one line that changes; False says nothing, and a function is
     called with each line instead.
 
-    Raises FitError where nothing fits, where the model cannot be traced and no config describes it, or for a loss that
-    is no scalar; ValueError for another optimizer or one of another model, a model or batch without values or
-    elsewhere, an argument out of range, several ranks and a sharded model; HostMemoryError where the host has no room
-    for a copy of the trained weights. The model and the optimizer are then as they were.
+    Raises FitError if nothing fits, for an untraceable model without a known config, or for a loss that is no scalar;
+    ValueError for another optimizer or another model's, a model or batch without values or elsewhere, an argument out
+    of range, several ranks and a sharded model; HostMemoryError without room on the host for a copy of the trained
+    weights. The model and the optimizer are then as they were.
     """
     checks.check_one_rank(model)
     on, starts_on = checks.one_device(model, device)

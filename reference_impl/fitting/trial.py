@@ -42,9 +42,9 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 class Trial:
     """The time and memory of steps under a plan. `short_of` names the memory that was too small: device, host, pinned.
 
-    `was_applied` says that the plan itself had room. `step_s` is the last step's, whose update hides behind nothing
-    that follows; `retried` says that the allocator had to give its cache back in it. `without_modules` are the
-    mechanisms of the plan for which the model has no module: nothing runs in tiles, or in groups of heads.
+    `was_applied` says that the plan itself had room. `step_s` is the last step's, with no later work to hide its
+    update; `retried`: the allocator had to give its cache back in it. `without_modules` are the mechanisms of the plan
+    for which the model has no module: nothing runs in tiles, or in groups of heads.
     """
 
     steps: int
@@ -265,7 +265,7 @@ def _without_modules(tiles: SequenceTiles | None, head_groups: HeadGroups | None
 def _closed_behind(applied: AppliedPlan, ledger: Ledger) -> Iterator[AppliedPlan]:
     """Take the plan off at the end; the unfinished work of a step that had no room is dropped.
 
-    If that has no room within the limit either, weights that come back have all that there is.
+    If that has no room within the limit either, returning weights get all memory.
     """
     try:
         yield applied

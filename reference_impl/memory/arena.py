@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hands out blocks of pinned slabs, and takes them back while copies still read them.
 
-One arena serves one mechanism. A block that comes back carries the event of the copy that last used it, and
-the next user orders its own copy behind that event on the device, so neither side waits on the host. Blocks
-of equal size are recycled first: from its second step on training asks for the same sizes again.
+One arena serves one mechanism. A returned block carries the event of its last copy. The next user orders its own copy
+behind that event on the device, so neither side waits on the host. Blocks of equal size are recycled first: from its
+second step on training asks for the same sizes again.
 
 No signal interrupts the bookkeeping half-way. Slabs are made while no lock is held, because that takes long.
 

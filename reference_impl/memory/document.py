@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A JSON document that a user names: read, or refused in words that say what it should be and how it is made."""
+"""A JSON document that a user names: read, or refused with the expected document and the way to make it."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import Any
 def read_json(path: str | Path, *, expected: str, attempt: str) -> Any:
     """Return the document in the file at `path`.
 
-    Raises ValueError for a file that is no JSON, and OSError for one that cannot be read, with what was `expected` and
-    the `attempt` that makes one.
+    Raises ValueError for a file that is no JSON, and OSError for an unreadable one, with the `expected` document and
+    the `attempt` that makes it.
     """
     advice = f"expected {expected}; try {attempt}"
     try:

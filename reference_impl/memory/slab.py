@@ -81,7 +81,7 @@ _promises = _Promises()
 class Slab:
     """`bytes` is a flat uint8 tensor of zeros of `size_bytes`, or of up to a huge page more, but within `most_bytes`.
 
-    With `pinned` it is page-locked where the device's copies need that; state that only the CPU touches needs none.
+    With `pinned` it is page-locked if the device's copies need that; the CPU's own state does not.
     `or_pageable`: where so much may not be pinned it is not, which `is_pinned` says. `for_ring`: it is the ring's.
 
     Raises HostMemoryError when the host lacks the memory, before anything is taken, PinnedMemoryError when so much may

@@ -132,8 +132,7 @@ def fastest_split(
     """Return the split with the least update time; `ring_bytes` of the device budget go to streaming.
 
     `hidden_bytes` of states come in during backward, and as many go out during the next forward. Streamed states and
-    those that the CPU updates are mixed where that gains `least_gain` of the time that streaming alone takes with
-    nothing hidden.
+    the CPU's are mixed if that gains `least_gain` of the time of streaming alone with nothing hidden.
 
     Raises ValueError when the device budget is smaller than the ring, HostMemoryError when the host cannot hold
     the states that leave the device.

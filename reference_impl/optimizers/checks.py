@@ -134,8 +134,8 @@ def check_group(algorithm: AnyAlgorithm, group: Mapping[str, Any]) -> None:
     """Raise for a parameter group that cannot be offloaded.
 
     Keys that the algorithm does not know (`name`, `initial_lr`, ...) stay in the group. ValueError for an option that
-    would change the formula, or that is another's in a group that says which one it has, and for a value or parameter
-    out of range.
+    would change the formula, for another algorithm's option in a group with its own, and for a value or parameter out
+    of range.
     """
     known = {*algorithm.defaults, *algorithm.fixed}
     foreign = sorted({*Adam().defaults, *Muon().defaults} & set(group) - known)

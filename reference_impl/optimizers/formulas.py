@@ -59,7 +59,7 @@ def known_options(algorithm: AnyAlgorithm, options: Mapping[str, Any]) -> dict[s
 def formulas_in(
     params: Any, algorithm: Algorithm | MatrixAlgorithm | None
 ) -> tuple[Any, Sequence[Any], MatrixAlgorithm | None]:
-    """Return `params`, which may be read once only, all formulas, and that of matrices for groups that name none.
+    """Return `params` (read only once), all formulas, and the default formula of matrices.
 
     The first formula is that of elements: `algorithm`, or AdamW where that is none or one of matrices.
     """

@@ -52,8 +52,8 @@ class ForwardWaits:
     A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
     when the model's first forward starts. Order inside of one is not learnt.
 
-    `has_run_since_step` says that a forward of the thread that steps has begun since its last step, `has_compiled` that
-    compiled code has read weights.
+    `has_run_since_step`: a forward of the stepping thread has begun since its last step; `has_compiled`: compiled code
+    has read weights.
 
     Args:
         model: whose forward waits.
@@ -330,8 +330,8 @@ class Gates:
     def pass_through(self, gate: Gate, others: Iterable[Member]) -> None:
         """Let the gathers that the forward of a gate's modules is about to start wait for their weights and `others`.
 
-        Those are its own and the ones it prefetches. Their stream waits, and then the current stream, which reads
-        shards too where a gather needs no other rank, and whose memory the update has used.
+        Those are its own and the ones it prefetches. Their stream waits, and then the current stream: it reads shards
+        too if a gather needs no other rank, and the update has used its memory.
         """
         self._check_outermost(gate)
         prefetched = (self._by_key.get(key) for key in gate.group.prefetched)

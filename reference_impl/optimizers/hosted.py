@@ -270,8 +270,8 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         """Update with the gradients of the last backward.
 
         With a model attached, returns when the work is queued; its forward waits for each weight. After an error
-        `status` says whether the step has begun; one that has is finished by the next call, which takes another
-        step only where there are new gradients.
+        `status` says whether the step has begun. The next call finishes a begun step, and takes another one only with
+        new gradients.
         """
         self._engine.finish_earlier(has_closure=closure is not None)
         loss = None

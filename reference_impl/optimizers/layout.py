@@ -37,17 +37,16 @@ STEP = "step"
 class Member:
     """One parameter: elements `[0, resident)` stay, the next `streamed` stream, the CPU updates the rest.
 
-    `order` is its place in the forward. The rest is its state between steps: of a gradient that has been sent off for
-    the next step the event of its copy (`arrival`) and its stand-in on the parameter (`placeholder`); of a new
-    weight the event of its copy back (`published`, `pending` until someone has waited for it). `is_compiled` says that
-    compiled code has read it since the last step, which does not tell of its order. `loaded_version` is the weight's
-    where a master was loaded that rounds to it: until it changes, they belong together. `is_apart` says that one was
-    loaded that does not: the weight follows it, and not the other way round. `watched` is the weight as
-    autograd counts its writes, at `version` and `address` when its master was the same; None where nobody can write it
-    but the optimizer. `home` is where the weight lives that only visits the device. `matrices` is the formula that
-    updates it as whole matrices, on the device alone; None where the optimizer's formula of elements does. `cut` says
-    how ranks share each of its matrices, None where this rank has whole ones; the states of a cut one `stay` on the
-    device on all ranks, or stream on all of them, though some rank has no element of it.
+    `order` is its place in the forward. The rest is its state between steps. An offloaded gradient for the next step
+    has the event of its copy (`arrival`) and its stand-in on the parameter (`placeholder`). A new weight has the event
+    of its copy back (`published`, `pending` until someone has waited for it). `is_compiled`: compiled code has read it
+    since the last step, so its order is not known. `loaded_version` is the weight's version at the load of a master
+    that rounds to it: until it changes, they belong together. `is_apart`: the loaded master does not round to the
+    weight; the weight follows the master. `watched` is the weight as autograd counts its writes, at `version` and
+    `address` when its master was the same; None if only the optimizer can write it. `home` is that of a weight that
+    only visits the device. `matrices` is the formula of its whole matrices, on the device alone; None for the
+    optimizer's formula of elements. `cut` divides each of its matrices among ranks, None for whole ones. The states of
+    a cut one `stay` on the device on all ranks, or stream on all of them, even if a rank has no element of it.
     """
 
     param: torch.Tensor
@@ -75,7 +74,7 @@ class Member:
     cut: Cut | None = field(init=False)
 
     def __post_init__(self) -> None:
-        """Remember the layout that masters and moments are in, and the dtype that says who is its own master."""
+        """Remember the layout of masters and moments, and the dtype: an fp32 weight is its own master."""
         self.cut = None if self.matrices is None else cut_of(self.param)
         self.stride = self.param_local.stride()
         self.dtype = self.param.dtype

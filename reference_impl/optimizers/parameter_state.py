@@ -2,9 +2,8 @@
 """`optimizer.state`: each parameter's state by name, read and written where it lives.
 
 A parameter's state may stand in several buckets and partly on the device. Here it looks like the entries of any
-`torch.optim.Optimizer.state`, so that code which knows nothing of offloading (distributed checkpoints, trainers,
-Megatron's distributed optimizer) finds the mapping that it expects. Nothing is stored here. Explained in
-docs/optimizer-offloading.md.
+`torch.optim.Optimizer.state`: code without knowledge of offloading (distributed checkpoints, trainers, Megatron's
+distributed optimizer) finds its expected mapping. Nothing is stored here. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Placement(Protocol):
-    """Which elements of parameters have their states where, and where the weights live."""
+    """The places of parameters' states, element by element, and of their weights."""
 
     def lay_out(
         self,
@@ -46,7 +46,7 @@ class Placement(Protocol):
         """Return members of `params`, each with its group; they come behind those of `before` in the forward."""
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
-        """Return the elements of `members` that the streamed share has; of the others it has none."""
+        """Return the elements of `members` in the streamed share; other members have none there."""
 
     def check_room(self, shares: Shares, members: Sequence[Member], parts: Mapping[Member, Part]) -> None:
         """Raise HostMemoryError unless the host has the memory for `members`, on all ranks alike."""

@@ -63,7 +63,7 @@ class Shares:
     Args:
         device: where the parameters are, or where their weights visit.
         algorithm: the formula of elements.
-        streamed: holds the states that stream, and those that stay on the device beside them; None where none does.
+        streamed: holds the streamed states, and resident ones beside them; None without any.
         cpu: how the CPU updates its share. It has no threads before the first member of it.
         whole_members: never split a member between buckets of the CPU share.
         gradients: brings the gradients of all members to the host, if those of a streamed share leave, too.

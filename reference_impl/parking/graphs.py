@@ -21,7 +21,7 @@ from reference_impl.memory.absent import storage_of
 from reference_impl.parking.tensors import Kind
 from reference_impl.parking.views import all_tensors
 
-# Autograd's node of code that torch.compile has compiled, whose own graphs are recorded again where addresses change.
+# Autograd's node of torch.compile's code; its own graphs are recorded again when addresses change.
 _COMPILED = "CompiledFunctionBackward"
 
 

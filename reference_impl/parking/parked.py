@@ -421,7 +421,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._masters.have_followed()
 
     def _note_capture(self, *kinds: Kind) -> None:
-        """Note that a graph that is being captured gets to know where `kinds` are."""
+        """Note that a running capture learns the addresses of `kinds`."""
         if not torch.compiler.is_compiling() and self._device.is_capturing:
             self._captured.update(kinds)
 

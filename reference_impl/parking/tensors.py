@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which storages training memory is made of, of which kind they are, and which tensors lie on each.
+"""The storages of training memory, their kinds, and the tensors on each.
 
 Modules list their parameters and buffers. Tensors of optimizers and offloaders are found by following references
 through containers, objects of this package and optimizers, never into a module or the objects of others.

@@ -58,8 +58,8 @@ class HeadGroups(DividedCalls):
         attention: endings of names of modules: `self_attn`. By default they are found inside the model's blocks (its
             outermost `nn.ModuleList`), each when it is first called for training with so many positions; one that
             cannot be divided runs as it is.
-        groups: of heads; a number that divides those of keys and values, or where attention is found, the next one
-            that does. By default a group's tensors are no larger than those of all heads for `longer_than` positions:
+        groups: of heads; a divisor of the number of heads of keys and values, or for found attention the next one. By
+        default a group's tensors are no larger than those of all heads for `longer_than` positions:
             of twice as many positions there are two groups, of eight times as many eight.
         longer_than: positions of a sequence.
 

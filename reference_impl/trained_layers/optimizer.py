@@ -70,7 +70,7 @@ class TrainedLayersOptimizer(HostedOptimizer):
         streaming: how states cross the link.
         max_grad_norm: clip the global norm exactly.
         in_flight_bytes: gradients on their way to the host before compute waits for them.
-        shares: which states stay on the device, and which parameters the CPU updates.
+        shares: the states that stay on the device, and the CPU's parameters.
         cpu: how it does.
         undo: gets the call that closes this, before anybody else has it.
     """

@@ -35,15 +35,15 @@ class VisitingWeights(Protocol):
         """Bring the weights anew that are on the device: somebody has written their homes."""
 
     def end_failed_loads(self) -> None:
-        """Let weights stream again that a load has left on the device, which an error has ended."""
+        """Let weights stream again that a failed load has left on the device."""
 
 
 class VisitingPlacement:
-    """Weights that visit the device, all of whose states are on the host but for elements of `shares` that stay there.
+    """Weights that visit the device, with states on the host except for the resident elements of `shares`.
 
     Args:
         weights: the weights that visit.
-        shares: which states stay on the device, and which parameters the CPU updates.
+        shares: the states that stay on the device, and the CPU's parameters.
     """
 
     def __init__(self, weights: VisitingWeights, shares: StateShares) -> None:
@@ -65,7 +65,7 @@ class VisitingPlacement:
         return members
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
-        """Return the elements that stay and that stream, of those of `members` that the CPU does not update."""
+        """Return the resident and streamed elements of `members`, without the CPU's."""
         staying, on_cpu = self._shares.staying, self._shares.on_cpu
         return {
             member: Part(

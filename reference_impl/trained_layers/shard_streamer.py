@@ -63,11 +63,10 @@ class ShardStreamer(Shown, ClosedAtExit):
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         prefetch: how many modules' shards may wait on the device, or be on their way, beside those being gathered.
 
-    Raises on every rank, before anything is moved: ValueError for a model that is not sharded, an offload policy, a
-    smaller mesh after forward, a trained parameter without a group or an option out of range; TypeError for an
-    optimizer that is none of the three; RuntimeError that names a private name that this torch does not have;
-    HostMemoryError, item by item, where the ranks of a host need more than it has. Where one rank alone raises,
-    the others raise a RuntimeError that names its error.
+    Raises on every rank, before anything is moved: ValueError for an unsharded model, an offload policy, a smaller mesh
+    after forward, a trained parameter without a group or an option out of range; TypeError for an optimizer other than
+    the three; RuntimeError with a private name that torch lacks here; HostMemoryError, item by item, for a host without
+    room for its ranks. Where one rank alone raises, the others raise a RuntimeError that names its error.
     """
 
     def __init__(

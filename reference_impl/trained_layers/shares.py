@@ -43,10 +43,10 @@ def state_shares(
 ) -> StateShares:
     """Divide `params`, in the order of the forward, by `split`.
 
-    The states of `exposed` ones, whose update has nothing to hide behind, stay first. Others that stay, and those that
-    the CPU updates, are spread evenly, so that link and CPU are busy all along. A parameter is updated on the CPU as a
-    whole, or not at all: its weight goes to one home, once. Those that formulas of `matrices` update are divided by
-    themselves, in whole matrices, and the CPU has none of them.
+    The states of `exposed` ones, whose update has nothing to hide behind, stay first. Other resident states, and the
+    CPU's, are spread evenly: link and CPU are busy all along. A parameter is updated on the CPU as a whole, or not at
+    all: its weight goes to one home, once. Those that formulas of `matrices` update are divided by themselves, in whole
+    matrices, and the CPU has none of them.
     """
     if split.streamed == 1:
         return NOTHING_STAYS

@@ -105,10 +105,9 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     Bitwise contract: with exact states (the default, hi/lo masters too) as `OptimizerStateOffloader`; bf16 moments are
     rounded.
 
-    Raises, before anything is moved: ValueError for a model without blocks, a block whose trained weights are used
-    outside it too, a trained parameter without a group, sharded parameters, gradient checkpointing that is on already
-    or an option out of range; TypeError for an optimizer that is none of these; HostMemoryError, item by item, for
-    a host that has not the room.
+    Raises, before anything is moved: ValueError for a model without blocks, a block with trained weights also used
+    outside, a trained parameter without a group, sharded parameters, gradient checkpointing already on or an option out
+    of range; TypeError for any other optimizer; HostMemoryError, item by item, for a host without the room.
     """
 
     def __init__(

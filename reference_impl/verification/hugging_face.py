@@ -24,9 +24,8 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
     """Return the model of `config`, a `config.json` or its folder, on `meta` and in training mode.
 
     `dtype` is torch's name of that of the weights.
-    It is the class that `architectures` names, else the causal language model of the `model_type`. Raises
-    ImportError without transformers, OSError for a file that is not there, ValueError for one that describes no
-    model that the installed transformers has.
+    It is the class that `architectures` names, else the causal language model of the `model_type`. Raises ImportError
+    without transformers, OSError for a missing file, ValueError for a model unknown to the installed transformers.
     """
     return model_from(read_config(config), dtype)
 

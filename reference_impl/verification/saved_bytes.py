@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes that autograd saves, so that a prediction does not depend on the engine that it judges.
+"""Counts the bytes that autograd saves: a prediction must not depend on the judged engine.
 
 One forward is run with hooks that record every storage saved for backward, once, and the modules that saved it. A
 storage leaves the device only if all modules that saved it are offloaded, so one that another module saved too does

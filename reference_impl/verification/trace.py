@@ -108,9 +108,9 @@ def trace(
     A forward's question about other tensors, yes or no, is answered yes, or no where something is masked. If the model
     then raises, as a test for ids out of range does, all is answered the other way; `assumptions` say it.
 
-    The model is left as it was: a copy without weights is run. Raises ValueError for a model without blocks where they
-    are to be recomputed, or a loss that is no scalar; `UnknownValueError` for a forward that depends on values of
-    tensors; and the model's own errors.
+    The model is left as it was: a copy without weights is run. Raises ValueError for recomputation of a model without
+    blocks, or a loss that is no scalar; `UnknownValueError` for a forward that depends on values of tensors; and the
+    model's own errors.
     """
     usual = not _is_padded(batch)
     temporaries = CUDA_TEMPORARIES if on_cuda else None
@@ -404,7 +404,7 @@ def _cuda_kernels(attention: Attention) -> Iterator[None]:
 
 @contextmanager
 def _no_autocast_on_meta() -> Iterator[None]:
-    """Let code turn autocast off for the device of a tensor, where that is meta, for which torch has no autocast.
+    """Let code turn autocast off for `meta`; torch has no autocast for that device.
 
     peft's adapters of experts do. To turn it on there is an error still: nothing would be cast.
     """

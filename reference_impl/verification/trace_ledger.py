@@ -60,9 +60,8 @@ class TraceLedger(TorchDispatchMode):
     `peaks` is the most of the first in each span, `peaks_without_gradients` the most without the second, as if each
     finished gradient left at once. `flops` and `moved_bytes` count operations of kernels, and bytes that they read and
     write; `SLOW_KERNELS` count for more. Views make no storage, and operations in place none either. A question for one
-    bool is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the modules whose
-    forward runs. `temporaries` says of which operation the kernel makes a tensor that it frees again, and how many
-    bytes that has, by the arguments.
+    bool is answered with `answer` and counted in `assumed`. `modules` is the stack of names of the running modules.
+    `temporaries` has the operations whose kernels make and free a tensor, with its bytes by the arguments.
     """
 
     def __init__(
@@ -236,11 +235,11 @@ def _matrices_of_experts(args: Any, result: Any) -> int:
 
 
 def _rows_that_meet(args: Any, result: Any) -> int:
-    """Return the bytes that could move in the time in which rows are added where an index says, beyond its operands.
+    """Return the time of adding rows by an index, in moved bytes beyond its operands.
 
-    The kernel sorts the index, and then adds each row to the one before it that goes to the same place. The backward
-    of indexing took 5.0 ms of 12 layers of Qwen3-30B, whose operands move in 1.0 ms, and 15.2 ms of 8 layers of
-    gpt-oss-20B, where 256 rows meet in each expert's bias, instead of 0.9 (one H200, torch 2.11).
+    The kernel sorts the index, and then adds each row to the previous one for the same place. The backward of indexing
+    took 5.0 ms for 12 layers of Qwen3-30B (its operands move in 1.0 ms), and 15.2 ms instead of 0.9 for 8 layers of
+    gpt-oss-20B, where 256 rows meet in each expert's bias (one H200, torch 2.11).
     """
     target, indices, values, *accumulates = args
     if not any(accumulates):

@@ -37,8 +37,8 @@ SCHEMA_VERSION = "1.0"
 MAX_LOSS_DELTA = 0.001
 MAX_MEMORY_ERROR = 0.05
 
-# Sizes at which activations outweigh gradients, so that the peak of every row is that of the loss, where nothing
-# but weights, states and activations lives; kernels of the CPU twin are then a few milliseconds long.
+# Sizes at which activations outweigh gradients. The peak of every row is then that of the loss, with nothing but
+# weights, states and activations alive. Kernels of the CPU twin are a few milliseconds long.
 TWIN = Scale(
     workload=Workload(
         shape=DecoderShape(hidden=96, ffn=256, layers=4, heads=3, vocab=1024), batch=3, tokens=128, steps=8

@@ -224,7 +224,7 @@ def _check_ranks(device: Device, ranks: int) -> None:
 def _in_fixed_order(device: Device, planned: PlannedRun, steps: Steps) -> tuple[Trained, Trained] | None:
     """Train some steps without the plan and with it, so that their losses differ by the plan alone.
 
-    Return None where these kernels, which take more memory than those that the plan is about, do not fit.
+    Return None if these kernels do not fit: they take more memory than the plan's.
     """
     runs = [
         _Run("losses without offload", has_plan=False, fixed_order=True, steps=COMPARED_STEPS),

@@ -133,7 +133,7 @@ class PinnedCopy:
 
 
 class PartlyPinnedCopy:
-    """One block whose first parts are pinned, and whose others are beyond the limit on that."""
+    """One block with its first parts pinned, and the others beyond the limit."""
 
     def __init__(self, pinned: PinnedCopy, beyond: PinnedCopy) -> None:
         self._copies = (pinned, beyond)

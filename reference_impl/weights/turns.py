@@ -56,11 +56,11 @@ class Turns:
         if torch._C._current_graph_task_id() == _NO_BACKWARD:
             self._drop_forward()
             if self._waiting:
-                # Whoever waits would be late each time.
+                # A waiter would be late each time.
                 time.sleep(2 * _SLICE_S)
 
     def begin_backward(self) -> None:
-        """Wait for the turn of the backward that runs, unless it has it; where that ends or fails, it gives it back."""
+        """Wait for the turn of the running backward, unless it has it; at its end or failure it gives the turn back."""
         task = torch._C._current_graph_task_id()
         if task == _NO_BACKWARD or task in self._backwards:
             return

@@ -2,13 +2,13 @@
 """The protocol of an algorithm that updates whole matrices, and the scratch that its kernels write to.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
-once a matrix, of which a stack (a parameter of three dimensions, as those of experts) has several. Products of several
-at once may round differently, see `streamed.batches`.
+once for each matrix; a stack (a parameter of three dimensions, as experts' weights) has several. Products of several at
+once may round differently, see `streamed.batches`.
 
-An algorithm is one function, `update_matrix`, which changes nothing where `Work` says that the step is skipped, which
-the host does not know. All that it computes goes into `Work`, because nothing may be allocated once a step has begun.
-One that consists of three parts, of which only the second needs the whole matrix (`ShardedMatrixAlgorithm`), updates
-matrices that ranks hold shards of, too, and several of one shape in one call.
+An algorithm is one function, `update_matrix`. It changes nothing if `Work` says that the step is skipped; the host does
+not know that. All results go into `Work`, because nothing may be allocated once a step has begun. An algorithm in three
+parts, with the whole matrix in the second alone (`ShardedMatrixAlgorithm`), also updates sharded matrices, and several
+of one shape in one call.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from reference_impl.distributed.matrix_owners import cut_of
 from reference_impl.optimizers.algorithms.base import AnyAlgorithm
 
-# Of the places that are handed out: vectorised kernels and products read whole lines.
+# Of the places in the scratch: vectorised kernels and products read whole lines.
 _ALIGNMENT_BYTES = 256
 # At the front of the scratch: numbers that `Work.number` keeps for all matrices.
 _NUMBERS_BYTES = 8 * _ALIGNMENT_BYTES

@@ -28,9 +28,9 @@ from reference_impl.optimizers.model_hooks import forgetful
 def hook_gradients(
     params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
 ) -> None:
-    """Call `hook` with each of `params` whose gradient autograd has accumulated; `undo` gets calls that end that.
+    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets calls that end that.
 
-    Where a hook of the user's, which stood there before, has dropped the gradient, there is none.
+    If an earlier hook of the user's has dropped the gradient, there is none.
     """
 
     def unless_dropped(param: torch.Tensor) -> None:
@@ -42,15 +42,14 @@ def hook_gradients(
 
 
 class BackwardHooks:
-    """The hooks of one optimizer on its parameters, and on DDP where a model of it is attached.
+    """The hooks of one optimizer on its parameters, and on an attached model of DDP's.
 
     Args:
         device: where the parameters are.
         members: the trained parameters; more may come.
-        gradients: says which gradients leave in backward, and learns which are reduced.
-        on_gradient: called with a parameter whose gradient autograd has accumulated, or with a parameter and its
-            gradient when the reduction of that is queued, which copies of gradients to the host wait for. Its owner is
-            not kept alive.
+        gradients: the gradients that leave in backward; it learns the reduced ones.
+        on_gradient: called with a parameter after autograd has accumulated its gradient, or with a parameter and its
+        gradient once its reduction is queued; copies to the host wait for that. Its owner is not kept alive.
     """
 
     def __init__(

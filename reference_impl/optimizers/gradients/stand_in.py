@@ -155,7 +155,8 @@ class GradientStandIn(torch.Tensor):
         return torch._C._current_graph_task_id() not in (_NO_BACKWARD, self._made_in)
 
     def plus(self, other: torch.Tensor, alpha: Any, *, by_backward: bool) -> torch.Tensor:
-        """Return the sum of the gradient, which comes back, and `other`, times `alpha`; itself where that is lost."""
+        """Return the sum of the gradient, which comes back, and `other` times `alpha`; itself if the gradient is
+        lost."""
         if self.recall is not None:
             recalled = self.recall(by_backward)
             self.drop()

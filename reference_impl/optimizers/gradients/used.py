@@ -59,7 +59,7 @@ class UsedGradients:
         self._all_offloaded = False
 
     def note(self, noted: Noted, *, all_offloaded: bool) -> None:
-        """Note that a step uses the gradients of which `noted` is, and those that left unseen; allocates nothing."""
+        """Note that a step uses the gradients in `noted`, and unseen ones that left; allocates nothing."""
         self._used, self._all_offloaded = noted, all_offloaded
 
     def forget(self) -> None:

@@ -107,8 +107,8 @@ class Chunk:
     gradients of all elements are left on the host, flat in the parameters' dtype, if they are not on the device; they
     come in behind the states, or alone where these stay.
 
-    The weights of all pieces visit from `home`, together, or stay on the device (None). `matrices` is the formula that
-    updates pieces as whole matrices; None where that of elements does. The update of one that `exchanges` is a
+    The weights of all pieces visit from `home`, together, or stay on the device (None). `matrices` is the formula for
+    pieces as whole matrices; None for the formula of elements. The update of one that `exchanges` is a
     collective: ranks share its matrices. Moments are `compact`, in 8 bits with scales, or one kernel updates elements
     whose moments are `rounded` to fewer bits than fp32. `runs` are the pieces again, those that lie side by side
     together.
@@ -344,10 +344,10 @@ def _plan_matrices(
 
 
 def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return `chunks` with those of each visit in such an order that states that stay are spread among those that come.
+    """Return `chunks`, in each visit with resident states spread evenly among streamed ones.
 
-    All chunks of a visit have to be updated by the same time, and with few bytes between many both directions of the
-    link are busy all along.
+    All chunks of a visit have the same deadline. Small resident chunks between streamed ones keep both directions of
+    the link busy all along.
     """
     found: list[Chunk] = []
     for visits, together in groupby(chunks, key=_visit):

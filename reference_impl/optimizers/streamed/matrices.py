@@ -108,7 +108,7 @@ class MatrixUpdate:
         return self._kernels.serve(chunk)
 
     def _learn(self, chunks: Sequence[Chunk]) -> None:
-        """Find which matrices run together, and in which kernels, where updates run."""
+        """Find the matrices that run together, and their kernels, for updates here."""
         runs = [self._kinds(chunk, chunk.pieces) for chunk in chunks]
         widened = max(
             (

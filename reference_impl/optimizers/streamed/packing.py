@@ -6,9 +6,9 @@ Everything but the formulas is integer arithmetic on the bits of floats.
 A bf16 weight is the upper half of its fp32 master, rounded to nearest even. So the master is the weight and the
 master's lower 16 bits, where the weight tells whether rounding went up, except at a tie: 0x3F7F8000 and 0x3F808000
 both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it is stored in the sign of
-`exp_avg_sq`, which is never negative, or in a field of bits where all moments have signs. A master that is NaN gives
-its weight the upper half as it is, so that all its bits survive; a NaN whose payload is only in the lower half
-therefore shows as infinity in the weight.
+`exp_avg_sq`, which is never negative, or in a field of bits where all moments have signs. A NaN master gives its weight
+the unchanged upper half, so all its bits survive. A NaN with its payload in the lower half alone therefore shows as
+infinity in the weight.
 
 bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of bf16's resolution (2**-8), so rounding
 to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without

@@ -48,8 +48,7 @@ class StreamedShare:
 
     Args:
         device: where the parameters are.
-        algorithm: the formula, which torch's fused kernel runs on the device; of members that have one of `matrices`,
-            that.
+        algorithm: the formula of torch's fused kernel on the device; members with a formula of `matrices` use that.
         chunk_bytes: most bytes of a chunk, or of all but a matrix that is longer.
         device_budget_bytes: device memory for slots and for the scratch of one chunk; by default three slots. Memory
             beyond three is for extra slots, see `on_gradient`. Of sharded parameters as many states stay on the

@@ -215,7 +215,7 @@ class StateStorage:
         self._format = state_format
         self._host_gradients = host_gradients
         self._arena = HostArena(device, remedy=remedy)
-        # Blocks that the last `make` has taken, and blocks that were reserved for chunks that were discarded.
+        # Blocks taken by the last `make`, and blocks reserved for discarded chunks.
         self._blocks: list[HostBlock] = []
         self._used_bytes = 0
         self._spare_bytes = 0

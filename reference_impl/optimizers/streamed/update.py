@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of one chunk on the device: which kernels run, on which views, with which numbers.
+"""The update of one chunk on the device: its kernels, with their views and numbers.
 
 Where all states are fp32 while they are updated, torch's own fused kernel runs, between kernels that unpack hi/lo
 masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and

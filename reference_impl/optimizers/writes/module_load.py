@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to weights by others than the optimizer, and how masters follow: a load of a module, or any write.
+"""Writes to weights by others than the optimizer, and the masters that follow: a load of a module, or any write.
 
-Around a load of a module there are hooks, and in front of it one on each module that holds others, so that a load that
-may not come now is refused before any module is written. Masters that were loaded before stay: torch's `set_state_dict`
-loads the optimizer and then the model, and a master may hold more than the weight to which it rounds. Any other write
-is found in the next step, by the counter of autograd, which writes of the optimizer move only by `count_own`. Writes
-that neither counter nor address show `writes` finds by comparing weights. Explained in docs/optimizer-offloading.md.
+There are hooks around a load of a module, and one on each parent module in front of it: a forbidden load is refused
+before any module is written. Masters loaded before stay: torch's `set_state_dict` loads the optimizer and then the
+model, and a master may hold more than its rounded weight. Any other write is found in the next step, by autograd's
+counter; writes of the optimizer move it only by `count_own`. Writes without a sign in counter or address `writes` finds
+by comparing weights. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.model_hooks import ModelHook
 
 _Call = Callable[[Sequence[Member]], None]
-# Raises where a load may not come now, given the members of the modules that it visits, and of those whose gradients
-# have left the ones whose masters it makes.
+# Raises if a load is forbidden now. Its arguments are the members of the visited modules, and those of them with
+# offloaded gradients whose masters it makes.
 CheckLoad = Callable[[Sequence[Member], Sequence[Member]], None]
 
 
@@ -182,6 +182,6 @@ def _rounds_to_weight(value: Any, member: Member) -> bool:
 
 
 def _version(member: Member) -> int:
-    """Return a number that changes when the weight is written; of one that nobody counts, one that is none."""
+    """Return a number that changes when the weight is written; -1 for an uncounted weight."""
     weight = member.param_local if member.home is None else member.weight
     return -1 if weight.is_inference() else weight._version
