@@ -60,8 +60,8 @@ from reference_impl.verification.hugging_face import model_from, read_config
 TODAY, ATTENTION, TILES, BOTH, GROUPS = "today", "attention", "tiles", "both", "groups"
 RESIDENT = "resident"
 ROWS = (RESIDENT, TODAY, ATTENTION, TILES, BOTH, GROUPS)
-# The modules of a layer of Llama or Qwen3 that mix no positions and keep more than their input.
-TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm"
+# The modules of Llama and Qwen3 that mix no positions and keep more than their input; the last is the final norm.
+TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm,norm"
 MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b")
 RANK = 16
 

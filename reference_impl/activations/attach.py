@@ -218,6 +218,16 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return dict(_blocks_in(outermost[name], name))
 
 
+def beside_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that stand beside the list of `model`'s blocks, as an embedding and a final norm do."""
+    parent = next(iter(find_blocks(model)))
+    while isinstance(model.get_submodule(parent := parent.rpartition(".")[0]), nn.ModuleList):
+        if not parent:
+            return []
+        list_name = parent.rpartition(".")[2]
+    return [child for name, child in model.get_submodule(parent).named_children() if name != list_name]
+
+
 def _blocks_in(blocks: nn.ModuleList, name: str) -> Iterator[tuple[str, nn.Module]]:
     for index, block in enumerate(blocks):
         if isinstance(block, nn.ModuleList):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
-Where nobody names them they are found by their operations: of a block, the outermost modules that are position-wise and
-save more than their inputs. Attention is not, and the norms in it are.
+Where nobody names them they are found by their operations: in a block and beside the blocks, the outermost modules that
+are position-wise and save more than their inputs. Attention is not, and the norms in it are.
 
 Explained in docs/long-sequences.md.
 """
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from offload_arithmetic.sizes import TILE_TOKENS
-from reference_impl.activations.attach import Forward, first_blocks
+from reference_impl.activations.attach import Forward, beside_blocks, first_blocks
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.sequences.attached import DividedCalls, check_whole, named, repeatable_call
 from reference_impl.sequences.inside import A_PART
@@ -54,9 +54,9 @@ class SequenceTiles(DividedCalls):
         model: any module.
         tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
             positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
-            they are found inside the model's blocks (its outermost `nn.ModuleList`), each when it is first called for
-            training with more positions than a tile: one that is not position-wise, or saves no more than its inputs,
-            runs as it is, and the modules inside it are tried.
+            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them, as a final norm
+            is, each when it is first called for training with more positions than a tile: one that is not
+            position-wise, or saves no more than its inputs, runs as it is, and the modules inside it are tried.
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
             matrices, as norms, have up to four times as many, where they still have four tiles.
 
@@ -69,7 +69,7 @@ class SequenceTiles(DividedCalls):
     ) -> None:
         check_whole("tile_tokens", tile_tokens, 1, TILE_TOKENS)
         if tiles is None:
-            modules = _modules_in(first_blocks(model, None))
+            modules = _modules_in(first_blocks(model, None), beside_blocks(model))
         else:
             modules = named(model, "tiles", tiles, "mlp")
             names = {module: name for name, module in model.named_modules()}
@@ -141,9 +141,14 @@ class SequenceTiles(DividedCalls):
         return runs
 
 
-def _modules_in(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules inside `blocks`, each module once."""
+def _modules_in(blocks: Iterable[nn.Module], beside: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules inside `blocks` and the parametrised ones of those `beside` them, each module once.
+
+    A module without parameters beside them, as rotary positions, may count on the lengths that it is called with.
+    """
     found = {each: None for block in blocks for each in block.modules() if each is not block}
+    for other in beside:
+        found |= {each: None for each in other.modules() if next(each.parameters(), None) is not None}
     return [each for each in found if not isinstance(each, _LISTS)]
 
 

@@ -40,14 +40,18 @@ def test_what_is_found_is_what_does_not_mix_positions_and_saves_more_than_its_in
     with SequenceTiles(model, tile_tokens=TILE) as tiles:
         gradients(model)
         assert in_tiles(model, tiles) == expected
-        assert f"modules in tiles: {3 * len(expected)}" in repr(tiles)
+        beside = {
+            each: tiles._runs_in_tiles.get(getattr(model, each)) for each in ("embedding", "norm", "head")
+        }
+        assert beside == {"embedding": None, "norm": True, "head": False}
+        assert f"modules in tiles: {3 * len(expected) + 1}" in repr(tiles)
 
 
 @pytest.mark.parametrize("keep_attention", [False, True])
 def test_numbers_are_those_of_the_same_modules_by_name(keep_attention):
     """Also where the attention that was tried runs beside operations that are recorded to be kept."""
     model = decoder()
-    with SequenceTiles(model, TILED, tile_tokens=TILE):
+    with SequenceTiles(model, [*TILED, "norm"], tile_tokens=TILE):
         expected = gradients(model)
     with (
         SequenceTiles(model, tile_tokens=TILE),
