@@ -60,6 +60,7 @@ LEFT_OUT = (
             "fixes",
             "numbers",
             "symptoms",
+            "quiet",
             "residency",
             "code",
             "changes",

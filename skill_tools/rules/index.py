@@ -46,7 +46,9 @@ def build() -> dict[str, Any]:
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "block_swap": knowledge.load_yaml("block_swap.yaml"),
         "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
-        "messages": [_without(entry, "example", "of_text", "of") for entry in knowledge.load_messages()],
+        "messages": [
+            _without(entry, "example", "of_text", "of", "versions") for entry in knowledge.load_messages()
+        ],
         "changes": knowledge.load_yaml("changes.yaml"),
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
