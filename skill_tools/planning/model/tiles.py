@@ -67,6 +67,9 @@ def _in_attention(run: TrainingRun, mode: Mode, parts: Mapping[str, float]) -> f
     others = 3 * 2 * shape.hidden + _of_all(parts)
     if not mode.head_groups:
         return others + of_heads
+    if run.adapter is not None:
+        # Each group runs the linear layer behind attention again: the base's output, the adapter's, and their sum.
+        others += 3 * 2 * shape.hidden
     # Norms of a group run whole, and the gradients of the input add up.
     in_group = of_heads + parts.get("query and key norm output", 0.0)
     return others + FP32_BYTES * shape.hidden + in_group / mode.head_groups
