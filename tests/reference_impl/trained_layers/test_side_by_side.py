@@ -10,7 +10,7 @@ from reference_impl.optimizers.options import Streaming
 
 SLOW = pytest.mark.slow
 # Matrices of which none, and all, fill up the places of pieces in a chunk.
-SIZES = {"with gaps": {"hidden": 40, "ffn": 100, "heads": 4}, "side by side": {"hidden": 96, "ffn": 192}}
+SIZES = {"with gaps": {"hidden": 40, "ffn": 100, "heads": 4}, "side by side": {"hidden": 96, "ffn": 128}}
 # Triton's interpreter takes seconds for each.
 LAYERS = 3
 
