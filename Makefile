@@ -25,7 +25,7 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/python examples/demo.py
 
-# Most benchmarks run nowhere but on a GPU: at least they call what is there.
+# Most benchmarks run only on a GPU: here at least their calls are checked.
 CALLS_ALONE := --ignore-missing-imports --follow-imports=silent --disable-error-code arg-type --disable-error-code assignment \
     --disable-error-code misc --disable-error-code operator --disable-error-code dict-item
 
@@ -98,7 +98,7 @@ test-transformers: setup
 	$(BIN)/python tests/judges/transformers/fetch.py $(TRANSFORMERS_RELEASES)
 	$(BIN)/pytest -m transformers tests/judges/transformers --hypothesis-profile=transformers -o faulthandler_timeout=3600
 
-# Each release in a process of its own; `newest` is what PyPI has. MEGATRON=... and CONFIGURATIONS=... narrow it.
+# Each release in a process of its own; `newest` is PyPI's. MEGATRON=... and CONFIGURATIONS=... narrow it.
 MEGATRON ?= 0.13.1 0.14.0 0.15.3 0.16.1 newest
 CONFIGURATIONS ?= 10000
 
@@ -155,7 +155,7 @@ test-sources: setup
 	$(BIN)/python tests/judges/sources/fetch.py
 	$(BIN)/python tests/judges/sources/judge.py --configurations 5000
 
-# The newest release of each framework, compared with what is recorded, in one table; PACKAGES=... narrows it, also to
+# The newest release of each framework, compared with the records, in one table; PACKAGES=... narrows it, also to
 # releases (PACKAGES="deepspeed==0.18.3"). PACKAGES=recorded finds each quote again in each release that is recorded.
 PACKAGES ?=
 
@@ -199,7 +199,7 @@ test-damage: setup
 test-recognition: setup
 	$(BIN)/python tests/judges/recognition/check.py
 
-# What an agent installs, in build/skill: 2 MB without tests, benchmarks and evals.
+# An agent's installation, in build/skill: 2 MB without tests, benchmarks and evals.
 skill:
 	$(PYTHON) .ci/skill_bundle.py
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a wheel says of itself beside pyproject.toml: README with links that PyPI can follow, and addresses.
+"""A wheel's metadata beside pyproject.toml: README with links that PyPI can follow, and addresses.
 
 The repository's address is that of the workflow which builds (`GITHUB_SERVER_URL`, `GITHUB_REPOSITORY`,
 `GITHUB_SHA`): no file states it, and a fork's wheel names the fork. Built elsewhere, a wheel has no addresses, and its
@@ -32,7 +32,7 @@ class Addresses(MetadataHookInterface):
 
 
 def _absolute(address: str, revision: str) -> Callable[[re.Match[str]], str]:
-    """Return what writes a link into the repository: without an address its text, and of a picture nothing."""
+    """Return a writer of links into the repository: without an address their text, and nothing for a picture."""
 
     def write(link: re.Match[str]) -> str:
         picture, text, path, heading = link[1], link[2], link[3], link[4] or ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays out what an agent installs: the skill without tests, benchmarks, evals and what only contributors read.
+"""Lays out an agent's installation: the skill without tests, benchmarks, evals and contributors' pages.
 
     python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip
 
@@ -24,11 +24,11 @@ TAKEN = (
     "SKILL.md", "skill-card.md", "card.yaml", "LICENSE", "README.md", "BENCHMARK.md", "SECURITY.md",
     ".claude-plugin", "cpu_offloading", "docs", "examples", "offload_arithmetic", "offload_watch", "reference_impl",
     "schema", "skill_tools",
-    # What `pip install '.[reference]'` reads.
+    # Files of `pip install '.[reference]'`.
     "pyproject.toml", "constraints.txt",
 )  # fmt: skip
 LEFT_OUT = (
-    # What the index is compiled from: each section's file or folder of YAML.
+    # Sources of the index: each section's file or folder of YAML.
     *(
         f"skill_tools/knowledge/{section.stem}{suffix}"
         for section in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
@@ -38,17 +38,17 @@ LEFT_OUT = (
         f"skill_tools/knowledge/{name}"
         for name in ("coverage", "upstream.yaml", "reviewed.yaml", "families.yaml")
     ),
-    # What checks and renders a checkout: `offload card`, which says that this is none.
+    # The check and rendering of a checkout: `offload card`, which says that this is none.
     *(
         f"skill_tools/card/{name}.py"
         for name in ("blocks", "configuration", "documents", "measurements", "references")
     ),
     "skill_tools/reports/checkout.py",
     "skill_tools/reports/rule_folder.py",
-    # What maintainers compare releases with: `offload knowledge`, which says so.
+    # The maintainers' comparison of releases: `offload knowledge`, which says so.
     "skill_tools/upkeep",
     "skill_tools/rules/index.py",
-    # Of that YAML; what commands print has the other schemas.
+    # Of that YAML; the commands' output has the other schemas.
     *(
         f"schema/{name}.schema.json"
         for name in (
@@ -75,14 +75,14 @@ LEFT_OUT = (
     # All keys at once; `explain KEY` prints one in a few lines.
     "docs/configuration.md",
 )
-# Of the card a plan reads the decisions; the rest is what maintainers render and check the documents with.
+# Of the card a plan reads the decisions; maintainers render and check the documents with the rest.
 READ_OF_THE_CARD = ("title", "decisions")
-# Of pyproject.toml, what installs the bundle; the rest is of a checkout: checks, tests, PyPI's page.
+# Of pyproject.toml, the part that installs the bundle; the rest is of a checkout: checks, tests, PyPI's page.
 READ_BY_PIP = ("[build-system]", "[project", "[tool.hatch.version]", "[tool.hatch.build")
 OF_A_CHECKOUT = re.compile(
     r'^#.*?\n|^(?:docs|card|test) = \[(?:[^\n]*\]\n|\n.*?^\]\n)|, "readme", "urls"', re.MULTILINE | re.DOTALL
 )
-# What a page rests on, for whoever doubts it; agents may quote docs/measured.md, which has the card's rows.
+# The evidence of a page; agents may quote docs/measured.md, which has the card's rows.
 EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ELSEWHERE = "\nIn this page of the repository; the rows to quote are in [measured](measured.md).\n\n"
 HINT = "; 3 % fewer with `pip install zopflipy`"

@@ -23,7 +23,7 @@ from reference_impl.verification.plan_document import execute_section
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
 parser.add_argument(
-    "plan", type=Path, help="what `offload plan --framework pytorch --gpus 2 --format json` printed"
+    "plan", type=Path, help="the output of `offload plan --framework pytorch --gpus 2 --format json`"
 )
 path = parser.parse_args().plan
 try:

@@ -6,7 +6,7 @@
 
 It needs `cpu_offloading`, installed (`pip install -c constraints.txt '.[reference]'`) or through `PYTHONPATH=.`.
 A plan's amounts fit its model, and `apply_plan` refuses one of another size. This script only shows the mechanisms: it
-takes what is to be done from a plan of one GPU for any model, and trains adapters where the plan streams frozen layers.
+takes the mechanisms from a plan of one GPU for any model, and trains adapters where the plan streams frozen layers.
 Without a GPU plan with `--without activation-budget`: that offload counts a GPU's memory.
 """
 
@@ -20,7 +20,7 @@ from cpu_offloading.tiny import Decoder, DecoderShape, add_lora
 from reference_impl.verification.plan_document import execute_section
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-parser.add_argument("plan", type=Path, help="what `offload plan --framework pytorch --format json` printed")
+parser.add_argument("plan", type=Path, help="the output of `offload plan --framework pytorch --format json`")
 path = parser.parse_args().plan
 try:
     plan = {"execute": execute_section(path)}

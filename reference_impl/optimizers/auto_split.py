@@ -2,8 +2,8 @@
 """The split of states into resident, streamed and updated on the CPU that takes least time under two budgets.
 
 The resident share costs only device memory, so it is as large as fits. The rest is a search along one line
-(`offload_arithmetic.update_time`). The rates are this machine's, from a profile or from a short probe; `layout` decides
-which elements go where.
+(`offload_arithmetic.update_time`). The rates are this machine's, from a profile or from a short probe; `layout` divides
+the elements.
 
 `reference_impl.probe` returns a profile, and `offload probe` writes one (`schema/profile.schema.json`). A profile of
 another machine is not used: the best split there may be the worst here. Explained in docs/optimizer-offloading.md.

@@ -67,7 +67,7 @@ def check_fraction(name: str, fraction: float) -> None:
 def check_split(
     split: Any, fraction: float, algorithms: Sequence[AnyAlgorithm], *, filtered: bool, budgets: Budgets
 ) -> None:
-    """Raise ValueError for shares that are none, or for options that contradict each other."""
+    """Raise ValueError for impossible shares, or for contradictory options."""
     if split is None or split == "auto":
         shares = None
     elif isinstance(split, str) or len(split) != 3:
@@ -95,7 +95,7 @@ def check_split(
 
 
 def _check_matrices(split: Any) -> None:
-    """Raise ValueError for a `split`, as it was given, that leaves no place to matrices which a formula needs whole.
+    """Raise ValueError for a given `split` without a place for matrices that a formula needs whole.
 
     They never go to the CPU, where Newton and Schulz's iteration takes minutes: 6e13 operations a step for 1.4e9
     parameters.
@@ -109,7 +109,7 @@ def _check_matrices(split: Any) -> None:
 
 
 def check_no_embeddings(model: nn.Module, matrices: Mapping[torch.Tensor, MatrixAlgorithm]) -> None:
-    """Raise ValueError where a formula of matrices updates the table of an embedding, whose rows are vectors."""
+    """Raise ValueError for a formula of matrices on the table of an embedding: its rows are vectors."""
     for name, module in model.named_modules():
         weight = module.weight if isinstance(module, nn.Embedding | nn.EmbeddingBag) else None
         formula = None if weight is None else matrices.get(weight)
@@ -337,7 +337,7 @@ def check_alive(*, closed: bool, made_by: int) -> None:
 
 
 def check_thread(stepped_by: threading.Thread | None) -> None:
-    """Raise RuntimeError where states are asked for beside the thread that trains with them."""
+    """Raise RuntimeError for a request of states beside the thread that trains with them."""
     if stepped_by is not None and stepped_by is not threading.current_thread() and stepped_by.is_alive():
         raise RuntimeError(
             f"states were asked for in thread {threading.current_thread().name!r} while {stepped_by.name!r} takes the "
@@ -377,7 +377,7 @@ def first_gradient_has_left(member: Member) -> RuntimeError:
 
 
 def replaced(param: torch.Tensor) -> RuntimeError:
-    """Return the error for a parameter that stands in a group and that the optimizer was not made with."""
+    """Return the error for a parameter in a group that is new to the optimizer."""
     return RuntimeError(
         f"param_groups holds a parameter of shape {tuple(param.shape)} that has no states here; expected those that "
         "the optimizer was made with; sharding a model afterwards replaces them, as accelerator.prepare() does with "
@@ -386,7 +386,7 @@ def replaced(param: torch.Tensor) -> RuntimeError:
 
 
 def has_no_states(given: str, taker: str) -> RuntimeError:
-    """Return the error for using the optimizer that was given away to another one, which has its states."""
+    """Return the error for using an optimizer after another one has taken its states."""
     return RuntimeError(
         f"{given} was stepped, saved or loaded after {taker} had taken its place; expected the {taker}, which has the "
         "states; try its step(), state_dict() and load_state_dict(), also in GradScaler.step() and trainers"
@@ -412,7 +412,7 @@ def used_in_between(member: Member) -> RuntimeError:
 
 
 def of_another_parameter(member: Member) -> RuntimeError:
-    """Return the error for a step that finds on a parameter the gradient of another one, which has been offloaded."""
+    """Return the error for a step that finds another parameter's offloaded gradient on a parameter."""
     return RuntimeError(
         f"the gradient on a parameter of shape {tuple(member.param.shape)} is that of another parameter, and has been "
         "offloaded for that one; expected each gradient on its own parameter; try exchanging gradients with "
@@ -429,7 +429,7 @@ def saved_in_between() -> RuntimeError:
 
 
 def forward_before_step() -> RuntimeError:
-    """Return the error for a backward over weights that a begun step, which has failed, has not made new."""
+    """Return the error for a backward over weights that a failed begun step has left old."""
     return RuntimeError(
         "a backward came before the step that had begun was done, so its forward has used old weights; expected a call "
         "of the optimizer after the error of step(); try model.zero_grad() and optimizer.synchronize(), then this "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer with states on the host, and makes readers of its weights wait for them.
 
-A step is prepared, which may raise and changes nothing, and begun; `status` says how far an error has let it come. One
-that backward has begun, or a load that an error has cut short, is finished by the next call. `Shares` holds the states,
-and carries the step out. `StepGradients` says which gradients it uses.
+A step is prepared, which may raise and changes nothing, and begun; `status` says how far an error has let it come. The
+next call finishes a step begun in backward, or a load cut short by an error. `Shares` holds the states, and carries the
+step out. `StepGradients` says which gradients it uses.
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
@@ -129,7 +129,7 @@ class Engine:
         return "begun" if used else "untouched"
 
     def tell_status(self) -> Status:
-        """Return the status to somebody who may call `step()` to go on with a step that has begun."""
+        """Return the status for a caller that may go on with a begun step by `step()`."""
         with self._failures.turn:
             status = self.status()
             self._failures.reported_begun |= status == "begun"
@@ -254,7 +254,7 @@ class Engine:
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:
         """Hear that `step(closure)` raises, or a hook in front of it.
 
-        Finishes the update that backward has begun; waits for weights where no forward would, and lets users wait.
+        Finishes the update begun in backward; waits for weights if no forward does, and lets users wait.
         """
         if closure is None:
             self.gradients.note_rest(self.members.values(), checks_used=False)
@@ -269,7 +269,7 @@ class Engine:
                 self.synchronize()
 
     def drop_gradients(self, *, to_zero: bool) -> None:
-        """Forget gradients that were not used; where they are set `to_zero`, nobody reads them any more.
+        """Forget unused gradients; if they are set `to_zero`, nothing reads them any more.
 
         Raises RuntimeError where backward has begun to use them and no step came since.
         """
@@ -374,7 +374,7 @@ class Engine:
             member.has_arrived()
 
     def let_users_wait(self, members: Iterable[Member]) -> None:
-        """Let whoever uses a weight that is on its way wait for it, but for compiled code, which knows the classes."""
+        """Let users of a weight in flight wait for it, except compiled code, which checks classes."""
         if not self.attached.has_compiled:
             let_wait((member.param for member in members if member.pending), self)
 
@@ -394,7 +394,7 @@ class Engine:
             self._owner.state.follow(member)
 
     def _refuse_written(self, members: Iterable[Member]) -> None:
-        """Raise RuntimeError, from now on, where somebody has written a weight whose new value is on its way."""
+        """Raise RuntimeError, from now on, for a written weight with its new value in flight."""
         if not self._follows_writes:
             return
         for member in written(member for member in members if member.pending):
@@ -410,7 +410,7 @@ class Engine:
         self.writes.make(lambda: self.open.refresh_masters(members))
 
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` that others have written past every counter, whose masters are on the CPU."""
+        """Return those of `members` with masters on the CPU that others have written past every counter."""
         return self.finished(members).written_uncounted(members) if self._follows_writes else ()
 
     def parts_of(self, members: Iterable[Member]) -> Shares:

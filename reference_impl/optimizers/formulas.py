@@ -23,7 +23,7 @@ from reference_impl.optimizers.algorithms import (
 
 
 def matrices_of(group: Mapping[str, Any], default: MatrixAlgorithm | None = None) -> MatrixAlgorithm | None:
-    """Return the formula of matrices that a group names, or `default` where it names none.
+    """Return the formula of matrices of a group, or `default` if it names none.
 
     Raises ValueError for `use_muon` that is no bool or contradicts `algorithm`, TypeError for no such formula.
     """
@@ -61,7 +61,7 @@ def formulas_in(
 ) -> tuple[Any, Sequence[Any], MatrixAlgorithm | None]:
     """Return `params` (read only once), all formulas, and the default formula of matrices.
 
-    The first formula is that of elements: `algorithm`, or AdamW where that is none or one of matrices.
+    The first formula is that of elements: `algorithm`, or AdamW if that is None or a formula of matrices.
     """
     params = params if isinstance(params, torch.Tensor | dict) else list(params)
     default: Any = algorithm if is_of_matrices(algorithm) else None
@@ -76,7 +76,7 @@ class GroupFormulas:
 
     Args:
         elements: updates groups that no formula of matrices updates.
-        default: the formula of matrices of groups that name none; None where `elements` updates them.
+        default: the default formula of matrices of groups; None if `elements` updates them.
     """
 
     def __init__(self, elements: Algorithm, default: MatrixAlgorithm | None) -> None:
@@ -93,7 +93,7 @@ class GroupFormulas:
         return self.matrices[-1] or self.elements
 
     def names_default(self, group: Mapping[str, Any]) -> bool:
-        """Return whether a group that is to be added gets the formula of a group that names none."""
+        """Return whether a new group gets the default formula."""
         return matrices_of(group, self.default) == self.default
 
     def complete(

@@ -277,7 +277,7 @@ class ForwardWaits:
 
 
 class Gate:
-    """The members that one gather of FSDP2 reads; `opened` is the last step whose weights it was let through for."""
+    """The members read by one gather of FSDP2; `opened` is the last step for whose weights it was let through."""
 
     __slots__ = ("group", "members", "opened")
 

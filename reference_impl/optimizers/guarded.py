@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class GuardedTensor(torch.Tensor):
-    """Has the memory of `plain`, so that all that reads it finds its values; a subclass hears of writes."""
+    """Has the memory of `plain`, so every reader finds its values; a subclass hears of writes."""
 
     plain: torch.Tensor
 
@@ -59,7 +59,7 @@ class GuardedTensor(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func` with the plain tensors; who guards them hears where it writes, and guards views of them too."""
+        """Run `func` with the plain tensors; their guard hears of its writes, and guards its views too."""
         used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GuardedTensor)]
         args, kwargs = tree_map_only(GuardedTensor, lambda each: each.plain, (args, kwargs or {}))
         if func._schema.is_mutable:

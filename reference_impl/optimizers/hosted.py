@@ -89,7 +89,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         passes_over_unknown: bool = False,
     ) -> None:
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates_in_backward)
-        # Calls that `close` has still to make, and calls that take hooks off gradients.
+        # Remaining calls of `close`, and calls that remove hooks from gradients.
         self._unclosed: list[Callable[[], None]] = []
         self._hooks: list[Callable[[], None]] = []
         self._formulas = GroupFormulas(algorithm, matrices)
@@ -134,7 +134,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         wrapped: Wrapped | None = None,
         closers: list[Callable[[], None]] | None = None,
     ) -> None:
-        """Work with these parts from now on, and make the states of all parameters; give all back where that raises.
+        """Work with these parts from now on, and make the states of all parameters; give all back on an error.
 
         Of optimizers that are `wrapped` this takes the place, the groups and the states. `closers` gets `close`, before
         anybody else has the optimizer.
@@ -176,7 +176,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @property
     def streamed(self) -> StreamedShare:
-        """The share whose states stream, where there is one. Raises RuntimeError when the optimizer is closed."""
+        """The share of streamed states, if there is one. Raises RuntimeError when the optimizer is closed."""
         return self._engine.open.streamed
 
     @property
@@ -212,7 +212,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @in_turn
     def _add_group(self, param_group: dict[str, Any], options: Mapping[str, Any]) -> None:
-        """Add a group, which gets those of `options` that it lacks, and make its states; all or nothing."""
+        """Add a group with missing options from `options`, and make its states; all or nothing."""
         is_open = not self._engine.is_closed
         if is_open:
             self._engine.ready()
@@ -364,7 +364,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @in_turn
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` that others have written past every counter, whose masters are on the CPU.
+        """Return those of `members` with masters on the CPU that others have written past every counter.
 
         Other masters show it themselves. The weights are about to leave the device, for which this waits.
         """
@@ -415,7 +415,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         """Load a `state_dict()` of this class (at any split) or of torch's class of the same algorithm.
 
         A parameter without a state starts anew. Without a `master_param` the master is made from the parameter. Raises
-        ValueError that names the entry, before anything is changed, for an entry that cannot be loaded exactly.
+        ValueError with the name of an entry that cannot be loaded exactly, before anything is changed.
         """
         self._engine.check()
         checks.check_thread(self._engine.stepped_by)
@@ -474,7 +474,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
                 undo_all(self._unclosed)
 
     def _abandon(self, error: BaseException) -> None:
-        """Give back all that the constructor has taken, which has failed with `error`."""
+        """Give back everything taken by the constructor, which failed with `error`."""
         with deferred_interrupts():
             self._let_go()
             close_behind(error, partial(undo_all, self._unclosed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements are resident, streamed or updated on the CPU, and the plain data by which shares know a parameter.
+"""The division of elements: resident, streamed or updated on the CPU, and the shares' plain data of a parameter.
 
 Explained in docs/optimizer-offloading.md.
 
@@ -110,7 +110,7 @@ class Member:
     def unit(self) -> int:
         """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other.
 
-        Of a matrix that ranks share it is the longest shard, on each of them, so that they make the same chunks.
+        For a matrix shared by ranks it is the longest shard, on each of them: they make the same chunks.
         """
         if self.matrices is None:
             return 1

@@ -36,7 +36,7 @@ from reference_impl.optimizers.options import CpuUpdate
 
 # Choices of an implementation, without a meaning for fused kernels over fp32 masters.
 _IMPLEMENTATION = {"fused", "foreach", "capturable", "set_grad_none", "adam_w_mode", "decoupled_weight_decay"}
-# Options that would change the numbers, with the only value that is served.
+# Options that would change the numbers, with the only served value.
 _NEEDED = {"bias_correction": True, "amsgrad": False, "differentiable": False, "dampening": 0}
 
 
@@ -156,7 +156,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     @property
     def param_to_fp32_param(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The master of each parameter that is not fp32, in the parameter's shape, where it is."""
+        """The master of each parameter that is not fp32, in the parameter's shape, in place."""
         return {p: self.state[p][MASTER] for p in self._members if p.dtype != torch.float32}
 
     @property
@@ -232,7 +232,7 @@ def _formula(optimizer_class: type, options: Mapping[str, Any]) -> Algorithm:
 def hyper_parameters_of(algorithm: Algorithm, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `options` that `algorithm` reads.
 
-    Raises ValueError for an option that would change the numbers, and TypeError for one that is not known.
+    Raises ValueError for an option that would change the numbers, and TypeError for an unknown one.
     """
     for name, value in options.items():
         if value != _NEEDED.get(name, value):

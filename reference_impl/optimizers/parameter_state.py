@@ -46,7 +46,7 @@ class StateParts(Protocol):
         """Note that the master equals the weight now: a later write is seen."""
 
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` that others have written past every counter, whose masters are on the CPU."""
+        """Return those of `members` with masters on the CPU that others have written past every counter."""
 
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
         """Return those of `members` that others have written past every counter; waits for the device.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of parameters have their states where.
+"""The places of parameters' states, element by element.
 
-A `Placement` divides the members of an optimizer between its `Shares`. `SplitPlacement` does so by a split; that of
-weights which visit the device is in `trained_layers.placement`. The streamed share is imported only if something
-streams, and the automatic split only if it is asked for. Explained in docs/optimizer-offloading.md.
+A `Placement` divides the members of an optimizer between its `Shares`. `SplitPlacement` follows a split; that of
+visiting weights is in `trained_layers.placement`. The streamed share is imported only if something streams, and the
+automatic split only if it is asked for. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SplitPlacement:
         offload: instead of the split, which parameters leave as a whole.
         stays_in_chunks: the streamed share has the resident elements, too: in its format, or with masters apart.
         ranks: that train one model, where its parameters do not say so.
-        option: the argument that a user would make smaller where the host has too little memory.
+        option: the argument to reduce if the host has too little memory.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ class AttachedModel:
 
     @property
     def waits(self) -> bool:
-        """Whether there is a model all of whose reads wait, so that `step()` need not."""
+        """Whether all reads of an attached model wait, so `step()` need not."""
         return self._waits is not None and self._gathers_can_wait
 
     @property

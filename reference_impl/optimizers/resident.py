@@ -277,7 +277,7 @@ def _parts(states: Iterable[ResidentState]) -> list[slice | None]:
 
 
 def _cut(flats: list[torch.Tensor], part: slice | None) -> list[torch.Tensor]:
-    """Return `flat[part]` of each, without a view where that is all of it."""
+    """Return `flat[part]` of each, without a view if that is all of it."""
     return flats if part is None else [flat[part] for flat in flats]
 
 

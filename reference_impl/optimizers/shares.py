@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The states of an optimizer in three shares, and their updates: resident, streamed and updated on the CPU.
 
-A member says which of its elements belong to which share. This module starts all three shares in a step, lets a
-reader wait for a whole parameter, and publishes the parts of a split parameter together. Which elements belong where,
-`placement` decides. Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md, "Shares".
+A member divides its elements among the shares. This module starts all three shares in a step, lets a
+reader wait for a whole parameter, and publishes the parts of a split parameter together. `placement` decides the
+division. Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md, "Shares".
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class PreparedStep:
     """A step that can begin: the CPU's part, the gradients, and the prepared updates of the shares.
 
     `arrivals` are those of the gradients that the CPU's part takes at the begin. `streamed` are the members that have a
-    streamed part. The CPU updates the buckets `first`, by deadline, then `last`, which hold members that stream in
-    part. `split` updates the resident part of members that the CPU updates in part, `whole` that of all others. Others
-    have `written` weights of the CPU's part.
+    streamed part. The CPU updates the buckets `first`, by deadline, then `last`, with partly streamed members. `split`
+    updates the resident part of members shared with the CPU, `whole` that of all others. Others have `written` weights
+    of the CPU's part.
     """
 
     step: CpuStep

@@ -47,7 +47,7 @@ def checked(
 ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Any]]:
     """Return the groups to take over, which `formulas` update, and the states to write by parameter, of a state_dict.
 
-    Raises ValueError that names the entry for one that cannot be loaded exactly.
+    Raises ValueError with the name of an entry that cannot be loaded exactly.
     """
     saved_groups, states = check_document(document)
     check_groups(saved_groups, groups, list(formulas))

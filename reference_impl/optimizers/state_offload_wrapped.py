@@ -27,7 +27,7 @@ from reference_impl.optimizers.saved_checks import check_document
 
 
 class Wrapped(NamedTuple):
-    """The optimizers that one takes the place of, the formula of those that update elements, and all groups.
+    """The replaced optimizers, the formula of those that update elements, and all groups.
 
     `matrices` has the formula of each group that is updated in matrices.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of an optimizer's groups: those that have states, and those that were frozen.
+"""The parameters of an optimizer's groups: those with states, and frozen ones.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -65,7 +65,7 @@ class TrainedParameters:
         self._checked = lists
 
     def facts(self, groups: Sequence[Mapping[str, Any]], *, has_shares: bool) -> dict[str, str]:
-        """Return in words where states are and with which rates they are updated; without shares all others stream."""
+        """Return in words the places of states and the rates of their updates; without shares all others stream."""
         params = [param for group in groups for param in group["params"]]
         here, streamed, on_cpu = (
             sum(getattr(member, share) for member in self.members.values())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets: which pieces share one, and the host memory that holds their states and their staging buffer.
+"""Buckets: their pieces, and the host memory of their states and staging buffer.
 
 The staging buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes
 out of the same bytes, which saves memory and the read-for-ownership of a second buffer. Host bytes an

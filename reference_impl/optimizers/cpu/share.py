@@ -191,7 +191,7 @@ class CpuShare:
         return self._gradients.arrived()
 
     def send(self, decision: ClipDecision, factors: Sequence[torch.Tensor | float]) -> None:
-        """Start a decision's copy to the host, where the workers read it, and that of the gradients' `factors`."""
+        """Start the copies of a decision and of the gradients' `factors` to the host, for the workers."""
         decision.send(self._device, self._numbers, factors)
 
     def buckets_of(self, members: Iterable[Member]) -> list[Bucket]:
@@ -212,9 +212,9 @@ class CpuShare:
 
         Weights are overwritten behind `last_use`, or each one's gradient. Only members whose gradient the step has
         taken take part: of another that of the next step may stand in staging. `new_weights` yields the parts of a
-        member that the device has updated and that go out with the CPU's. Masters take over weights that were `written`
-        by others. The workers wake up once: a bucket at a
-        time, they took Python's lock from a caller who had not queued the next.
+        member updated on the device and published with the CPU's. Masters take over weights that were `written` by
+        others. The workers wake up once: a bucket at a time, they took Python's lock from a caller who had not queued
+        the next.
         """
         jobs = []
         for bucket in buckets:
@@ -235,7 +235,7 @@ class CpuShare:
         if part is not None:
             self._take_over(part, update.written())
             step.count(part.members)
-            # A thread has a mode of its own, that of the thread that has started it.
+            # A thread has a mode of its own, copied from the thread that started it.
             torch.set_flush_denormal(step.plan.flushes_denormals)
             for each, factors in _by_factors(part, step):
                 group = step.plan.groups[each.group]
@@ -310,7 +310,7 @@ def _note(sums: WeightSums[Member] | None, member: Member) -> None:
 
 
 def _own_weights(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
-    """Return the elements of each weight that are updated on the CPU, but for weights that are not on the device."""
+    """Return the elements of each weight that are updated on the CPU, without weights that are away from the device."""
     return {
         member: member.flat(member.weight)[member.on_device :]
         for member in members

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU share's bookkeeping of one step: buckets that are queued, members that are counted and updated.
+"""The CPU share's bookkeeping of one step: queued buckets, counted and updated members.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -69,7 +69,7 @@ class CpuStep:
                     member.step.add_(1)
 
     def finish(self, pieces: Counter[Member]) -> list[Member]:
-        """Note that so many pieces of each member are updated; return the members of which these were the last ones."""
+        """Note that so many pieces of each member are updated; return the members without further pieces."""
         with self._lock:
             self._updated.update(pieces)
             return [member for member in pieces if self._updated[member] == len(member.pieces)]
@@ -82,7 +82,7 @@ class BucketUpdate:
         step: the step.
         present: the members that take part, each with its number of pieces in the bucket.
         tasks: how many jobs update it.
-        new_weights: yields the parts of a member that the device has updated and that go out with the CPU's.
+        new_weights: yields the parts of a member updated on the device and published with the CPU's.
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
         written: the weights that others have written, once that is known.
     """
@@ -110,7 +110,7 @@ class BucketUpdate:
         return frozenset() if self._written is None else self._written.read()
 
     def finish(self) -> list[Member]:
-        """Note that a job is done; after the last one return the members of which every piece is updated."""
+        """Note that a job is done; after the last one return the members with all pieces updated."""
         with self._lock:
             self._unfinished -= 1
             if self._unfinished:

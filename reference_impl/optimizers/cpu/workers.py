@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs jobs on a few threads in the order of their deadlines.
 
-A job is due when the next forward needs its result. Among the jobs whose gradients have arrived, the one with the
-earliest deadline runs first, which hides the most work behind forward and backward. The threads are the optimizer's
-own and each computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's
-thread setting is not changed.
+A job is due when the next forward needs its result. Of the jobs with arrived gradients, the one with the earliest
+deadline runs first: that hides the most work behind forward and backward. The threads are the optimizer's own and each
+computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's thread setting
+is not changed.
 
 All that a job needs was allocated before it was submitted. So one that fails has lost the weights that it was updating:
 all work stops, and every call of the caller raises its error. Explained in docs/optimizer-offloading.md, "Timeline of

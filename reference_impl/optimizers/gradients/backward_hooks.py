@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an optimizer hears in backward of gradients that are final.
+"""An optimizer's notice of final gradients in backward.
 
 A gradient is final once autograd has accumulated it, and under DistributedDataParallel once it is reduced. DDP reads it
 from the parameter before that, and puts it back at the end of backward: in between it is in a bucket.

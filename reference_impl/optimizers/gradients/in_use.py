@@ -42,7 +42,7 @@ class GradientInUse(GuardedTensor):
 def put_in_use(
     read: Mapping[Member, tuple[torch.Tensor, int]], wait_for: Callable[[Sequence[Member]], None]
 ) -> None:
-    """Guard the gradients that an update reads where they stand, until `take_out`; a write calls `wait_for`."""
+    """Guard gradients that an update reads in place, until `take_out`; a write calls `wait_for`."""
     for member, (gradient, _) in read.items():
         if member.param.grad is gradient and type(gradient) is torch.Tensor:
             member.param.grad = GradientInUse.of(gradient, partial(wait_for, [member]))

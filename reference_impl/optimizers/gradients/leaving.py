@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of an optimizer's members: which have been offloaded, and which of them a step uses.
+"""The gradients of an optimizer's members: the offloaded ones, and those used by a step.
 
 An offloaded gradient has a stand-in on its parameter's `.grad`. A step uses the gradient only if the stand-in is
 still there: a user who drops or replaces it drops the gradient. Explained in docs/optimizer-offloading.md.
@@ -72,9 +72,9 @@ class LeavingGradients(StepGradients):
         return self.may_leave and not self._are_accumulated and is_final
 
     def put_arrived(self, member: Member) -> None:
-        """Put the sum that autograd has made in the place of the stand-in to which it was added.
+        """Put autograd's sum in the place of its stand-in.
 
-        Raises RuntimeError for a sum that is lost where somebody is about to reduce it.
+        Raises RuntimeError for a lost sum before its reduction.
         """
         stands = unwrapped(member.param.grad)
         if isinstance(stands, GradientStandIn):
@@ -96,8 +96,8 @@ class LeavingGradients(StepGradients):
     def send(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
-        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there. Returns False where nothing
-        is sent, because the sum with a gradient that was used is lost.
+        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there. Returns False if nothing is
+        sent, because the sum with a used gradient is lost.
         """
         self.put_arrived(member)
         if reduced is None and isinstance(unwrapped(member.param.grad), GradientStandIn):
@@ -217,7 +217,7 @@ class LeavingGradients(StepGradients):
         return used
 
     def _of_next_step(self, member: Member) -> torch.Tensor | None:
-        """Return a member's gradient, laid out; of one that has been sent off the part that the device has kept.
+        """Return a member's gradient, laid out; of an offloaded one the part kept on the device.
 
         One that has to go to the host and is still here is sent off.
         """
@@ -242,7 +242,7 @@ class LeavingGradients(StepGradients):
         return gradient
 
     def _check_used_stand(self, members: Iterable[Member]) -> None:
-        """Raise RuntimeError where the gradient of one of `members`, whose update has begun, was dropped or replaced.
+        """Raise RuntimeError for a dropped or replaced gradient of one of `members` with a begun update.
 
         Stand-ins are put there again: the step goes on with the gradients of backward.
         """
@@ -330,7 +330,7 @@ class LeavingGradients(StepGradients):
         self._host.discard(members)
 
     def being_read(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` whose gradient itself stands on them and whose new weight nobody waits for."""
+        """Return those of `members` with their gradient itself in place and without a waiter for the new weight."""
         self._host.fence()
         return [m for m in members if m.pending and not isinstance(m.gradient, GradientStandIn | None)]
 

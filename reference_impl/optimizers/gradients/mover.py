@@ -48,9 +48,9 @@ class GradientMover:
     def offload(self, member: Member, *, measure: bool, reduced: torch.Tensor | None = None) -> torch.Tensor:
         """Start the copy of `member`'s gradient; return that gradient, laid out like the parameter.
 
-        It is the gradient on the parameter, whose memory the copy frees, or `reduced`, whose memory stays taken.
-        Changes nothing when it raises: RuntimeError when the forward used a weight that was still on its way, and
-        torch's error where memory is short.
+        It is the gradient on the parameter (the copy frees its memory), or `reduced` (its memory stays taken).
+        Changes nothing when it raises: RuntimeError if the forward used a weight in flight, and torch's error for a
+        lack of memory.
         """
         check_used_in_time([member])
         gradient = gradient_of(member) if reduced is None else reduced

@@ -33,9 +33,9 @@ class PreparedGradients(NamedTuple):
 class StepGradients(ABC):
     """The gradients of the members of one optimizer: those of a step, and those that its update still reads.
 
-    `measures` says that norms are taken, `may_leave` that gradients lose their values in backward. Where backward has
-    begun to update, `backward_part` is that part of the step, and `rest` has the gradients of the others, once `step()`
-    was called for them. `begins_whole` says that backward queues the whole update of each parameter that it begins.
+    `measures`: norms are taken; `may_leave`: gradients lose their values in backward. If backward has begun to update,
+    `backward_part` is that part of the step, and `rest` has the other gradients, once `step()` was called for them.
+    `begins_whole`: backward queues the whole update of each begun parameter.
     """
 
     measures = True
@@ -57,7 +57,7 @@ class StepGradients(ABC):
 
         Those of members that backward has begun to update are not among them. `wait_for` makes the live current stream
         see new weights: of the last step's members that have to be new before these gradients are used. Raises
-        RuntimeError for a gradient that was made from a weight which was still on its way.
+        RuntimeError for a gradient made from a weight in flight.
         """
 
     @abstractmethod
@@ -95,7 +95,7 @@ class StepGradients(ABC):
 
     @abstractmethod
     def being_read(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` whose gradient an update still reads where it stands.
+        """Return those of `members` whose gradient an update still reads in place.
 
         The live current stream waits for copies that read others.
         """

@@ -48,7 +48,7 @@ class GradientStandIn(torch.Tensor):
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
     the sum of gradients since, for whoever hooks the parameter to put in this one's place; until then every operation
-    finds it here. `is_over` says that its step was taken, and `is_stale` that a backward has added to it since.
+    finds it here. `is_over`: its step was taken; `is_stale`: a backward has added to it since.
     """
 
     factors: list[torch.Tensor | float]
@@ -130,7 +130,7 @@ class GradientStandIn(torch.Tensor):
         self.factors.append(factor)
 
     def check_unused(self) -> None:
-        """Raise RuntimeError where an update has begun to use the gradient, so that it can be scaled no more."""
+        """Raise RuntimeError if an update has begun to use the gradient: it can be scaled no more."""
         if self.used and not self.dropped:
             raise RuntimeError(
                 f"a gradient of shape {tuple(self.shape)} was scaled after an update had begun to use it; expected "
@@ -151,7 +151,7 @@ class GradientStandIn(torch.Tensor):
 
     @property
     def is_added_to(self) -> bool:
-        """Whether an addition now is that of a backward, which adds once, and before anybody hears of the sum."""
+        """Whether an addition now is backward's: it adds once, before any notice of the sum."""
         return torch._C._current_graph_task_id() not in (_NO_BACKWARD, self._made_in)
 
     def plus(self, other: torch.Tensor, alpha: Any, *, by_backward: bool) -> torch.Tensor:
@@ -188,7 +188,7 @@ class GradientStandIn(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer operations that need no values, with `arrived` where it is there; raise RuntimeError for others."""
+        """Answer operations without values, or with `arrived` if it is there; raise RuntimeError for others."""
         arrived = {id(each.arrived): each for each in _stand_ins(args) if each.arrived is not None}
         if arrived:
             result = func(*tree_map(_arrived, args), **tree_map(_arrived, dict(kwargs or {})))
@@ -237,7 +237,7 @@ def _refused(func: Any, args: Sequence[Any]) -> RuntimeError:
 
 
 def second_gradient(first: GradientStandIn) -> RuntimeError:
-    """Return the error for a gradient that came where the first can neither come back nor be lost."""
+    """Return the error for a second gradient when the first can neither come back nor be lost."""
     return RuntimeError(
         f"a second gradient of a parameter of shape {tuple(first.shape)} came while the first, which has been "
         "offloaded, is still on param.grad; expected zero_grad() between steps, and one backward a step; try `with "

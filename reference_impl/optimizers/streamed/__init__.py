@@ -14,14 +14,14 @@ Terms:
 - member: a parameter as the optimizer knows it; piece: some consecutive elements of one member, in one chunk.
 - chunk: the states of a few pieces in one flat tensor, which one copy moves and one kernel call updates.
 - field: one state in a chunk, in the dtype that it is stored in. The fields of a chunk lie one after the other.
-- state format: which states a chunk has, and in which dtypes.
+- state format: the states of a chunk, with their dtypes.
 - packed state: one that is stored in fewer bits than fp32; scratch: device buffers to unpack states into.
 - hi/lo master: a bf16 weight is the upper half of its fp32 master (hi), so only the lower half (lo) is stored and
   copied. A flag, in the sign of `exp_avg_sq`, says which way a tie was rounded.
 - rounded moments: moments in bf16, rounded stochastically after each update; not bitwise torch's.
 - compact states: moments in 8 bits with a scale for each 64 elements, and masters as the bf16 weight and 8 or 16 low
   bits; not bitwise torch's.
-- storage: the pinned host memory (or device memory, for chunks that stay) that holds a chunk between steps.
+- storage: a chunk's pinned host memory (or device memory, for resident chunks) between steps.
 - slot: a device buffer of one chunk. Three are permanent: one each for the copy in, the update and the copy out.
 - extra slot: a temporary one, allocated during backward in memory that backward has freed (the page calls this
   memory borrowed).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices of one shape are transformed in one call, for the bits that one call each would give.
+"""The matrices of one shape that run in one call, with the bits of one call each.
 
 A library may choose another kernel for the product of several matrices than for one of them. So each batch is tried
 before the first step, on matrices of its own, and runs only where its bits are those of one matrix after the other:

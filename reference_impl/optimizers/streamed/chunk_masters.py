@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters in chunks take over weights that somebody else has written, whether anything counts that or not.
+"""Masters in chunks take over weights written by others, counted or not.
 
-Of whole masters alone: the upper half of a hi/lo master is the weight itself. Masters that stay on the device are
-compared when a step is prepared, at once; those that stream when they are there, before their update. Weights that only
-visit the device have guards of their own (`weights/`).
+Of whole masters alone: the upper half of a hi/lo master is the weight itself. Resident masters are compared at once,
+when a step is prepared; streamed ones on their arrival, before their update. Weights that only visit the device have
+guards of their own (`weights/`).
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 """

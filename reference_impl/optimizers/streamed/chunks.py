@@ -134,7 +134,7 @@ class Chunk:
     _first_bytes: dict[str, tuple[int, Field]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        """Find the kind that all pieces are of, the runs, and where each field begins."""
+        """Find the common kind of all pieces, the runs, and the start of each field."""
         ends = accumulate((bytes_of((field,), self.numel) for field in self.fields), initial=0)
         self._first_bytes = {
             field.name: (first, field) for first, field in zip(ends, self.fields, strict=False)

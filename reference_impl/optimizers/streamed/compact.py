@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compact format: moments in 8 bits by blocks of 64, and masters as the bf16 weight and 8 or 16 of its low bits.
 
-A block is `BLOCK` elements that share one scale for each moment, in bf16 and rounded up, so that no code is too large.
+A block is `BLOCK` elements with one scale for each moment, in bf16 and rounded up: no code is too large.
 
 - `exp_avg` is signed. Its code c, of at most 127, stands for scale * c / (254 - c): softsign's inverse, whose steps are
   1/254 of the scale near 0 and 2/127 at the top.

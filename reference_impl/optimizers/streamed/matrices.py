@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update of a chunk's matrices, one after the other, by a formula of `algorithms.matrices`.
 
-The parts before and behind the products run in one kernel each where `matrix_parts` has found that they may. Of
+The parts before and behind the products run in one kernel each if `matrix_parts` allows it. Of
 matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
 exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
 
-A formula changes nothing where the device has found that the step is skipped. Matrices run one after the other, or
+A formula changes nothing if the device has skipped the step. Matrices run one after the other, or
 several short ones together, so one scratch, as long as the longest matrix takes, serves all. Moments that are kept in
 bf16 are widened there, and rounded behind the formula.
 
@@ -152,7 +152,7 @@ class MatrixUpdate:
         crossing = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
         for exchange in exchanges.values():
             exchange.place(crossing)
-        # With the first one a communicator takes its memory, which a step that has begun may not.
+        # A communicator takes its memory with the first one; a begun step may not.
         for exchange in {exchange.key: exchange for exchange in exchanges.values()}.values():
             exchange.to_owners()
         self._crossing, self._exchanges = crossing, exchanges

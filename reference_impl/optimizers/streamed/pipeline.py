@@ -95,11 +95,11 @@ class StreamedPipeline:
         # The chunks that so many launches are.
         self._ahead = 0
         self._update = ChunkUpdate(device, algorithm, follows_writes=follows_writes)
-        # For chunks whose states come in, and for those whose gradients alone do.
+        # For chunks with incoming states, and for those with gradients alone.
         self._slots, self._gradient_slots = Slots(device), Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
-        # The last step; its chunks that are not queued yet, and of these the ones that are not loaded, by their slots.
+        # The last step; its unqueued chunks, and of these the unloaded ones, by their slots.
         self._queue = ChunkQueue([], {}, None, 0)
         self._unqueued: deque[Chunk] = deque()
         self._unloaded: dict[Slots, deque[Chunk]] = {}
@@ -197,7 +197,7 @@ class StreamedPipeline:
                 self._end_step()
 
     def start(self) -> None:
-        """Queue chunks that have come in, behind the live current stream, so that the link is busy from here on."""
+        """Queue arrived chunks behind the live current stream: the link is busy from here on."""
         self._queue_until(self._queue.with_exchanges(min(LEAST_SLOTS, self._queue.at_once), 0))
 
     def advance(self) -> None:
@@ -334,7 +334,7 @@ class StreamedPipeline:
             self._load_idle()
 
     def _send_home(self, chunk: Chunk, step: StreamedStep, updated: Event) -> Event:
-        """Copy the new weights of `chunk` to where they live, and return the event after which they are there."""
+        """Copy the new weights of `chunk` to their places, and return the event of their arrival."""
         stored = [updated]
         for span, pieces in chunk.runs:
             home = span.member.home
@@ -367,7 +367,7 @@ class StreamedPipeline:
         self._slots_for(chunk).give_back(slot, after=arrived, needed=needed)
 
     def _note_unloaded(self) -> None:
-        """Note which chunks are to be loaded; gradients alone, which are short, come before states."""
+        """Note the chunks to load; gradients alone are short and come before states."""
         self._unloaded = {self._gradient_slots: deque(), self._slots: deque()}
         for chunk in self._unqueued:
             if chunk.comes_in and chunk not in self._loaded:

@@ -55,7 +55,7 @@ class StreamedShare:
             device instead: backward frees little there, since the gradients of the shards grow meanwhile, and states
             that stay need not be copied.
         prefetch_bytes: without a budget, how much that may take.
-        state_format: which states are in chunks, and in which dtypes; by default masters and moments in fp32.
+        state_format: the states in chunks, with their dtypes; by default masters and moments in fp32.
         remedy: ends the message when the host has too little memory.
         host_gradients: gradients are left on the host, where `gradient_places` says, and come in with the states.
         weights_visit: weights may have homes. Then only `queue` queues chunks that nobody waits for.
@@ -362,7 +362,7 @@ class StreamedShare:
 
     @torch.no_grad()
     def on_gradient(self, member: Member) -> None:
-        """Note that a gradient is final, and prefetch states into memory that backward has freed.
+        """Note a final gradient, and prefetch states into memory freed by backward.
 
         For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for` during forward.
         """

@@ -60,5 +60,5 @@ class StreamedStep:
 
     @property
     def found_inf(self) -> torch.Tensor | None:
-        """Not 0 if the step is skipped; None where nobody decides that."""
+        """Not 0 if the step is skipped; None if nothing decides that."""
         return None if self.decision is None else self.decision.found_inf

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where states are between steps: chunks in pinned host memory, reserved at once, or on the device.
 
-`StateFormat` says which states a chunk has and in which dtypes, and `StateStorage` makes the chunks. Whoever saves,
+`StateFormat` has the states of a chunk with their dtypes, and `StateStorage` makes the chunks. Whoever saves,
 loads or shows the states of single members goes through `states`.
 
 Explained in docs/optimizer-state-offloading.md.
@@ -172,7 +172,7 @@ class StateFormat:
 class Kind(NamedTuple):
     """Properties that chunks of members have in common: the form of states, and the longest unit that nothing cuts.
 
-    `whole` are the elements of a matrix that ranks share, 0 where they share none.
+    `whole` counts the elements of a matrix shared by ranks, 0 without one.
     """
 
     dtype: torch.dtype
@@ -191,7 +191,7 @@ class StateStorage:
     """Makes chunks of at most `chunk_bytes`, as stored, or of one matrix, and owns the host memory behind them.
 
     Args:
-        device: where resident chunks, masters that stay and noise offsets are allocated.
+        device: the device of resident chunks, resident masters and noise offsets.
         moments: the names of the moments.
         chunk_bytes: most bytes of one chunk.
         state_format: the states of a chunk and their dtypes.

@@ -99,8 +99,8 @@ class ChunkUpdate:
     def numbers(self, step: StreamedStep, chunks: Sequence[Chunk]) -> StepNumbers:
         """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run.
 
-        They are kept until the next step has begun, which does so behind all updates of this one. Masters that stay on
-        the device take over weights that others have written.
+        They are kept until the next step has begun, which does so behind all updates of this one. Resident masters take
+        over weights written by others.
         """
         self._masters.before_step(chunks, step.gradients, step.weights)
         rounded = (piece.member for chunk in chunks if chunk.rounded for piece in chunk.pieces)

@@ -4,6 +4,6 @@
 - sum of a weight: 64 bits for each block of it, taken once it has been published and again before its next update.
 - to take over: to set a master to its weight where the weight is not the master rounded.
 
-Both the share that the CPU updates and those that the device does use it; it imports neither. Explained in
+The CPU's share and the device's shares both use it; it imports neither. Explained in
 docs/optimizer-offloading.md, "Writing weights yourself".
 """

@@ -74,7 +74,7 @@ class Waiter(Protocol):
         """Wait for weights, or raise where one cannot be waited for."""
 
 
-# Who has the new weights, by the id of each parameter that is of the class below.
+# The owner of the new weights, by the id of each parameter of the class below.
 _waiters: dict[int, weakref.ref[Any]] = {}
 _makers = threading.local()
 
@@ -90,7 +90,7 @@ class _Awaited(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `func`, once all weights that it uses are new; one that asks for a shape or a gradient uses none."""
+        """Run `func` once all its weights are new; a call for a shape or a gradient uses none."""
         kwargs = kwargs or {}
         if func not in _HARMLESS and not getattr(_makers, "is_one", False):
             found = list(_awaited_in([*args, *kwargs.values()]))
@@ -158,7 +158,7 @@ def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
 
 
 def has_arrived(param: torch.Tensor) -> None:
-    """Note that the weight of `param` is new, so that nobody waits for it any more."""
+    """Note that the weight of `param` is new: nothing waits for it any more."""
     if (own := _OWN_CLASSES.get(type(param))) is not None:
         param.__class__ = own
         _waiters.pop(id(param), None)

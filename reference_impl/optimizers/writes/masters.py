@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masters on the device take over weights that somebody else has written, whether anything counts that or not.
+"""Masters on the device take over weights written by others, counted or not.
 
 Between steps a weight is its master rounded. Where it is not, others have written it: the master becomes the weight,
 in this element alone, because all others hold more than their weights do. Weight and master are both here, so they are
@@ -18,7 +18,7 @@ from reference_impl.device import Device
 from reference_impl.memory.ledger import unseen
 from reference_impl.optimizers.writes.sums import can_add_up
 
-# Elements that the twin compares at once, and that one program of the kernel does.
+# Elements compared at once by the twin, and by one program of the kernel.
 BLOCK_ELEMENTS = 2**14
 
 

@@ -43,7 +43,7 @@ def hook_loads(
         inside = _named(module.named_parameters(remove_duplicate=False), members)
         if inside:
             refuse = ModelHook(partial(_check_inside, check, inside))
-            # In front of hooks that bring weights for the load, and would not hear that it does not come.
+            # In front of hooks that bring weights for the load: they would not hear of its refusal.
             register_first(
                 module.register_load_state_dict_pre_hook, module._load_state_dict_pre_hooks, refuse, undo
             )
@@ -94,7 +94,7 @@ class ModuleLoad:
         self._versions: dict[Member, int] = {}
 
     def before(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Wait for the weights, and see which `state_dict` names, and which of these belong to a loaded master."""
+        """Wait for the weights, and find those in `state_dict`, and those of them with a loaded master."""
         self._wait(self._own)
         names = {id(param): name for name, param in module._parameters.items()}
         values = {member: state_dict.get(prefix + names.get(id(member.param), "")) for member in self._own}
@@ -152,7 +152,7 @@ def count_own(members: Iterable[Member]) -> None:
 
 
 def written_on_its_way(member: Member) -> RuntimeError:
-    """Return the error for a weight that was written between `step()` and the forward that waits for its new value."""
+    """Return the error for a weight written between `step()` and the forward that waits for its new value."""
     return RuntimeError(
         f"a weight of shape {tuple(member.param.shape)} was written after step(), while its new value was on the way; "
         "expected it to stay until the next forward, or until the optimizer has finished; try optimizer.synchronize() "
@@ -169,7 +169,7 @@ def note_loaded(member: Member, master: Any) -> None:
 
 
 def _is_kept(member: Member, value: Any) -> bool:
-    """Return whether the master of `member`, which was loaded before, stays where `value` is loaded as its weight."""
+    """Return whether the loaded master of `member` stays when `value` is loaded as its weight."""
     return member.loaded_version == _version(member) and _rounds_to_weight(value, member)
 
 

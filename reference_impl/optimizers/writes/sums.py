@@ -120,7 +120,7 @@ class WeightSums(Generic[_Name]):
                 self._run(summed.table, rows, {name: weight}, broken=None)
 
     def compare(self, weights: Mapping[_Name, torch.Tensor]) -> WrittenWeights[_Name] | None:
-        """Compare `weights` with their sums; None where none has any that is not parked.
+        """Compare `weights` with their sums; None if none has any outside of parking.
 
         Allocates, and raises where memory is short.
         """
