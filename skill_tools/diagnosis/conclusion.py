@@ -137,7 +137,9 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
     """Return the facts about texts outside of any exception that ended the run."""
     failed = evidence.failure is not None and not evidence.failure.is_aftermath
     errors = [error for error in evidence.errors if not error.ended_the_run]
-    seen = [each for each in evidence.seen if not each.ended_the_run and each.message.role in ANSWERS]
+    answers = [each for each in evidence.seen if each.message.role in ANSWERS]
+    crashes = [each for each in answers if each.message.kind == _CRASH]
+    seen = [each for each in answers if each not in crashes and not each.ended_the_run]
     if not failed and evidence.mended and evidence.mended[0].fix.is_exact:
         return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
     if failed:
@@ -151,6 +153,8 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
     if (wrong := of_numbers(evidence)) is not None:
         return wrong
+    if crashes:  # what ended a process, and nothing says why
+        return _of_message(min(crashes, key=lambda each: each.line).message, evidence, ())
     return (
         _of_fitting(evidence, needs_code=False)
         or no_effect.concluded(evidence)

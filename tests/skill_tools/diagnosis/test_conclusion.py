@@ -8,6 +8,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.diagnosis import known_errors
+from skill_tools.diagnosis.diagnosis import diagnose
 from skill_tools.diagnosis.log import Log
 
 Say = Callable[..., tuple[int, str]]
@@ -218,3 +219,22 @@ def test_nothing_in_the_place_of_a_gradient_is_no_misfit_of_releases(say: Say) -
     _, out = say(f"{frames}AttributeError: 'NoneType' object has no attribute 'data'\n", ds_json=ZERO2)
     assert "of every parameter that it was given, and one has none" in out
     assert "releases do not fit" not in out
+
+
+@pytest.mark.parametrize(
+    ("before", "begins"),
+    [
+        ("", "a rank ended in an exception that is not in this log"),
+        (
+            "Building extension module cpu_adam...\na.h:1:2: fatal error: Python.h: No such file\n",
+            "Python's headers",
+        ),
+        ("failed (exitcode: -11) local_rank: 1\n", "a rank died of a segmentation fault"),
+        ("Traceback (most recent call last):\nValueError: something odd\n", "not known. the run ended"),
+    ],
+)
+def test_how_a_process_ended_is_told_where_nothing_says_why(before: str, begins: str) -> None:
+    launcher = "failed (exitcode: 1) local_rank: 0\nTraceback (most recent call last):\nChildFailedError:\n"
+    found = diagnose(Log("train.log", before + launcher)).conclusion
+    assert found is not None
+    assert found.cause.startswith(begins)
