@@ -92,6 +92,10 @@ class StagedCopies(Protocol):
 _SHORT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "NOT_INITIALIZED")
 
 
+class PinningError(RuntimeError):
+    """The driver does not lock so much host memory."""
+
+
 def device_is_full(error: BaseException) -> bool:
     """Return whether `error` says that a device or one of its libraries has found no memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
@@ -210,8 +214,8 @@ class Device(ABC):
         kind = Device.classes.get(torch_device.type)
         if kind is None:
             raise ValueError(
-                f"device {torch_device} is not supported; expected a cuda device, or cpu for the twin; "
-                "try moving the model to one of these"
+                f"device {torch_device} is not supported; expected {' or '.join(sorted(Device.classes))}; "
+                "try moving the model there"
             )
         if kind.count() == 0:
             raise ValueError(

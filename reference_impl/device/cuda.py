@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 import torch
 
-from reference_impl.device.base import REACHED, Device, Event, EventGroup, Mark, together
+from reference_impl.device.base import REACHED, Device, Event, EventGroup, Mark, PinningError, together
 
 # The user's settings of torch's allocator.
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -390,7 +390,7 @@ class CudaDevice(Device, torch_type="cuda"):
         """Register existing pages with the runtime: the driver makes them DMA-able, and torch treats them as pinned."""
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(code) != 0:
-            raise RuntimeError(
+            raise PinningError(
                 f"cudaHostRegister of {memory.numel() / 2**30:.2f} GiB failed with code {int(code)}; expected 0; "
                 "try raising the memlock limit (ulimit -l unlimited), or limit_pinned_memory(), behind which the rest "
                 "is pageable"

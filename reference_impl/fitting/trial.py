@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from reference_impl.activations.budget import BudgetError
-from reference_impl.device import Device
+from reference_impl.device import Device, PinningError
 from reference_impl.device.base import device_is_full
 from reference_impl.fitting.progress import Say, silent
 from reference_impl.memory.closing import closed_behind
@@ -286,7 +286,7 @@ def _short_of(error: BaseException) -> str:
         return _short_of(error.__cause__)
     if isinstance(error, BudgetError) or device_is_full(error):
         return "device"
-    if "cudaHostRegister" in str(error):
+    if isinstance(error, PinningError):
         return "pinned"
     return "host" if isinstance(error, MemoryError) else ""
 

@@ -19,12 +19,16 @@ REFERENCE_IMPL = Path(__file__).resolve().parents[2] / "reference_impl"
 
 
 def knows_cuda(path):
-    """The lines of a file that name torch.cuda or ask a device or a tensor whether it is CUDA."""
+    """The lines of a file that name torch.cuda, or ask a device, a tensor or a text whether it is CUDA."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         is_torch_cuda = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda")
         is_question = isinstance(node, ast.Attribute) and node.attr == "is_cuda"
         is_import = isinstance(node, ast.Import | ast.ImportFrom) and "torch.cuda" in ast.unparse(node)
-        if is_torch_cuda or is_question or is_import:
+        is_comparison = isinstance(node, ast.Compare) and any(
+            isinstance(each, ast.Constant) and "cuda" in str(each.value).lower()
+            for each in [node.left, *node.comparators]
+        )
+        if is_torch_cuda or is_question or is_import or is_comparison:
             yield node.lineno
 
 

@@ -30,6 +30,11 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _HAS_SQUARES: dict[Formula, bool] = {adam_formula: True, sgd_formula: False}
 
 
+def has(formula: Formula) -> bool:
+    """Return whether the kernel has `formula`."""
+    return formula in _HAS_SQUARES
+
+
 def update(formula: Formula, operands: Any, scalars: Sequence[Any]) -> None:
     """Update one piece on the live current stream. A step that is skipped writes nothing.
 

@@ -22,7 +22,8 @@ from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.states import BF16_BYTES, Form, form
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES, HostArena, HostBlock
-from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
+from reference_impl.optimizers.algorithms import Algorithm, Formula, MatrixAlgorithm
+from reference_impl.optimizers.algorithms.adam import adam_formula
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 from reference_impl.optimizers.options import States
 from reference_impl.optimizers.streamed import compact, packing
@@ -45,6 +46,15 @@ from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
 def has_kernels(device: Device) -> bool:
     """Return whether states can be packed: on a GPU that takes triton."""
     return not device.compiles or find_spec("triton") is not None
+
+
+def has_kernel_of(formula: Formula, device: Device) -> bool:
+    """Return whether bf16 moments can be updated: on a GPU that takes a kernel with the formula in it."""
+    if not device.compiles:
+        return True
+    from reference_impl.optimizers.streamed import rounded_kernel
+
+    return rounded_kernel.has(formula)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +82,16 @@ class StateFormat:
         Only Adam and AdamW have the bit that lower halves of masters need: the sign of `exp_avg_sq`. Raises ValueError
         for a form that is not possible.
         """
-        is_adam = algorithm.moments == ("exp_avg", "exp_avg_sq")
+        is_adam = algorithm.formula is adam_formula
         if states != "exact" and not has_kernels(device):
             raise ValueError(
                 f"states is {states!r}, whose kernels are made of triton; expected it to be installed; try pip install "
                 "triton, or states='exact'"
+            )
+        if states == "bf16-moments" and not has_kernel_of(algorithm.formula, device):
+            raise ValueError(
+                f"states is {states!r} for {type(algorithm).__name__}, whose formula no kernel of a GPU has; expected "
+                "Adam, AdamW or SGD; try states='exact'"
             )
         if not states.startswith("compact"):
             return cls(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemas import assert_follows
 
 from reference_impl import apply_plan, fit
-from reference_impl.device import Device
+from reference_impl.device import Device, PinningError
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.fitting import FitError
 from reference_impl.fitting.before import copies_on_host
@@ -254,7 +254,7 @@ def test_states_are_rounded_only_with_the_users_word():
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_machine_that_refuses_to_pin_gets_a_plan_that_pins_less(is_known, monkeypatch):
     def refuse(device, memory):
-        raise RuntimeError("cudaHostRegister of 0.01 GiB failed with code 2; expected 0")
+        raise PinningError("0.01 GiB are too much")
 
     options = {"hidden": 96, "layers": 8, "dtype": torch.bfloat16}
     budget = round(0.8 * whole_peak(**options))

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from reference_impl.device import Device
+from reference_impl.device import Device, PinningError
 from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.memory import rates
 from reference_impl.memory.pinned import pinned_book
@@ -37,7 +37,7 @@ class Stingy(CpuTwin):
 
     def pin(self, memory):
         if sum(self.pinned.values()) + memory.numel() > self.limit_bytes:
-            raise RuntimeError("cudaHostRegister failed with code 2 (injected)")
+            raise PinningError("injected")
         self.pinned[memory.data_ptr()] = memory.numel()
 
     def unpin(self, address):

@@ -8,6 +8,7 @@ from reference_impl.device import Device
 from reference_impl.optimizers.algorithms import SGD, Adam
 from reference_impl.optimizers.streamed import packing
 from reference_impl.optimizers.streamed.packing import Operands, RoundedUpdate, Scalars
+from reference_impl.optimizers.streamed.storage import StateFormat
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "maximize": False}
 HYPER = {
@@ -185,3 +186,22 @@ def test_cuda_makes_the_bits_of_the_twin(kind):
             for each, place in ((there, Device.of("cuda")), (here, Device.of("cpu"))):
                 each.step(gradients(numel, place, own.get("dtype", torch.bfloat16)), count=count)
             assert_same_bits(there, here)
+
+
+class OfItsOwn(Adam):
+    """A formula with Adam's moments, of which nothing else is known."""
+
+    @property
+    def formula(self):
+        return lambda master, gradient, moments, numbers: (master, *moments)
+
+
+@pytest.mark.parametrize("states", ["bf16-moments", "compact-8"])
+def test_a_formula_that_the_kernels_lack_is_refused(monkeypatch, interpreted, states):
+    interpreted("rounded_kernel")
+    device = Device.of("cpu")
+    monkeypatch.setattr(type(device), "compiles", True)
+    with pytest.raises(ValueError, match=r"for OfItsOwn.*expected Adam"):
+        StateFormat.of(states, OfItsOwn(), device)
+    assert StateFormat.of("exact", Adam(), device).hi_lo_masters
+    assert not StateFormat.of("exact", OfItsOwn(), device).hi_lo_masters
