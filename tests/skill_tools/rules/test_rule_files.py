@@ -109,3 +109,10 @@ def test_facts_name_registered_dialects() -> None:
 def test_ids_are_unique() -> None:
     ids = [entry["id"] for entry in read_rule_files()]
     assert sorted(ids) == sorted(set(ids))
+
+
+def test_sentences_name_the_object() -> None:
+    """A clause with `what` stands where the noun should; `tests/test_architecture.py` counts it in code."""
+    sentences = [entry[part] for entry in read_rule_files() for part in ("title", "message", "why", "next")]
+    vague = [sentence for sentence in sentences if re.search(r"\bwhat\b", sentence, re.IGNORECASE)]
+    assert len(vague) <= sum(len(each.split()) for each in sentences) / 10_000, vague
