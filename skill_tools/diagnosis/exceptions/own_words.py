@@ -29,13 +29,24 @@ _DIRECTS = (
 )
 _FORBIDS = re.compile(
     r"(?i)not (?:yet |currently )?(?:supported|compatible|implemented|allowed|work)|unsupported|incompatible"
-    r"|(?:can ?not|can't|must(?: not)?|should not) be |does(?: not|n't) support"
+    r"|(?:can ?not|can't|must(?: not)?|should not) (?:be|use) |does(?: not|n't) support"
     r"|only (?:supported|available|works|be used)|(?:supported|available|implemented) only"
     rf"|mutually exclusive|{_DIRECTS}"
 )
 _DIRECTIVE = re.compile(rf"(?i)[^.;]*(?:{_DIRECTS})[^;]*?(?=\.\s|\.$|;|$)")
 # An option, as texts name them: with an underscore or two hyphens, or in quotes.
 _OPTION = re.compile(r"--[a-z][\w-]{3,60}|\b[a-z]+(?:_[a-z0-9]+){1,8}\b|[`'\"]([A-Za-z][\w.-]{3,60})[`'\"]")
+# Two things that a text holds apart, each in the forms of such a sentence.
+_BEGINS, _ENDS = r"(?i)(?:^|: |[.;] |\byou )", r"(?=\. |[;,]|\.?$)"
+_NOT = r"(?:is|are) (?:currently )?(?:not (?:yet |currently )?(?:compatible|supported)|incompatible)"
+_APART = tuple(
+    re.compile(f"{_BEGINS}{form}{_ENDS}")
+    for form in (
+        r"can(?: ?not|'t) use (?P<one>.{2,80}?) (?:with|and|together with|alongside) (?P<other>.{2,80}?)",
+        rf"(?P<one>[^.;:]{{2,80}}?) {_NOT} (?:with|for|in|under|by|when using) (?P<other>.{{2,80}}?)",
+        r"(?P<one>[^.;:]{2,80}?) (?:does(?: not|n't)|don't|do not) (?:yet |currently )?support (?P<other>.{2,80}?)",
+    )
+)
 _MOST_OPTIONS, _MOST_ASKED = 3, 2
 _LONGEST = 400
 
@@ -63,10 +74,18 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
     where = f", raised in {_place(failure)}" if failure.frames else ""
     cause = f"a library refuses this combination{where}, in its own words: {words}"
     asked = [f"as it says: {match[0].strip()}" for match in _DIRECTIVE.finditer(whole.partition(": ")[2])]
-    change = (*(asked[:_MOST_ASKED] or ["what these words name, one without the other"]),)
+    change = (*(asked[:_MOST_ASKED] or [_one_of_two(whole)]),)
     if there:
         return Said(f"{cause}; this run has {', '.join(there)}", (*change, f"or without {there[0]}"))
     return Said(cause, change)
+
+
+def _one_of_two(words: str) -> str:
+    """Return the change where a refusal names two things that it does not take together."""
+    match = next((found for form in _APART if (found := form.search(words.partition(": ")[2]))), None)
+    if match is None:
+        return "what these words name, one without the other"
+    return f"one without the other: no {match['one'].strip()}, or no {match['other'].strip().removesuffix(' yet')}"
 
 
 def _place(failure: Failure) -> str:

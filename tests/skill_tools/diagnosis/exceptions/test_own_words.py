@@ -75,3 +75,21 @@ def test_a_library_that_lacks_its_own_name_is_none() -> None:
     assert not concluded(
         "ImportError: cannot import name 'gone' from 'mylib.models' (/e/f.py)", "mylib/trainer.py"
     ).is_known
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        (
+            "DeepSpeed ZeRO-3 or FSDP is incompatible with PTQ-quantized models.",
+            "no DeepSpeed ZeRO-3 or FSDP, or no PTQ-quantized models",
+        ),
+        (
+            "You cannot use activation offloading with FSDP CPU offload.",
+            "no activation offloading, or no FSDP CPU offload",
+        ),
+        ("Unsloth does not support DeepSpeed ZeRO-3 yet.", "no Unsloth, or no DeepSpeed ZeRO-3"),
+    ],
+)
+def test_the_two_that_a_refusal_holds_apart_are_the_change(said: str, change: str) -> None:
+    assert concluded(f"ValueError: {said}").change[0] == f"one without the other: {change}"
