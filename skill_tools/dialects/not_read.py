@@ -67,6 +67,13 @@ KNOWN = (
         inside="run_train.py",
     ),
     Known(
+        "a record of ms-swift",
+        (),
+        "",
+        names=frozenset({"swift_version", "global_world_size"}),
+        attempt=f"{COMMAND} lint on the script that started that run",
+    ),
+    Known(
         "Oumi",
         ("oumi",),
         r"(?m)^[^#\n]*\boumi (?:distributed \w+ -m oumi )?train\b",

@@ -19,6 +19,7 @@ from skill_tools.configs.shell.variables import (
     Assignment,
     Variables,
     as_argument,
+    behind_c,
     commands_inside,
 )
 from skill_tools.configs.shell.words import OPAQUE, Word, split
@@ -278,7 +279,7 @@ class _Script:
                 self._exported.pop(argument.text, None)
                 self._variables.unset(argument.text)
             return
-        inside = name in ("eval", "env") or any(argument.text == "-c" for argument in arguments)
+        inside = name in ("eval", "env") or behind_c(arguments) > 0
         environment = {item.name: as_argument(item.value, certain=certain) for item in assignments}
         for words_of_one in commands_inside(fields) if inside else [arguments]:
             given = {**self._exported, **environment, **_given_by_env(words_of_one)}
@@ -322,10 +323,11 @@ class _Script:
 
 
 def _given_by_env(words: list[Argument]) -> dict[str, Argument]:
-    """Return the variables that `env A=1 B=2 command` sets, wherever it stands: behind `srun` too."""
+    """Return the variables that `env A=1 B=2 command` sets, behind `srun` too, or `A=1 command` in a shell's text."""
     texts = [word.text for word in words]
     given: dict[str, Argument] = {}
-    for word in words[texts.index("env") + 1 :] if "env" in texts else ():
+    start = texts.index("env") + 1 if "env" in texts else behind_c(words) or len(words)
+    for word in words[start:]:
         name, equals, value = word.text.partition("=")
         if not (equals and name.isidentifier()):
             break

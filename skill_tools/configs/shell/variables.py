@@ -7,7 +7,7 @@ leads to the line that put the flag into it. An unknown part stays as its own te
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from skill_tools.configs.shell.command import Argument
@@ -22,6 +22,8 @@ _PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.
 _TILDE = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=/)")
 _BLANKS = re.compile(r"\s+|\S+")
 _BETWEEN_COMMANDS = frozenset({";", "&", "&&", "|", "||"})
+_SHELLS = frozenset({"bash", "sh", "zsh"})
+_LOGIN = frozenset({"-lc", "-ic", "-ec", "-lic", "-ilc", "-exc", "-cl"})
 _AROUND = re.compile(r"[`\"';]|\$\(|\)")
 _ABOVE = re.compile(r"(?:/\.\.)+/?")
 _SCRIPT = frozenset(
@@ -75,7 +77,7 @@ def commands_inside(fields: Iterable[Field]) -> list[list[Argument]]:
     commands: it may go on.
     """
     words = _words_inside(fields)
-    start = next((at for at, word in enumerate(words) if word.text == "-c"), 0) + 1
+    start = behind_c(words) or 1
     commands: list[list[Argument]] = [[]]
     quotes = 0
     for word in words[start:]:
@@ -92,6 +94,15 @@ def commands_inside(fields: Iterable[Field]) -> list[list[Argument]]:
         for each in commands
         if each and each[0].text != "export"
     ] or [before]
+
+
+def behind_c(words: Sequence[Argument]) -> int:
+    """Return where the text behind `-c` begins, or behind a shell's `-lc`; 0 where there is none."""
+    texts = [word.text for word in words]
+    for at, text in enumerate(texts):
+        if text == "-c" or (text in _LOGIN and at and texts[at - 1].rpartition("/")[2] in _SHELLS):
+            return at + 1
+    return 0
 
 
 def _words_inside(fields: Iterable[Field]) -> list[Argument]:

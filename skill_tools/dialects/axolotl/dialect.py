@@ -69,14 +69,14 @@ class Axolotl(Dialect):
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for `base_model` with a key of training, or for several keys that only it has.
 
-        A model card has `base_model` and `datasets` too, but its data sets are names alone. Names of training that any
-        program may have count beside it only where most of the file are names of Axolotl.
+        A model card has `base_model` and `datasets` too, but its data sets are names alone. One name, or names of
+        training that any program may have, count beside it only where most of the file are names of Axolotl.
         """
         own = [name for name in _OWN if name in entries]
         training = [name for name in _TRAINING if name in entries]
         if _names_datasets(entries):
             training.insert(0, "datasets")
-        if "base_model" in entries and (own or (training and _is_mostly_known(entries))):
+        if "base_model" in entries and (own[1:] or ((own or training) and _is_mostly_known(entries))):
             return Evidence(_DECISIVE, proof=", ".join(["base_model", *own, *training][:3]))
         return Evidence(len(own) * 10, proof=", ".join(own[:3])) if len(own) > 1 else NONE
 

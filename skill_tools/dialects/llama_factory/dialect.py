@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, STATES_OF_OPTIMIZERS, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
@@ -48,11 +49,16 @@ class LlamaFactory(Dialect):
         return Evidence(1, certain=True, proof=found[1]) if found else NONE
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
-        """Look for a stage and a method, or for their successors in v1."""
+        """Look for a stage and a method in a file that is mostly its arguments, or for their successors in v1."""
         stage, method = (
             entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
         )
-        if isinstance(stage, str) and stage in _STAGES and isinstance(method, str):
+        if (
+            isinstance(stage, str)
+            and stage in _STAGES
+            and isinstance(method, str)
+            and _is_mostly_known(entries)
+        ):
             return Evidence(1, certain=True, proof=f"stage: {stage}, finetuning_type: {method}")
         distributed = entries["dist_config"].value if "dist_config" in entries else None
         if isinstance(distributed, dict) and "name" in distributed and "train_dataset" in entries:
@@ -98,6 +104,12 @@ class LlamaFactory(Dialect):
         from skill_tools.dialects.llama_factory.levers import found
 
         return found(config, run)
+
+
+def _is_mostly_known(entries: "Mapping[str, Node]") -> bool:
+    """Return whether at least half of the names are its arguments, which a benchmark's own file lacks."""
+    vocabulary = load_vocabulary(LLAMA_FACTORY)
+    return 2 * sum(map(vocabulary.accepts, entries)) >= len(entries)
 
 
 DIALECT = LlamaFactory()

@@ -19,6 +19,7 @@ from skill_tools.configs.shell.launch import (
     Flag,
     command_line,
     flags,
+    program_end,
     training_command,
     write_environment,
 )
@@ -82,6 +83,9 @@ def _write_script(draft: Draft, source: Source, folders: Sequence[Path]) -> str:
     command = training_command(source, lambda word: _knows(draft, word), whole=True)
     write_environment(draft, command, source.name)
     program, words = _arguments(command.words)
+    launcher = words[: program_end(command)] if words is command.words else ()
+    if not any(draft.accepts(word.text.partition("=")[0]) for word in launcher):
+        words = words[len(launcher) :]
     if words and words[0].text.endswith((".yaml", ".yml", ".json")):
         found = find(words[0].text, folders)
         if found is not None:

@@ -118,7 +118,7 @@ def test_a_tilde_is_the_home_folder_where_bash_has_it_so(monkeypatch: pytest.Mon
         "cd x; train --a 1 $O | tee log; exit ",
     ],
 )
-@pytest.mark.parametrize("shell", ["srun -N 2 bash -c", "eval"])
+@pytest.mark.parametrize("shell", ["srun -N 2 bash -c", "docker exec a bash -lc", "eval"])
 def test_a_text_for_another_shell_holds_several_commands(shell: str, text: str) -> None:
     script = f'O="--b 2"\n{shell} "{text}"\n'
     commands = [[word.text for word in command.words] for command in run(script, name="run.sh")]
@@ -126,6 +126,11 @@ def test_a_text_for_another_shell_holds_several_commands(shell: str, text: str) 
     assert [*before, "train", "--a", "1", "--b", "2"] in commands
     assert [*before, "cd", "x"] in commands
     assert not any(word.endswith(";") for command in commands for word in command)
+
+
+def test_a_text_for_another_shell_sets_variables_before_its_command() -> None:
+    (command,) = run('docker exec a bash -lc "A=1 B=2 train --x"\n', name="run.sh")[:-1]
+    assert {name: word.text for name, word in command.environment.items()} == {"A": "1", "B": "2"}
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_any_text_is_read_or_refused_in_one_line(
 
 
 def test_thousands_of_unknown_keys_get_few_suggestions() -> None:
-    text = "base_model: x\nadapter: lora\n" + "".join(f"no_such_key_{number}: 1\n" for number in range(5000))
+    text = "base_model: x\nadapter: lora\nsequence_len: 8\n" + "".join(
+        f"no_such_key_{number}: 1\n" for number in range(5000)
+    )
     unknown = read_text(text, "x.yaml").unknown
     assert len(unknown) == 5000
     assert not any(key.nearest for key in unknown[1000:])

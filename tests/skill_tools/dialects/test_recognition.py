@@ -380,6 +380,10 @@ NOT_READ = {
     "xtuner.sh": ("torchrun xtuner/v1/train/cli/sft.py --config a.py\n", "XTuner's"),
     "veomni.sh": ("bash train.sh tasks/train_text.py configs/text/a.yaml\n", "VeOmni's"),
     "simpletuner.sh": ("simpletuner train --env mine\n", "SimpleTuner's"),
+    "args.json": (
+        '{"model": "a", "dataset": ["b"], "tuner_type": "full", "swift_version": "4.6.0", "global_world_size": 8}',
+        "a record of ms-swift's",
+    ),
     "foundry.yaml": (
         "max_seq_len: 8\nmax_duration: 1ba\ntrain_loader: {}\nfsdp_config: {}\n",
         "LLM Foundry's",
@@ -422,3 +426,15 @@ def test_names_of_training_in_a_program_s_own_file_are_not_axolotl_s() -> None:
             ]
         )
     assert readings([Source("run.yaml", own % "lr_schduler: cosine")])[0].dialect.name == "axolotl"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{base_model: a/b, adapter: c, n: 40, correct: 31, accuracy: 0.775, per_q: []}",
+        "{stage: sft, finetuning_type: lora, bench_seed: 1, warm_rounds: 2, hosts: [a], matrix: b}",
+    ],
+)
+def test_a_program_s_own_file_is_not_a_framework_s_for_two_of_its_names(text: str) -> None:
+    with pytest.raises(Unrecognised):
+        readings([Source("result.yaml", text)])

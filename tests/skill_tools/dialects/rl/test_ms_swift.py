@@ -62,6 +62,25 @@ def test_behind_a_launcher_the_path_tells_the_program() -> None:
     assert config.value("optimizer_cpu_offload") is True
 
 
+def test_options_before_a_program_of_the_user_s_own_are_the_launcher_s() -> None:
+    config = read_text(
+        f"torchrun --nproc_per_node 8 --master_port 1 patched.py {MODEL} --tuner_type full --fsdp fsdp2\n",
+        "run.sh",
+        framework="ms-swift",
+    )
+    assert not config.unknown
+    assert config.value("swift.fsdp")
+
+
+def test_a_command_in_a_container_is_read_and_a_report_s_is_not() -> None:
+    inner = f"cd a && A=1 swift sft {MODEL} --fsdp fsdp2"
+    config = swift(
+        f'docker exec a bash -lc "{inner}" | tee log\npython3 report.py --model a --dataset b --gbs 8\n'
+    )
+    assert not config.unknown
+    assert config.value("swift.fsdp")
+
+
 @pytest.mark.parametrize(("preset", "stage", "device"), [("zero2_offload", 2, "cpu"), ("zero3", 3, None)])
 def test_the_files_that_ms_swift_ships_are_known(preset: str, stage: int, device: str | None) -> None:
     config = swift(f"swift sft {MODEL} --deepspeed {preset}\n")
