@@ -42,11 +42,24 @@ def told(change: str, dialects: Sequence[str], config: Config | None = None) -> 
     for name in dialects:
         keys = _of_the_run(known.settings.get(name, {}), config)
         if keys:
-            spelled = registry.named(name).spelled({key: known.settings[name][key] for key in keys}, config)
-            lines = ", ".join(spell(name, written, value) for written, value in spelled.items())
-            return f"{lines} ({known.words})"
+            lines = _lines(name, {key: known.settings[name][key] for key in keys}, config)
+            return f"{lines} ({known.words})" if lines else known.words
     own = next((known.texts[name] for name in dialects if name in known.texts), "")
     return f"{own} ({known.words})" if own and own != known.words else known.words
+
+
+def _lines(dialect: str, settings: Mapping[str, object], config: Config | None) -> str:
+    """Return `settings` as the dialect spells them; "" where an option of another name, such as a strategy, has one."""
+    told = []
+    for key, value in settings.items():
+        ((written, given),) = registry.named(dialect).spelled({key: value}, config).items()
+        *sections, last = key.split(".")
+        if last not in written.replace("-", "_"):
+            return ""
+        if written == last:  # of a file that ships with the trainer, whose keys stand in sections
+            written = ".".join((*sections[-1:], last))
+        told.append(spell(dialect, written, given))
+    return ", ".join(told)
 
 
 def dialects_of(config: Config | None, framework: str, seen: Iterable[str]) -> tuple[str, ...]:

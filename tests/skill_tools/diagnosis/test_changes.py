@@ -8,11 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from for_each import for_each
 
 from skill_tools import knowledge
 from skill_tools.configs.keys import load_keys
 from skill_tools.configs.source import Source
+from skill_tools.diagnosis import symptoms
 from skill_tools.diagnosis.changes import load_changes, told
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Severity
@@ -167,3 +169,27 @@ def test_every_change_is_advised_by_some_message_or_owner() -> None:
     folder = Path(__file__).parents[3] / "skill_tools" / "diagnosis"
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     assert {name for name in load_changes() if name not in advised and f'"{name}"' not in source} == set()
+
+
+def test_what_a_strategy_or_a_shipped_file_brings_is_no_setting_of_its_name() -> None:
+    lightning, swift = registry.named("lightning"), registry.named("ms-swift")
+    script = "import lightning as L\nL.Trainer(strategy='deepspeed_stage_3_offload', devices=4).fit(model)\n"
+    by_strategy = lightning.compose([Source("train.py", script)], [])
+    assert told("offload-less", ("lightning", "deepspeed"), by_strategy).endswith(
+        load_changes()["offload-less"].words
+    )
+    by_name = swift.compose([Source("run.sh", "swift sft --model m --deepspeed zero3_offload\n")], [])
+    text = told("offload-less", ("ms-swift", "deepspeed"), by_name)
+    assert "offload_optimizer.device: none" in text or text.startswith("less")
+
+
+@pytest.mark.parametrize(
+    ("text", "offload"),
+    [
+        ('--fsdp "full_shard auto_wrap offload"', "params"),
+        ("deepspeed: examples/deepspeed/ds_z3_offload_config.json", "optimizer"),
+        ("--deepspeed zero2_offload.json", "optimizer"),
+    ],
+)
+def test_an_offload_is_read_from_the_name_that_its_file_or_option_has(text: str, offload: str) -> None:
+    assert offload in symptoms.running([("run.sh", text)], None, None)
