@@ -134,7 +134,8 @@ def _is_elsewhere(key: Key) -> bool:
 
 def test_two_facts_about_one_fraction() -> None:
     fraction = TABLE.by_name["optimizer_offload_fraction"]
-    assert fraction.default == {"megatron-bridge": 0.0, "megatron-lm": 1.0, "ms-swift": 1.0, "skyrl": 0.0}
+    assert fraction.default["megatron-bridge"] == 0.0
+    assert fraction.default["megatron-lm"] == 1.0
     weights = TABLE.by_name["cpu_offloading_weights"].default["megatron-bridge"]
     assert [period["value"] for period in weights] == [True, False]  # type: ignore[attr-defined]
     assert TABLE.by_name["min_offloaded_tensor_size"].unit == "elements"
