@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ _PROBED = 64
 _TIMES_LARGER = 1024
 # Of all positions: a router may choose otherwise where two experts are as good to the last bit.
 _MOST_OTHER = 0.25
+_PLAIN = (bool, int, float, complex, str, bytes, slice, Enum, torch.dtype, torch.device)
 
 Call = Callable[[Sequence[Any]], Any]
 
@@ -92,10 +94,12 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
     """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
 
     A module that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has
-    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few.
+    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few. Nor is
+    one with an object of another kind: trials would add to a cache of keys and values before the call itself.
     """
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if not all(leading.is_cut(each) for each in tensors):
+    if not all(
+        leading.is_cut(each) if isinstance(each, torch.Tensor) else _is_plain(each) for each in leaves
+    ):
         return False
     try:
         refuse_mixing(name, module, call, leaves, leading)
@@ -128,6 +132,11 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
         call(few)
     given = sum(each.nbytes for each in few if isinstance(each, torch.Tensor))
     return sum(storage.nbytes() for storage in saved.values()) > given
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a call cannot leave anything in `value`."""
+    return value is None or callable(value) or isinstance(value, _PLAIN)
 
 
 def _leaf_of(input_: Any) -> Any:

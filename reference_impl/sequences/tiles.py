@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec
 
 from offload_arithmetic.sizes import TILE_TOKENS
 from reference_impl.activations.attach import Forward, beside_blocks, first_blocks
+from reference_impl.activations.recompute import refuse_caches
 from reference_impl.memory.compiler import uncompiled
 from reference_impl.sequences.attached import DividedCalls, check_whole, named, repeatable_call
 from reference_impl.sequences.inside import A_PART
@@ -135,6 +136,7 @@ class SequenceTiles(DividedCalls):
             if self._finds:
                 runs = uncompiled(gains_by_tiles)(name, module, call, leaves, leading)
             else:
+                refuse_caches(module, leaves)
                 uncompiled(refuse_mixing)(name, module, call, leaves, leading)
                 runs = True
         self._runs_in_tiles[module] = runs

@@ -148,3 +148,70 @@ def test_a_module_that_joins_sequences_is_not_cut_once_more():
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(ValueError, match=r"has no nn.ModuleList"):
         SequenceTiles(nn.Linear(4, 4))
+
+
+class Cache:
+    """Keys of earlier calls, as models of Transformers have while `use_cache` is on."""
+
+    def __init__(self):
+        self.seen = []
+
+    def get_seq_length(self):
+        return sum(each.shape[1] for each in self.seen)
+
+
+class CachedLayer(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.layer.attention = Cached(layer.attention)
+
+    def forward(self, x, cache):
+        x = x + self.layer.attention(self.layer.attention_norm(x), cache)
+        return x + self.layer.mlp(self.layer.mlp_norm(x))
+
+
+class Cached(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, cache):
+        cache.seen.append(x.detach())
+        return self.inner(torch.cat([*cache.seen[:-1], x], dim=1))[:, -x.shape[1] :]
+
+
+class CachedDecoder(LongDecoder):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.layers = nn.ModuleList(map(CachedLayer, self.layers))
+        self.caches = []
+
+    def forward(self, ids):
+        x, self.caches = self.embedding(ids), [Cache() for _ in self.layers]
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            x = layer(x, cache)
+        return self.head(self.norm(x))
+
+
+def test_a_module_that_is_given_a_cache_is_not_tried():
+    """Trials would add to it, and the call itself would attend to their keys."""
+    model = decoder(CachedDecoder).double()
+    expected = gradients(model)
+    with SequenceTiles(model, tile_tokens=TILE) as tiles:
+        found = gradients(model)
+        runs = [tiles._runs_in_tiles.get(each) for each in (model.layers[0].layer.attention, model.norm)]
+    assert runs == [False, True]
+    assert [cache.get_seq_length() for cache in model.caches] == [IDS.shape[1]] * 3
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_named_module_that_is_given_a_cache_is_refused_before_it_is_tried():
+    model = decoder(CachedDecoder)
+    with (
+        SequenceTiles(model, ["layer.attention"], tile_tokens=TILE),
+        pytest.raises(ValueError, match=r"Cached got a Cache .*use_cache = False"),
+    ):
+        gradients(model)
+    assert model.caches[0].seen == []
