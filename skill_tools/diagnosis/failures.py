@@ -27,8 +27,12 @@ _PREFIX = re.compile(
     r"(?: ?\[rank\d+\]:)? ?"
     r"(?:(?:ERROR|CRITICAL) \d\d-\d\d [\d:]{8} (?:\[[\w./-]{1,60}:\d+\] ?)?)?"
 )
+# Python's own form, IPython's, and that of Colab and of rich, which draws a bar in front.
 _FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>[^\s\n]+))?"""
-                    r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+))""")  # fmt: skip
+                    r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+)"""
+                    r"""|(?:│ )?(?P<bare>(?:/|[A-Za-z]:\\)[^\s:,"]+\.py)(?::(?P<bare_line>\d+))? in\b"""
+                    r"""(?: (?P<bare_function>[\w.<>]+))?)""")  # fmt: skip
+_ARROW = re.compile(r"\n-{2,}> ?(?P<line>\d{1,6}) ")  # Colab's, at the line below a frame
 _RAISED = re.compile(
     r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
 )
@@ -46,7 +50,8 @@ _NATIVE = re.compile(
 _INTERESTING = re.compile(
     r"(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
-    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z])"
+    r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z]"
+    r"|\.py(?::\d+)? in\b)"
 )
 _PROGRESS = re.compile(
     r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"
@@ -131,7 +136,7 @@ def failures(log: Log) -> tuple[Failure, ...]:
         elif frame := _FRAME.match(body):
             current = open_.setdefault(rank, _Open(start))
             current.seen = start
-            current.frames.append(_frame(frame))
+            current.frames.append(_with_line(_frame(frame), log.text, start))
         elif (error := _raised(body, current)) is not None:
             open_.pop(rank, None)
             failure = _failure(log, rank, start, error, body, current)
@@ -254,13 +259,19 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _frame(match: re.Match[str]) -> Frame:
-    path = match["path"] or match["cell"]
-    function = match["function"] or match["cell_function"] or ""
+    path = match["path"] or match["cell"] or match["bare"]
+    function = match["function"] or match["cell_function"] or match["bare_function"] or ""
     return Frame(
         path,
-        int((match["line"] or match["cell_line"])[:9]),
+        int((match["line"] or match["cell_line"] or match["bare_line"] or "0")[:9]),
         function.partition("(")[0].rpartition("::")[2],  # of C++ the name alone
     )
+
+
+def _with_line(frame: Frame, text: str, start: int) -> Frame:
+    """Return a frame at `start` with the line that an arrow below it shows, where it names none itself."""
+    arrow = None if frame.line else _ARROW.search(text, start, start + _TAIL)
+    return frame._replace(line=int(arrow["line"])) if arrow else frame
 
 
 def _raised(body: str, current: _Open | None) -> str | None:

@@ -173,3 +173,26 @@ def test_what_another_rank_raises_behind_it_is_not_its_text() -> None:
     first = ended_by(Log("log", text), failures(Log("log", text)))
     assert first is not None
     assert text[first.start : first.end].endswith("rank one is first\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "frame"),
+    [
+        (
+            "RuntimeError                              Traceback (most recent call last)\n"
+            "/tmp/ipython-input-2.py in <cell line: 0>()\n----> 1 trainer.train()\n\n12 frames\n"
+            "/usr/lib/python3/dist-packages/unsloth_zoo/gradient_checkpointing.py in forward(ctx, *args)\n"
+            "--> 440             x.copy_(arg)\n\n",
+            ("/usr/lib/python3/dist-packages/unsloth_zoo/gradient_checkpointing.py", 440, "forward"),
+        ),
+        (
+            "╭───── Traceback (most recent call last) ─────╮\n│ /home/u/train.py:88 in <module>    │\n"
+            "│ /e/site-packages/deepspeed/ops/adam/cpu_adam.py:95 in step   │\n│ ❱ 95 │   self.x()  │\n╰────╯\n",
+            ("/e/site-packages/deepspeed/ops/adam/cpu_adam.py", 95, "step"),
+        ),
+    ],
+)
+def test_frames_of_colab_and_of_rich_are_read(lines: str, frame: tuple[str, int, str]) -> None:
+    (found,) = failures(Log("cell.log", f"{lines}RuntimeError: it failed\n"))
+    assert found.frames[-1] == frame
+    assert found.text == "RuntimeError: it failed"
