@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message advises is in the settings of the run's own framework, and its own lint accepts them."""
+"""A message advises settings of the run's own framework, and its own lint accepts them."""
 
 import json
 import re

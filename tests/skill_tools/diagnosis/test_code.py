@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose code a failure is in, and what would decide where nothing else is known of it."""
+"""Whose code a failure is in, and a deciding experiment where nothing else is known."""
 
 from schemas import assert_follows
 

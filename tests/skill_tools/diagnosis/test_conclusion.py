@@ -43,7 +43,7 @@ WATCHDOG = (
 
 @pytest.fixture
 def say(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Diagnose a log beside configurations; return the exit code and what is printed."""
+    """Diagnose a log beside configurations; return the exit code and the output."""
     monkeypatch.chdir(tmp_path)
 
     def diagnosed(log: str, **files: str) -> tuple[int, str]:

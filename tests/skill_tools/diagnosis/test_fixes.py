@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A library's fault that a later release mends is told where all that it asks for is there, and to older releases."""
+"""A library's fault, mended in a later release, is told to older releases where all its signs are there."""
 
 import re
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ def answer(log: str, releases: Mapping[str, str] | None = None) -> Diagnosis:
 
 
 def shows(fix: Fix) -> tuple[Failure, str, Phase, list[tuple[str, str]]]:
-    """A failure that has all that `fix` asks for, and the files of its run."""
+    """A failure with all signs of `fix`, and the files of its run."""
     path = f"/e/{fix.code[0]}.py" if fix.code else "/e/other.py"
     function = fix.functions[0] if fix.functions else "other"
     said = fix.texts[0].replace("{..}", "x") if fix.texts else "RuntimeError: something"

@@ -31,7 +31,7 @@ def test_what_the_trainer_does_not_explain_belongs_to_others(
     (tmp_path / "train.log").write_text(
         "saving checkpoint at iteration 19\n" + KILLED.format("951.32"), encoding="utf-8"
     )
-    # A script of slime is refused by name; its trainer is Megatron-LM, whose options say what that keeps.
+    # A script of slime is refused by name; its trainer is Megatron-LM, and the options name its buffers.
     files = [str(tmp_path / "train.log"), str(tmp_path / "run.sh")]
     assert main(["diagnose", *files, "--framework", "megatron-lm"]) == 1
     out = capsys.readouterr().out

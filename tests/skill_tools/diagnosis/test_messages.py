@@ -204,7 +204,7 @@ torch.AcceleratorError: CUDA error: out of memory
     ],
 )
 def test_who_pins_nothing_is_told_no_limit_of_pinned_memory(before: str, pins: bool) -> None:
-    """The same text comes of a card that another process fills, where a run moves its model there."""
+    """The same text comes of a run that moves its model to a card filled by another process."""
     found = diagnose(log(before + MOVED))
     assert found.conclusion is not None
     assert ("pinned host memory" in found.conclusion.cause) is pins

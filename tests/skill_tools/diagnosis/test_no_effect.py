@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An offload without effect is seen by a line that says so, or by figures that stay where they were."""
+"""An offload without effect is seen by its own line, or by unchanged figures."""
 
 from collections.abc import Mapping
 

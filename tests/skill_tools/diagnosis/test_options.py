@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options whose names speak of an offload show one where no framework of theirs is known."""
+"""Options named after an offload show one where their framework is not known."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else holds the GPU where memory ran out, by the name that the log gives to that process."""
+"""Other processes on a full GPU, by the names in the log."""
 
 from skill_tools.diagnosis.diagnosis import diagnose
 from skill_tools.diagnosis.log import Log

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that shows no failure has, by complaint, what to look at first: slow steps, or its log's last line."""
+"""A run without a failure has, by complaint, its first suspects: slow steps, or its log's last line."""
 
 from collections.abc import Mapping
 from typing import Any

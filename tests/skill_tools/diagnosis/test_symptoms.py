@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A failure that nothing else knows is told by its kind and by the offload that the run shows to have."""
+"""A failure that nothing else knows is told by its kind and by the run's offload."""
 
 from collections.abc import Mapping
 
@@ -192,7 +192,7 @@ def test_a_setting_that_one_offload_names_shows_no_other() -> None:
 
 
 def test_an_offload_without_a_name_is_fsdp_s_where_fsdp_shards() -> None:
-    """It keeps parameters, gradients and states on the CPU; elsewhere nothing says what it keeps there."""
+    """It keeps parameters, gradients and states on the CPU; no other file says so."""
     text = "cpu_offload: true\n"
     assert set(symptoms.running([("a.yaml", text)], None, None)) == {"cpu"}
     found = symptoms.running([("a.yaml", f"training_backend: fsdp\n{text}")], None, None)

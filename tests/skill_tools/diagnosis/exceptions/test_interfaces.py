@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that does not fit is told by who calls whom with what: frames, the line of source, and the run's own files."""
+"""A call that does not fit is told by caller, callee and arguments: frames, the line of source, and the run's own
+files."""
 
 from collections.abc import Mapping
 

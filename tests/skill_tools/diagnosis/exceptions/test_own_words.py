@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exception that says what it refuses, or which release lacks a name, needs no fact to be told."""
+"""An exception that names the refused value, or the release without a name, needs no fact to be told."""
 
 import pytest
 

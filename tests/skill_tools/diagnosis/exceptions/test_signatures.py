@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call whose arguments or results do not fit is told with who called whom, and for which release it was written."""
+"""A call whose arguments or results do not fit is told with its caller, callee and the release it was written for."""
 
 import pytest
 

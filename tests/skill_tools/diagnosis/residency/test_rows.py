@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's offloads keep their tensors says what a failure that nothing else knows is about."""
+"""The place of a run's offloaded tensors explains failures that nothing else knows."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ def test_the_facts_are_what_their_schema_says() -> None:
 
 
 def test_each_quote_stands_in_its_source() -> None:
-    """Of what is installed here; the schema holds the form of the others."""
+    """Of installed packages; the schema holds the form of the others."""
     read = 0
     for entry in ENTRIES:
         path, _, symbol = entry["source"].partition("::")

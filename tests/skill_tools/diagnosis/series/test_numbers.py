@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are wrong while nothing fails: how they are read, what is odd about them, and what is behind it."""
+"""Wrong numbers without a failure: how they are read, their oddities and the causes."""
 
 import json
 import math
@@ -49,7 +49,7 @@ def concluded(
     return found
 
 
-# Of each trainer a line in the form that its own code prints, with a loss of 1.25 at step 7 and what else it prints.
+# Of each trainer a line in the form of its own code, with a loss of 1.25 at step 7 beside its other values.
 LINES = {
     "transformers": str({"loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-05, "epoch": 0.1}),
     "transformers 5": str({"loss": "1.25", "grad_norm": "0.5", "learning_rate": "1e-05", "epoch": "0.1"}),
