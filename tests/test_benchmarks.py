@@ -290,22 +290,36 @@ def test_states_in_fewer_bits_learn_as_well(convergence, tmp_path, monkeypatch, 
         convergence, "TINY", convergence.DecoderShape(hidden=64, ffn=128, layers=2, heads=2, vocab=256)
     )
     monkeypatch.setattr(convergence, "TINY_BATCH", (2, 64))
-    out = tmp_path / "losses.json"
-    forms = "exact,bf16,8 low bits"
-    monkeypatch.setattr(
-        "sys.argv",
-        ["convergence.py", "--tiny", "--steps", "90", "--seeds", "0,1", "--forms", forms, "--out", str(out)],
-    )
-    convergence.main()
-    everything = json.loads(out.read_text())["runs"]
-    # Names of Muon's forms contain those of AdamW's.
-    runs = [run for run in everything if not run["form"].startswith("muon")]
+    forms = ("exact", "bf16 moments, half masters", "compact with 8 low bits")
+    runs = trained(convergence, monkeypatch, tmp_path, forms, steps=90, seeds="0,1")
     exact = {run["seed"]: run["validation"] for run in runs if run["form"] == "exact"}
     assert len(runs) == 6
     for run in runs:
         assert run["losses"][-1] < 0.8 * run["losses"][0]
         assert run["validation"] == pytest.approx(exact[run["seed"]], rel=0.005)
         assert run["largest_update"] < 10
+
+
+@pytest.mark.slow
+def test_muon_off_the_gpu_is_compared_with_muon_on_it(convergence, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        convergence, "TINY", convergence.DecoderShape(hidden=64, ffn=128, layers=2, heads=2, vocab=256)
+    )
+    forms = [form for form in convergence.FORMS if form.startswith("muon")]
+    on_it, off_it, rounded = trained(convergence, monkeypatch, tmp_path, forms, steps=3, seeds="0")
+    assert off_it["losses"] == on_it["losses"]
+    assert rounded["losses"] == pytest.approx(on_it["losses"], rel=1e-3)
+    assert rounded["losses"] != on_it["losses"]
+
+
+def trained(convergence, monkeypatch, tmp_path, forms, *, steps, seeds):
+    """The runs of these forms, as the benchmark writes them."""
+    out = tmp_path / "losses.json"
+    monkeypatch.setattr(convergence, "FORMS", {form: convergence.FORMS[form] for form in forms})
+    words = ["--tiny", "--steps", str(steps), "--seeds", seeds, "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["convergence.py", *words])
+    convergence.main()
+    return json.loads(out.read_text())["runs"]
 
 
 @pytest.mark.slow

@@ -178,6 +178,12 @@ def wait_uninterrupted(wait: Callable[[float], _T], timeout_s: float | None = No
         return wait(SLICE_S if timeout_s is None else timeout_s)
 
 
+def with_room(call: Callable[[], _T]) -> _T:
+    """Return `call()`. Raises RecursionError before it where the recursion limit leaves it no room."""
+    with deferred_interrupts():
+        return call()
+
+
 def _begin() -> None:
     """Replace the handlers. A finalizer's own region may come between: it does the same, and leaves them replaced."""
     global _is_deferring

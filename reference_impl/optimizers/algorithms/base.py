@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.interrupts import with_room
 
 Tensors = list[torch.Tensor]
 Numbers = torch.Tensor | Sequence[torch.Tensor]
@@ -172,9 +172,8 @@ def scripted(function: Callable[..., None]) -> Any:
 
 def script_list(values: list[Any]) -> Any:
     """Return a list that scripted functions take as it is; a Python list would be converted at every call."""
-    # With room: at the recursion limit torch's own code for it ends the process.
-    with deferred_interrupts():
-        return _quiet_script(values)
+    # At the recursion limit torch's own code for it ends the process.
+    return with_room(partial(_quiet_script, values))
 
 
 def _quiet_script(subject: Any) -> Any:
