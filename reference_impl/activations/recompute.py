@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import copy
 from typing import Any
 
 import torch
@@ -41,22 +42,43 @@ def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Cal
     """Return a function for `recomputed`, and its inputs: the leaves of `forward`'s arguments.
 
     Its first call gets the caller's own containers, because a layer may leave something in a dictionary for the next
-    one. Later calls get new containers, with the contents from before the first call.
+    one. Later calls get new containers, with the contents from before the first call, and so of a cache of keys and
+    values a copy.
     """
     leaves, structure = tree_flatten((args, kwargs))
     given = [(args, kwargs)]
+    caches = {place: _copy_of(leaf) for place, leaf in enumerate(leaves) if _is_cache(leaf)}
 
     def call(*inputs: Any) -> Any:
-        args, kwargs = given.pop() if given else tree_unflatten(list(inputs), structure)
+        if given:
+            args, kwargs = given.pop()
+        else:
+            again = [
+                _copy_of(caches[place]) if place in caches else each for place, each in enumerate(inputs)
+            ]
+            args, kwargs = tree_unflatten(again, structure)
         return forward(*args, **kwargs)
 
     return call, leaves
 
 
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "get_seq_length", None))
+
+
+def _copy_of(cache: Any) -> Any:
+    """Return a cache with the tensors of `cache`, in objects of its own: Transformers' has one a layer, in a list."""
+    copied = copy(cache)
+    for name, value in vars(copied).items():
+        if isinstance(value, list):
+            setattr(copied, name, [each if isinstance(each, torch.Tensor) else copy(each) for each in value])
+    return copied
+
+
 def refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
     """Raise ValueError where a cache of keys and values is passed: recomputation would add to it again."""
     for value in values:
-        if callable(getattr(value, "get_seq_length", None)):
+        if _is_cache(value):
             raise ValueError(
                 f"{type(module).__name__} got a {type(value).__name__} while training; expected none, because a layer "
                 "that is computed twice would add its keys twice; try model.config.use_cache = False"
@@ -176,8 +198,8 @@ class _Inputs:
         if not objects:
             return _TRY
         return (
-            f"the layer was given a {objects[0]}, which its first call may have changed, as prefix tuning does with "
-            "keys and values; try ActivationOffloader, which computes nothing again"
+            f"the layer was given a {objects[0]}, which its first call may have changed; try ActivationOffloader, "
+            "which computes nothing again"
         )
 
     def restore(self) -> list[Any]:

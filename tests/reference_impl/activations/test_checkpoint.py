@@ -314,6 +314,61 @@ def test_a_layer_that_writes_an_object_it_is_given_is_told_which(device):
         model(torch.ones(2, 8)).sum().backward()
 
 
+class CacheOfLayers:
+    """Keys of each layer in an object of a list, as in a cache of Transformers."""
+
+    def __init__(self, prefix):
+        self.layers = [Cache() for _ in prefix]
+        for layer, keys in zip(self.layers, prefix, strict=True):
+            layer.keys = keys
+
+    def get_seq_length(self):
+        return len(self.layers[0].keys)
+
+
+class RememberingAt(Remembering):
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+
+    def forward(self, x, cache):
+        return super().forward(x, cache.layers[self.place])
+
+
+class RememberingModel(nn.Module):
+    """Two layers with trained keys in front of their own, as prefix tuning has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([RememberingAt(0), RememberingAt(1)])
+        self.start, self.prefix = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 3, 8))
+
+    def forward(self, x):
+        self.cache, x = CacheOfLayers(self.prefix), self.start(x)
+        for layer in self.layers:
+            x = layer(x, self.cache)
+        return x
+
+
+def test_a_layer_is_computed_again_with_the_cache_of_keys_that_it_was_given(device):
+    """Its own are in the cache by then: a model of Transformers has one in training too, unless `use_cache` is off."""
+
+    def gradients():
+        model.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        for is_kept in (True, False):
+            loss.backward(retain_graph=is_kept)
+        return [param.grad.clone() for param in model.parameters()]
+
+    model = RememberingModel()
+    expected = gradients()
+    assert all(gradient.any() for gradient in expected)
+    with CheckpointOffloader(model, min_bytes=1):
+        assert all(map(torch.equal, gradients(), expected))
+    assert model.cache.get_seq_length() == 5
+
+
 class CountAttention(TorchDispatchMode):
     """Counts the forward kernels of attention that run."""
 
