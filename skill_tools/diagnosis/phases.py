@@ -17,7 +17,8 @@ _SAVING = re.compile(
     r"(?i)\bsaving (?:model |full |the )?(?:checkpoint|state|optimizer)|\bsaved? (?:model|checkpoint|optim)"
 )
 _LOADING = re.compile(
-    r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bresum(?:e|ing) (?:training )?from|\bload_checkpoint\b"
+    r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bloading best model from"
+    r"|\bresum(?:e|ing) (?:training )?from|\bload_checkpoint\b"
 )
 _BEGINS = re.compile(
     r"(?i)running training|\btrain(?:ing)? start(?:s|ed)?\b|before the start of training step"

@@ -158,8 +158,8 @@ def of_moment(name: str, running: Mapping[str, str]) -> Placed | None:
 
 
 def of_a_hang(phase: Phase, running: Mapping[str, str]) -> Placed | None:
-    """Return the first row whose weights come with all ranks together where a run hangs: at a save, or in a step."""
-    moment = "save" if phase is Phase.SAVE else "forward"
+    """Return the first row whose weights come with all ranks together where it hangs: in a save, a load or a step."""
+    moment = {Phase.SAVE: "save", Phase.RESUME: "resume"}.get(phase, "forward")
     for row in load_rows():
         if row.lies == "collective" and moment in row.moments and _holds(row, running):
             return Placed(row, load_offloads()[row.offload], running[row.offload])

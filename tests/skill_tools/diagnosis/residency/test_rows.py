@@ -244,3 +244,19 @@ def test_parameters_that_a_trainer_moves_are_not_where_fsdp_keeps_its_own() -> N
     assert concluded(DEVICES, frames, by_hand).cause.startswith("most likely the offload of the optimizer")
     own = {"train.py": "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"}
     assert concluded(DEVICES, frames, own).cause.startswith("most likely the offload of parameters")
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        ("", "each sharded unit's weights are gathered"),
+        ("Saving model checkpoint to out/checkpoint-5\n", "copies it to the CPU of one"),
+        ("Loading best model from out/checkpoint-5\n", "has one rank read it and send it to the others"),
+    ],
+)
+def test_a_hang_under_fsdp_is_told_by_the_phase(before: str, says: str) -> None:
+    log = f"{{'loss': 2.0}}\n{before}Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n"
+    files = {"train.py": "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"}
+    found = diagnose(Log("train.log", log), unread=files).conclusion
+    assert found is not None
+    assert says in found.cause
