@@ -37,6 +37,7 @@ _FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _CRASH = "crash"  # the kind that names how a process ended, beside whose exception it says nothing
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
 _OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messages about devices speak of
+_OF_STATES = ("params", "optimizer", "zero3")  # offloads that free weights or states, and no activations
 _ENGINES = frozenset(
     {"sleep", "memory-saver", "phases"}
 )  # offloads beside which a rollout engine has the GPU in turn
@@ -261,10 +262,25 @@ def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     failure = evidence.failure
     found = None if failure is None else rows.find(failure, evidence.said, evidence.phase, evidence.offloads)
     if failure is None or found is None or found.first.row.lies != "gpu":
-        return "", ()
+        return _what_stays(evidence), ()
     row, offload, shown_by = found.first
     because = f"; most likely, with {offload.name} ({shown_by}): {row.where}; {row.past}"
     return because, _told(row.change[:1], evidence, failure)
+
+
+def _what_stays(evidence: Evidence) -> str:
+    """Name what an offload of weights or states does not free, where a step of training ran out of memory."""
+    signs = [(name, evidence.offloads[name]) for name in _OF_STATES if name in evidence.offloads]
+    others = evidence.out_of_memory is not None and evidence.out_of_memory.is_shared
+    if not signs or others or not _ENGINES.isdisjoint(evidence.offloads):
+        return ""
+    if evidence.phase not in (Phase.FIRST_STEP, Phase.LATER):
+        return ""
+    name, sign = signs[0]
+    return (
+        f"; {symptoms.load_offloads()[name].name} ({sign}) frees weights or states alone: activations of all tokens "
+        "of a micro-batch, the logits, and gradients or gathered weights of the layer at work are what is there"
+    )
 
 
 def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:

@@ -29,3 +29,18 @@ def test_a_process_that_writes_no_line_has_no_name() -> None:
     assert found is not None
     assert found.other == ""
     assert found.others_bytes > 0
+
+
+def test_what_an_offload_of_states_leaves_is_named_where_a_step_found_no_room() -> None:
+    frames = '  File "/e/site-packages/mine/model.py", line 9, in forward\n'
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
+    error += "GPU 0 has a total capacity of 23.64 GiB of which 1.00 GiB is free.\n"
+    log = Log("train.log", f"Traceback (most recent call last):\n{frames}{error}")
+    said = "frees weights or states alone: activations"
+    config = {"ds.json": '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'}
+    offloaded = diagnose(log, unread=config).conclusion
+    assert offloaded is not None
+    assert said in offloaded.cause
+    beside_an_engine = diagnose(log, unread={**config, "a.py": "enable_sleep_mode=True"}).conclusion
+    assert beside_an_engine is not None
+    assert said not in beside_an_engine.cause
