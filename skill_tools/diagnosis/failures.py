@@ -36,7 +36,7 @@ _ARROW = re.compile(r"\n-{2,}> ?(?P<line>\d{1,6}) ")  # Colab's, at the line bel
 _RAISED = re.compile(
     r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
 )
-_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty)$")
+_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty|Pool)$")
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _IGNORED = "Exception ignored in"
@@ -48,7 +48,7 @@ _NATIVE = re.compile(
     r"|: Assertion [`'].{1,400}' failed\.$"
 )
 _INTERESTING = re.compile(
-    r"(?:File |Traceback|Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
+    r"(?:File |Traceback|Pool: |Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z]"
     r"|\.py(?::\d+)? in\b)"
@@ -67,6 +67,8 @@ _TAIL = 1200  # characters after an exception's first line that may belong to it
 # The exceptions of the other ranks, the launcher and the garbage collector once a run has failed.
 _AFTERMATH = re.compile(
     r"ChildFailedError|ActorDiedError|RayActorError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError"
+    r"|died with <Signals\.|terminated with signal SIG"
+    r"|Engine core initialization failed|Engine process failed to start"
     r"|communicator was aborted|Connection closed by peer|Socket Timeout|TCPStore|returned non-zero exit status"
     r"|DataLoader worker .{1,60} exited unexpectedly|RendezvousConnectionError|has no attribute 'ds_opt_adam'"
 )

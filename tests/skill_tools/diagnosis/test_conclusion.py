@@ -238,3 +238,20 @@ def test_how_a_process_ended_is_told_where_nothing_says_why(before: str, begins:
     found = diagnose(Log("train.log", before + launcher)).conclusion
     assert found is not None
     assert found.cause.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("ended", "begins"),
+    [
+        ("died with <Signals.SIGKILL: 9>.", "a rank was killed with SIGKILL"),
+        ("died with <Signals.SIGSEGV: 11>.", "a rank died of a segmentation fault"),
+        ("returned non-zero exit status 1.", "a rank ended in an exception that is not in this log"),
+        ("returned non-zero exit status 137.", "a rank was killed with SIGKILL"),
+    ],
+)
+def test_how_a_launcher_s_command_ended_is_no_exception_of_the_run(ended: str, begins: str) -> None:
+    frames = '  File "/e/site-packages/accelerate/commands/launch.py", line 994, in simple_launcher\n'
+    error = f"subprocess.CalledProcessError: Command '['python', 'train.py']' {ended}\n"
+    found = diagnose(Log("train.log", f"Traceback (most recent call last):\n{frames}{error}")).conclusion
+    assert found is not None
+    assert found.cause.startswith(begins)
