@@ -33,6 +33,9 @@ _LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an ef
 _GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that name the event, and never its cause
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
 # Where one tensor of many was asked for: a gap that would hold it does not hold the others.
+_TENSORS = frozenset(
+    {"oom-of-logits", "oom-of-attention"}
+)  # messages that name the tensor there was no room for
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
 _CRASH = "crash"  # the kind that names how a process ended, beside whose exception it says nothing
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
@@ -217,12 +220,12 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         fragments = None  # the others hold more than this process left unused
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
-        because, less = _why_full(evidence)
+        because, less = _of_a_tensor(message) or _why_full(evidence)
         return Conclusion(
             cause + because, _rule(message.rule, evidence), (_DEFRAGMENT, *less, *change)[:SHOWN]
         )
     cause = message.cause
-    if message.kind == "gpu-memory" and not message.frames:
+    if message.kind == "gpu-memory" and not message.frames and _of_a_tensor(message) is None:
         because, less = _why_full(evidence)
         cause, change = cause + because, (*less, *change)
         because, less = no_effect.of_a_setting(evidence)
@@ -243,6 +246,11 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
     return Conclusion(cause, rule, change[:SHOWN], plans_away=message.kind in _MEMORY)
+
+
+def _of_a_tensor(message: Message) -> tuple[str, tuple[str, ...]] | None:
+    """Return the cause of a message that names the tensor itself, as an addition; None of one that names none."""
+    return (f"; {message.cause}", ()) if message.frames or message.id in _TENSORS else None
 
 
 def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:

@@ -104,7 +104,7 @@ def _wrong(
 def _of_a_finding(finding: Finding) -> Suspect:
     """Return what the configuration's own finding says of a run that goes wrong without a word, and its change."""
     told = of_finding(finding)
-    return Suspect(f"{told.cause}: {finding.message}", f"then {' or '.join(told.change)}")
+    return Suspect(f"{told.cause}: {finding.message}", f"then {_either(told.change)}")
 
 
 def _of_a_fault(found: numbers.Found) -> Suspect:
@@ -112,7 +112,7 @@ def _of_a_fault(found: numbers.Found) -> Suspect:
     if_ = f"if this is {' and '.join(found.depends_on)}, " if found.depends_on else ""
     return Suspect(
         f"{if_}{fault.cause} ({', '.join(found.shown_by)})",
-        f"to be sure: {fault.tell}; then {' or '.join(fault.change)}",
+        f"to be sure: {fault.tell}; then {_either(fault.change)}",
     )
 
 
@@ -137,7 +137,7 @@ def _possible(part: str, evidence: Evidence, texts: Sequence[tuple[str, str]]) -
             causes.add(each.cause)
             yield Suspect(
                 f"{each.cause} ({evidence.offloads[each.offload]})",
-                f"to be sure: {each.tell}; then {' or '.join(each.change)}",
+                f"to be sure: {each.tell}; then {_either(each.change)}",
             )
 
 
@@ -148,6 +148,10 @@ def _still(log: Log) -> Iterator[Suspect]:
         if any(text in last for text in named(entry["text"])):
             yield Suspect(
                 f"{entry['cause']} (the log's last line: {last.strip()[:80]})",
-                f"then {' or '.join(entry['change'])}",
+                f"then {_either(entry['change'])}",
             )
             return
+
+
+def _either(changes: Sequence[str]) -> str:
+    return " or ".join(each.removeprefix("or ") for each in changes)

@@ -44,3 +44,16 @@ def test_what_an_offload_of_states_leaves_is_named_where_a_step_found_no_room() 
     beside_an_engine = diagnose(log, unread={**config, "a.py": "enable_sleep_mode=True"}).conclusion
     assert beside_an_engine is not None
     assert said not in beside_an_engine.cause
+
+
+def test_fragments_do_not_hide_the_tensor_there_was_no_room_for() -> None:
+    frames = '  File "/e/transformers/models/x.py", line 9, in forward\n    logits = self.lm_head(hidden)\n'
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB. GPU 2 has a total capacity of "
+    error += (
+        "79.15 GiB of which 3.00 GiB is free. Of the allocated memory 70.20 GiB is allocated by PyTorch, and "
+    )
+    error += "4.60 GiB is reserved by PyTorch but unallocated.\n"
+    found = diagnose(Log("train.log", f"Traceback (most recent call last):\n{frames}{error}")).conclusion
+    assert found is not None
+    assert found.cause.startswith("fragmentation: 4.6 GiB")
+    assert "memory ran out for the logits" in found.cause
