@@ -12,7 +12,7 @@ TRL's (`llamafactory/train/ppo/trainer.py`).
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from skill_tools.configs.config import Config, Fault, Place
+from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument, Command
@@ -248,9 +248,19 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
     model = draft.get(f"{_OWN}model_name_or_path")
     if model is not None and isinstance(model.value, str):
         draft.model_name = model.value
+        _name_for_the_loader(draft, model)
     arguments.settle(draft, _above(folders))
     if not _is_on(draft, "USE_MCA") and not any(f"{_OWN}{name}" in draft for name in _OF_MEGATRON):
         _share(draft)
+
+
+def _name_for_the_loader(draft: Draft, model: Setting) -> None:
+    """Name the model, and whether it is quantised, as the rules about Transformers' loading do."""
+    bits = draft.get(f"{_OWN}quantization_bit")
+    draft.set_key("base_model", model.value, model.written, model.place)
+    if bits is not None and bits.value:
+        width = 8 if bits.value == 8 else 4  # whatever is not read loads quantised, too
+        draft.set_key(f"load_in_{width}bit", True, bits.written, bits.place)
 
 
 def _share(draft: Draft) -> None:

@@ -166,7 +166,7 @@ def _set(draft: Draft, spelling: str, value: object, written: str, place: Place)
     if name == "recompute_granularity" and value == "none":
         value = None
     draft.set_key(name, value, written, place)
-    if name.endswith("--model") and isinstance(value, str):
+    if spelling.endswith("--model") and isinstance(value, str):
         draft.model_name = value
     return name
 
