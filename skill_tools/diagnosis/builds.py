@@ -55,7 +55,7 @@ class BuildError(NamedTuple):
 
 
 def first_error(log: Log) -> BuildError | None:
-    """Return the first error of a build, or of a loader that misses a library; None where nobody complained."""
+    """Return the first error of a build, or of a loader without a library; None without any."""
     match = _ERRORS.search(log.text) if any(each in log.text for each in _BUILDS) else None
     if match is None and any(each in log.text for each in _UNLOADED):
         match = _LOADER.search(log.text)

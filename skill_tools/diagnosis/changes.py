@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words a change as the run's own framework spells it.
 
-The advice of a message is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml`, which
-has each framework's settings. A DeepSpeed user is told the JSON's keys, and nobody else is.
+The advice of a message is either words that hold everywhere, or the name of an entry of `knowledge/changes.yaml` with
+each framework's settings. A DeepSpeed user is told the JSON's keys, and nobody else is.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,9 +32,9 @@ def load_changes() -> Mapping[str, Change]:
 
 
 def told(change: str, dialects: Sequence[str], config: Config | None = None) -> str:
-    """Return `change` for a run of `dialects`, its own before those that it embeds; its words where none has a form.
+    """Return `change` for a run of `dialects`, its own before embedded ones; its words if none has a form.
 
-    Of several settings those are told that `config` sets; where it sets nothing near them, none is.
+    Of several settings only those set by `config` are told; if it sets nothing near them, none is.
     """
     known = load_changes().get(change)
     if known is None:
@@ -71,7 +71,7 @@ def dialects_of(config: Config | None, framework: str, seen: Iterable[str]) -> t
 
 
 def _of_the_run(settings: Mapping[str, object], config: Config | None) -> tuple[str, ...]:
-    """Return the keys of `settings` that `config` sets, or else the first that has a place in it."""
+    """Return the keys of `settings` set by `config`, or else the first with a place in it."""
     if config is None:
         return tuple(settings)[:1]
     here = tuple(key for key in settings if key in config.settings and config.value(key) != settings[key])

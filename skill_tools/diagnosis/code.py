@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose code a failure is in, the offload of the configuration there, and an experiment that tells its causes apart.
+"""The owner of a failure's code, the configuration's offload there, and an experiment that tells its causes apart.
 
-Apart because an answer that knows no cause still knows this much.
+Apart because an answer without a cause still has this much.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _MOST = 3
 class Code(NamedTuple):
     """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and the deciding experiment.
 
-    One without mechanisms is all code of a framework, which does much more than offload.
+    Without mechanisms it is a framework's whole code, which does much more than offload.
     """
 
     path: str
@@ -40,7 +40,7 @@ class Code(NamedTuple):
 
 
 class Where(NamedTuple):
-    """The innermost frame of a failure that is in such code, and that code."""
+    """The innermost frame of a failure in known code, and that code."""
 
     frame: Frame
     code: Code
@@ -62,7 +62,7 @@ def load_code() -> tuple[Code, ...]:
 
 
 def of(failure: Failure) -> Where | None:
-    """Return the most exact code that `failure` went through; None where no frame is in any that is known."""
+    """Return the most exact code of a frame of `failure`; None if no frame is in known code."""
     known = (
         (order, Where(frame, code))
         for frame in reversed(failure.frames)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of all that a log shows is the cause, the rule behind it, and the lines to change.
+"""The cause of all that a log shows, the rule behind it, and the lines to change.
 
-The exception that ended the run outweighs all before it: the facts about it are the answer. There a rule that the
-run's own configuration breaks comes first, then a message whose frames the traceback goes through, then the others.
-An event that many causes have (a hang, a killed process) is told by a finding of the configuration that stops a run
-there, if there is one. A notice counts only where nothing failed and the run has the notice's subject. Where
-nothing is known of an exception, the answer says where it was raised and which experiment would decide.
+The exception that ended the run outweighs all before it: the facts about it are the answer. A rule broken by the run's
+own configuration comes first, then a message with frames of the traceback, then the others. An event with many causes
+(a hang, a killed process) is told by the configuration's finding that stops a run there, if there is one. A notice
+counts only if nothing failed and the run has the notice's subject. For an unknown exception the answer gives the place
+of its code and the deciding experiment.
 """
 
 import re
@@ -29,23 +29,19 @@ from skill_tools.rules.finding import Severity
 from skill_tools.rules.knowledge import load_rules
 from skill_tools.units import gib
 
-_LATE = frozenset({"hang", "numerics", "slow"})  # kinds that are as often an effect as a cause
-_GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds that name the event, and never its cause
-_MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds whose lines a plan works out better
-# Where one tensor of many was asked for: a gap that would hold it does not hold the others.
-_TENSORS = frozenset(
-    {"oom-of-logits", "oom-of-attention"}
-)  # messages that name the tensor there was no room for
+_LATE = frozenset({"hang", "numerics", "slow"})  # kinds as often an effect as a cause
+_GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds of the event, never of its cause
+_MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds with better lines from a plan
+_TENSORS = frozenset({"oom-of-logits", "oom-of-attention"})  # messages with the tensor that had no room
+# One tensor of many was asked for: a gap for it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
-_CRASH = "crash"  # the kind that names how a process ended, beside whose exception it says nothing
+_CRASH = "crash"  # the kind of a process's end; it says nothing beside an exception of that process
 _SILENT = frozenset({"wrong-numerics", "slow", "ignored"})  # effects that end no run
-_OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads that messages about devices speak of
+_OF_MESSAGES = frozenset({"params", "optimizer", "cpu"})  # offloads of messages about devices
 _OF_STATES = ("params", "optimizer", "zero3")  # offloads that free weights or states, and no activations
-_ENGINES = frozenset(
-    {"sleep", "memory-saver", "phases"}
-)  # offloads beside which a rollout engine has the GPU in turn
+_ENGINES = frozenset({"sleep", "memory-saver", "phases"})  # offloads with a rollout engine on the GPU in turn
 _OF_A_MESSAGE = 4  # kinds of evidence behind a message at most: its text, two frames and a configuration
-_MOST_OTHERS = 2  # causes beside the first that an answer has
+_MOST_OTHERS = 2  # causes of an answer beside the first
 _BELOW = re.compile(r"<(\d[\w.]*)$")  # the release before which a rule holds
 _DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 

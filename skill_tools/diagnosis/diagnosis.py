@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The diagnosis of a failed or slow run's log: the facts about it, its cause, memory, steps, and the next command.
 
-Where the log gives a number that a plan can use (the GPU and its capacity, the bytes that were allocated, the host's
-memory), the diagnosis passes it on: the plan's budget is lowered by the bytes that the run needed beyond its
-prediction.
+The diagnosis passes the log's numbers on to a plan (the GPU and its capacity, the allocated bytes, the host's memory):
+the plan's budget is lowered by the bytes that the run needed beyond its prediction.
 """
 
 import re
@@ -58,8 +57,8 @@ CPU_OPTIMIZER_BYTES = (
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(
     r"(?i)\bpin_memory\b|page-lock|pinned"
-)  # of settings that pin host memory, without any offload
-_LOOKED_AT = 50  # exceptions of a log that are asked for the events after them
+)  # settings that pin host memory, without any offload
+_LOOKED_AT = 50  # exceptions of a log with a look at the events after them
 
 
 def _none(_: object) -> None:
@@ -70,12 +69,11 @@ def _none(_: object) -> None:
 class Diagnosis:
     """Everything recognised in one log. `reported` is Megatron's (allocated, max allocated) in bytes.
 
-    `gpu` is the GPU that the log names, `host_bytes` the part of its host that the run may take, `parameters` how many
-    the model has, and `model` is the known model of that size. `failure` is the exception that ended the run, `phase`
-    where it or the log ends, `findings` are the configuration's own, those first that show there. `releases` says of
-    the failing code's package which release ran and which are known. `suspects` are faults that show in no log, by what
-    somebody may have against a run in which nothing failed. `may_plan` says that runs of the
-    configuration's framework have a plan.
+    `gpu` is the log's GPU, `host_bytes` the run's part of its host, `parameters` the model's number of them, and
+    `model` the known model of that size. `failure` is the exception that ended the run, `phase` its place or the log's
+    end, `findings` are the configuration's own, fitting ones first. `releases` names the release of the failing code's
+    package and the known ones. `suspects` are faults without a sign in the log, by the complaint about a run without a
+    failure. `may_plan`: runs of the configuration's framework have a plan.
     """
 
     name: str
@@ -112,7 +110,7 @@ class Diagnosis:
 
     @property
     def host(self) -> Seen | None:
-        """The first sign that the host's memory, or the part of it that may be locked or shared, ran out."""
+        """The first sign that the host's memory, or its lockable or shared part, ran out."""
         return next((seen for seen in self.messages if seen.message.kind in OF_THE_HOST), None)
 
     @property
@@ -144,7 +142,7 @@ def diagnose(
 ) -> Diagnosis:
     """Read `log`; `findings` are lint's about the run's `config`, which was read as one of `framework`.
 
-    `releases` are those that ran, by distribution, `unread` the texts of files that are no known configuration.
+    `releases` are the run's, by distribution, `unread` the texts of files without a known configuration.
     `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters,
     or None.
     """
@@ -271,12 +269,12 @@ def _lines_of_what_was_caught(
 
 
 def _is_past(seen: Seen, went_on_until: int) -> bool:
-    """Return whether `seen` is an exception that was caught, or that ended an earlier run in the same log."""
+    """Return whether `seen` is a caught exception, or one that ended an earlier run in the same log."""
     return seen.message.role == "exception" and not seen.ended_the_run and seen.at < went_on_until
 
 
 def _is_harmless(seen: Seen, log: Log) -> bool:
-    """Return whether `seen` is a notice of a fault that would stop or spoil a run that trained on behind it."""
+    """Return whether `seen` is a notice of a stopping or spoiling fault in a run that trained on behind it."""
     message = seen.message
     needs_nothing = message.role == "notice" and not message.needs and message.kind != "slow"
     return needs_nothing and failures.trains_after(log, seen.at)
@@ -298,7 +296,7 @@ def budget_note(gpu_bytes: int, predicted_bytes: int, beyond: int) -> str:
 
 
 def host_need(found: Diagnosis) -> str:
-    """Count a CPU optimizer's bytes in the host's memory, where a log says the sizes of a run that ran out of it."""
+    """Count a CPU optimizer's bytes in the host's memory, if the log of a run that ran out of it has the sizes."""
     if not found.host_ran_out or found.parameters is None:
         return ""
     trained = found.parameters.trained

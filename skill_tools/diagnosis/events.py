@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stopped a run that no exception ended: ranks that wait for each other, a host without memory.
+"""The end of a run without an exception: ranks that wait for each other, a host without memory.
 
 Apart because such an event has no words of its own: the phase, the offloads and who else held memory tell it.
 """
@@ -28,7 +28,7 @@ def hang_at_the_start(evidence: Evidence) -> Conclusion:
         "",
         (
             told("params-on-gpu", evidence.dialects, evidence.config),
-            "or another release of torch and of the framework: a rank that waits in py-spy dump says in which call",
+            "or another release of torch and of the framework: py-spy dump of a waiting rank names its call",
         ),
     )
 
@@ -45,7 +45,7 @@ def hang_of_ranks(cause: str, rule: str, evidence: Evidence, change: Sequence[st
 
 
 def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]) -> Conclusion:
-    """Return a conclusion about host memory: whose it was, where the log or the configuration says it."""
+    """Return a conclusion about host memory: its owner, by the log or the configuration."""
     owners = evidence.owners
     # While a model is read no optimizer is built yet; on NVMe its states are not in host memory.
     elsewhere = READ in owners.of_the_host or evidence.states_on_nvme
@@ -69,7 +69,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
 
 
 def _kept_there(evidence: Evidence) -> str:
-    """Name what the run's offload keeps in host memory for each parameter."""
+    """Name the bytes of the run's offload in host memory for each parameter."""
     if sign := evidence.offloads.get("optimizer"):
         return f"; the offload of the optimizer ({sign}) keeps masters, moments and gradients there"
     if (sign := evidence.offloads.get("params")) and "zero3" not in evidence.offloads:

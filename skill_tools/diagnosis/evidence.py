@@ -24,14 +24,14 @@ from skill_tools.rules.knowledge import Rule
 
 
 class Evidence(NamedTuple):
-    """All that a log and its run's configuration show. `dialects` are those whose settings the user has.
+    """All facts of a log and its run's configuration. `dialects` are those of the user's settings.
 
     `said` is the text of the failure from its first line on, `source` the line of source above it, `texts` are the
     run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has the sign of each
     kind of offload of the run.
-    `anomalies` are the faults of its numbers, `faults` those that are known to give such. `mended` are faults of
-    libraries that the failure shows, and that a later release mends. `around` is the GPU memory before and after the
-    offload, `inert` a line that says that an offload does nothing, `releases` are those that ran.
+    `anomalies` are the faults of its numbers, `faults` the known causes of such. `mended` are the failure's faults
+    of libraries that a later release mends. `around` is the GPU memory before and after the offload, `inert` a line
+    about an offload without effect, `releases` are the run's.
     """
 
     failure: Failure | None
@@ -72,9 +72,9 @@ class Evidence(NamedTuple):
 class Conclusion(NamedTuple):
     """The cause in words, the rule that tells more if there is one, and the lines to change.
 
-    `plans_away` says that a plan's lines, where there are any, take the place of these. Where `is_known` is false, the
-    cause says that nothing is known of it, and `change` is the experiment that would decide. `others` are causes that
-    fit too, each with the sign that tells it apart.
+    `plans_away`: a plan's lines, if there are any, replace these. Without `is_known` the cause says that nothing is
+    known of it, and `change` is the deciding experiment. `others` are further fitting causes, each with its
+    distinguishing sign.
     """
 
     cause: str
@@ -96,21 +96,21 @@ SHOWN = 2  # lines to change that an answer has
 
 
 def of_finding(finding: Finding) -> Conclusion:
-    """Return the conclusion that a finding of the run's own configuration is."""
+    """Return the conclusion of a finding of the run's own configuration."""
     fix = finding.fix
     lines = fix.options or tuple(_changed(fix.diff)) or (finding.next,)
     return Conclusion(f"{finding.title} ({finding.place})", finding.rule, lines[:SHOWN])
 
 
 def of_rule(rule: Rule) -> Conclusion:
-    """Return the conclusion that a rule is whose text the log has."""
+    """Return the conclusion of a rule with its text in the log."""
     fix = rule.fix
     set_ = tuple(f"{key}: {value}" for key, value in fix.set.items())
     return Conclusion(rule.title, rule.id, (fix.options or set_ or (rule.next,))[:SHOWN])
 
 
 def _changed(diff: str) -> Iterable[str]:
-    """Yield the lines that a diff puts in, or where it puts in none, those that it takes out."""
+    """Yield the added lines of a diff, or without any, the removed ones."""
     lines = [line for line in diff.splitlines() if not line.startswith(("+++", "---", "@@"))]
     added = [line[1:].strip() for line in lines if line.startswith("+")]
     return added or [f"remove {line[1:].strip()}" for line in lines if line.startswith("-")]

@@ -60,9 +60,7 @@ _PROGRESS = re.compile(
 )
 _GAP = 6000  # characters between two frames of one traceback, others' lines among them
 _LONGEST = 4000  # characters of a line that are looked at
-_STEPS_OF_OTHERS = (
-    3  # that others report after an exception before they would wait for the rank that raised it
-)
+_STEPS_OF_OTHERS = 3  # of others after an exception, as long as they need not wait for the failing rank
 _TAIL = 1200  # characters after an exception's first line that may belong to its text
 # The exceptions of the other ranks, the launcher and the garbage collector once a run has failed.
 _AFTERMATH = re.compile(
@@ -86,8 +84,7 @@ class Failure(NamedTuple):
     """One exception, or a chain of them of which the last is named.
 
     `start` and `end` are positions in the log's text, `raised_at` that of the exception's own line; `rank` is the
-    prefix that names the writer. `text` is the exception's first line. `is_aftermath` says that it follows from another
-    failure.
+    writer's prefix. `text` is the exception's first line. `is_aftermath` says that it follows from another failure.
     """
 
     rank: str
@@ -155,7 +152,7 @@ def failures(log: Log) -> tuple[Failure, ...]:
 
 
 def _apart(found: Sequence[Failure]) -> Iterator[Failure]:
-    """Yield the failures, each of which ends where another rank raises."""
+    """Yield the failures; each ends at another rank's exception."""
     for failure, following in zip_longest(found, found[1:]):
         ends_there = (
             following is not None and following.rank != failure.rank and following.raised_at < failure.end
@@ -164,7 +161,7 @@ def _apart(found: Sequence[Failure]) -> Iterator[Failure]:
 
 
 def source_line(log: Log, failure: Failure) -> str:
-    """Return the line of source that stands above the exception's own line; "" where the traceback shows none."""
+    """Return the line of source above the exception's own line; "" if the traceback has none."""
     before = log.text[max(failure.start, failure.raised_at - _TAIL) : failure.raised_at]
     for line in reversed(before.splitlines()):
         prefix = _PREFIX.match(line)
@@ -175,10 +172,10 @@ def source_line(log: Log, failure: Failure) -> str:
 
 
 def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
-    """Return the failure that ended the run; None where training went on after each, or nothing failed."""
+    """Return the failure that ended the run; None if training went on after each, or nothing failed."""
     steps = _steps(log.text) if found else []
     last_of = dict(steps)  # a rank's last step
-    # Another rank may report the step that it is in; one that reports more has had the rank's gradients.
+    # Another rank may report its running step; one with later reports has had the rank's gradients.
     others_went_on = steps[-_STEPS_OF_OTHERS][1] if len(steps) >= _STEPS_OF_OTHERS else -1
     ending = [each for each in found if each.raised_at > max(last_of.get(each.rank, -1), others_went_on)]
     final = {each.rank: each for each in ending if not each.is_aftermath}
@@ -201,12 +198,12 @@ def trains_after(log: Log, position: int) -> bool:
 
 @lru_cache(maxsize=2)
 def _progress(text: str) -> tuple[int, ...]:
-    """Return where training steps are reported; several ask for it, of a log that may have a hundred thousand."""
+    """Return the places of reported training steps; cached, because a log may have a hundred thousand."""
     return tuple(match.start() for match in _PROGRESS.finditer(text))
 
 
 def _steps(text: str) -> list[tuple[str, int]]:
-    """Return who reported a training step, and where, in the log's order; who is looked up once a line."""
+    """Return the reporter (looked up once a line) and place of each training step, in the log's order."""
     steps: list[tuple[str, int]] = []
     line, name, last = -1, "", 0
     for position in _progress(text):
@@ -219,13 +216,13 @@ def _steps(text: str) -> list[tuple[str, int]]:
 
 
 def writer(text: str, line: int, end: int) -> tuple[str, str]:
-    """Return the rank that stands in front of the line that begins at `line`, and the rest of it up to `end`."""
+    """Return the rank in front of the line at `line`, and the rest of it up to `end`."""
     prefix = _PREFIX.match(text, line)
     return (_named(prefix["rank"]), text[prefix.end() : end].rstrip()) if prefix else ("", text[line:end])
 
 
 def frame_in(body: str) -> Frame | None:
-    """Return the frame that a line of a traceback or of a fault handler's stack names; None where it names none."""
+    """Return the frame in a line of a traceback or of a fault handler's stack; None without one."""
     match = _FRAME.match(body)
     return _frame(match) if match else None
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of libraries that a later release mends, and which of them a failure shows.
+"""Faults of libraries that a later release mends, and those that a failure shows.
 
-Each was read from the commit that mends it: the code that it changes, the functions in a traceback through which the
-fault is met, the text of the failure, and the first release that has the commit. A fault is told where all that it asks
-for is there and the run's release, where it is stated, is an older one. Facts are in `knowledge/fixes/*.yaml`.
+Each was read from its fix: the changed code, the functions in the fault's traceback, the text of the failure, and the
+first release with the fix. A fault is told if all its signs are there and the run's release, if stated, is an older
+one. Facts are in `knowledge/fixes/*.yaml`.
 """
 
 import re
@@ -19,14 +19,14 @@ from skill_tools.rules.versions import Standing, standing
 
 _NUMBER = re.compile(r"/(?:pull|issues|commit)/(\w+)$")
 _SHORT = 9  # characters of a commit's hash
-_EXACT = 3  # kinds of evidence that outweigh a text that says the same in any run
+_EXACT = 3  # kinds of evidence that outweigh a text common to many runs
 
 
 class Fix(NamedTuple):
-    """One fault. `code` are parts of files and `functions` names, of each of which a frame has one where it has any.
+    """One fault. `code` are parts of files and `functions` names; a frame has one of each, if there are any.
 
     `texts` stand in the failure, any of them; of each group in `needs` one word stands in the run's files or log.
-    `release` is the first of `package` without the fault, "" where none was known; `since` the first that has it.
+    `release` is the first of `package` without the fault, "" if none was known; `since` the first with it.
     """
 
     package: str
@@ -48,7 +48,7 @@ class Fix(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether it asks for more than a text that says the same in any run."""
+        """Whether it asks for more than a text common to many runs."""
         return self.asked >= _EXACT
 
     @property
@@ -62,13 +62,13 @@ class Fix(NamedTuple):
 
     @property
     def range(self) -> dict[str, str]:
-        """The releases that have the fault, by distribution; none where all that are known have it."""
+        """The releases with the fault, by distribution; none if all known ones have it."""
         bounds = [f">={self.since}"] * bool(self.since) + [f"<{self.release}"] * bool(self.release)
         return {self.package: ",".join(bounds)} if bounds else {}
 
 
 class Shown(NamedTuple):
-    """A fault that a failure shows, the sign of it, and the release that it depends on if nobody stated one."""
+    """A fault that a failure shows, its sign, and its release if none is stated."""
 
     fix: Fix
     by: tuple[str, ...]
@@ -104,7 +104,7 @@ def shown_by(
     texts: Iterable[tuple[str, str]],
     releases: Mapping[str, str],
 ) -> tuple[Shown, ...]:
-    """Return the faults that a failure shows, whose text begins `said`: those that ask for most first.
+    """Return the faults that a failure with the text `said` shows: those that ask for most first.
 
     Where nothing was raised (`failure` is None), `said` is the log. `texts` are the run's files and its log by name,
     `releases` those that ran.
@@ -129,7 +129,7 @@ def shown_by(
 
 
 def _place(fix: Fix, failure: Failure | None) -> str | None:
-    """Return the innermost frame that is in the fault's code, "" where it names none, and None where none is."""
+    """Return the innermost frame in the fault's code, "" if the fault names no code, and None without such a frame."""
     if not fix.code and not fix.functions:
         return ""
     for frame in reversed(failure.frames if failure else ()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Framework errors in a log that rules know: each rule's `raises` is matched with the text.
 
-Several rules can share one text. Then the rules that the configuration breaks are kept; without one, those of the
-run's own framework, which its configuration or a traceback shows, and of these the ones whose keys stand on the line.
+Several rules can share one text. Then the rules broken by the configuration are kept. Without a configuration, those of
+the run's own framework (by its configuration or a traceback) are kept, and of these the ones with keys on the line.
 """
 
 import re
@@ -31,8 +31,8 @@ _SHARED = 3  # rules shown when nothing tells those with the same text apart
 class KnownError:
     """One framework message in the log, and the rules that explain it; `confirmed` ones break the configuration.
 
-    `of_the_run` says that the rules are about the framework of this run, `ended_the_run` that the message stands in
-    what ended it.
+    `of_the_run`: the rules are about the framework of this run. `ended_the_run`: the message is part of the ending
+    exception.
     """
 
     line: int
@@ -119,7 +119,7 @@ def _place(log: Log, template: str, ended_by: Failure | None) -> int:
 
 
 def frameworks(log: Log) -> tuple[str, ...]:
-    """Return the frameworks whose code a traceback in `log` goes through; one that runs in another comes before it."""
+    """Return the frameworks with code in a traceback of `log`; one that runs in another comes before it."""
     return _frameworks(log.text)
 
 
@@ -154,7 +154,7 @@ def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:
 
 
 def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:
-    """Return the rules that the line speaks of most; of those, one that holds in more frameworks comes first."""
+    """Return the rules closest to the line; of equal ones, the one for more frameworks comes first."""
     scored = [(_mentions(rule, line), rule) for rule in rules]
     best = max(score for score, _ in scored)
     chosen = sorted((rule for score, rule in scored if score == best), key=lambda rule: -len(rule.dialects))

@@ -94,7 +94,7 @@ def _joined(name: str, chunks: list[tuple[bytes, int]], decoder: codecs.Incremen
 
 
 def _kept(chunks: Iterator[bytes]) -> list[tuple[bytes, int]]:
-    """Return the chunks that are read, each with the number of lines that were left out before it."""
+    """Return the chunks of the log, each with the number of lines left out before it."""
     kept: list[tuple[bytes, int]] = []
     end: deque[bytes] = deque()
     left_out, of_a_failure, seam = 0, 0, b""

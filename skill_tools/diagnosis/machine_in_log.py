@@ -54,7 +54,7 @@ def host_bytes(log: Log) -> int | None:
 
 
 def _limit_bytes(log: Log) -> int | None:
-    """Return the limit that the kernel enforced, or else that the log's own launch command asks for."""
+    """Return the kernel's enforced limit, or else that of the log's own launch command."""
     for written in reversed(_CGROUP.findall(log.text)):
         if int(written) << 10 < _UNLIMITED:
             return int(written) << 10 or None

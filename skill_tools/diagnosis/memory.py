@@ -35,7 +35,7 @@ class OutOfMemory:
     """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
 
     The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`. `other`
-    is the name that the log gives to the process that held most of these, such as an actor's.
+    is the log's name of the process with the most of these, such as an actor's.
     """
 
     line: int
@@ -105,7 +105,7 @@ def _others(message: str, fields: Mapping[str, int | None]) -> int:
 
 
 def _named(log: Log, at: int, message: str) -> str:
-    """Return the name in front of the lines of the process that held most beside the one that failed; "" if none has.
+    """Return the name in front of the lines of the process with the most beside the failed one; "" without any.
 
     Ray and others print `(NAME pid=N)` in front of each line.
     """

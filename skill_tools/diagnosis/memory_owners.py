@@ -55,7 +55,7 @@ _SIGNS = (
     ),
     _Sign(
         re.compile(r"(?<![\w.])(?:fsdp_)?(?:pin_memory|offload_params|fsdp_cpu_offload)['\"]?\s*[=:]\s*['\"]?[Tt]rue"),
-        "page-locked blocks, which torch rounds up to a power of two of bytes: up to twice what lies in them",
+        "page-locked blocks, which torch rounds up to a power of two of bytes: up to twice their contents",
         "",
     ),
     _Sign(
@@ -78,7 +78,7 @@ _SWAP_DEFAULTS = {"count": 5.0, "size": 1e8}
 _SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
 READ = "the model as each rank of the node reads it, all of them at once"
-_SAVE = "copies of what a checkpoint writes, until it is written"
+_SAVE = "copies of a checkpoint's tensors, until it is written"
 ASK = (
     "the largest processes of the node while it is full: ps -eo rss,args --sort=-rss | head; free -g before the "
     "trainer starts"
@@ -148,7 +148,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
 
 
 def _swap_buffers(texts: Sequence[str]) -> str:
-    """Say how large the pinned buffers are that weights are swapped through from NVMe; "" where none are."""
+    """Name the size of the pinned buffers for weights swapped from NVMe; "" without any."""
     section = next((match["section"] for text in texts for match in _SWAPS.finditer(text)), "")
     if not _ON_NVME.search(section):
         return ""
@@ -217,7 +217,7 @@ def sentence(used_bytes: int, whole_bytes: int, predicted_bytes: int) -> str:
 
 
 def _largest(log: Log) -> tuple[str, int]:
-    """Return the process that held most of the memory in use, and its bytes; nothing where none held half of it."""
+    """Return the process with the most of the memory in use, and its bytes; nothing if none held half of it."""
     used = in_use(log)
     rows = []
     if table := _TABLE.search(log.text):

@@ -43,9 +43,9 @@ class Message(NamedTuple):
     """One known text: its cause, the change, and rules that tell more.
 
     `role` is the part of the text: the `exception` that ended something, a `consequence` of a cause elsewhere, a
-    `notice` that counts where the run has its subject (`needs`, a mechanism), or `chatter`, which only shows that a
-    mechanism runs (`shows`). An exception that `needs` pinned memory counts where the run offloads or pins anything.
-    `frames` are parts of files or functions that the traceback must go through.
+    `notice` for runs with its subject (`needs`, a mechanism), or `chatter`, which only shows that a mechanism runs
+    (`shows`). An exception that `needs` pinned memory counts if the run offloads or pins anything. `frames` are
+    required parts of files or functions in the traceback.
     """
 
     id: str
@@ -142,7 +142,7 @@ def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, b
 
 
 def _span_in(text: str, log: Log, ended_by: Failure) -> int:
-    """Return where `text` begins that stands in the exception that ended the run, or reaches into it; else -1."""
+    """Return the start of `text` inside the ending exception, or reaching into it; else -1."""
     for first in (ended_by.start, max(0, ended_by.start - REACH)):
         start, end = span(log.text, text, first)
         if start >= 0 and ended_by.meets(start, end):

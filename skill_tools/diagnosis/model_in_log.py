@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's size as a log states it, from which follow the bytes that a CPU optimizer keeps in host memory.
+"""The model's size by a log; the bytes of a CPU optimizer in host memory follow from it.
 
 Apart because each framework prints the number of parameters in words of its own, and the number that a rank prints of
 its own share must not pass for the model's.

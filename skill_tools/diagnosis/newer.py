@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names the library whose newer release is worth a try, and how new the newest is that is known of it.
+"""Names the library with a newer release worth a try, and its newest known release.
 
 Apart because every answer about tensors that a trainer's own code moves needs it: most such faults were mended there.
 """
@@ -24,8 +24,8 @@ _OF_TRAINERS = frozenset({"phases", "sleep", "memory-saver", "block-swap", "grou
 def with_release(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
     """Return `conclusion`, if there is one, with the library's name, and with a newer one where it names no release.
 
-    A rule says by itself what to change. Another failure has a release for its cause where the trainer's own code moves
-    tensors, as between its phases, or where the code of an offload raised it.
+    A rule has its own change. Another failure has a release for its cause if the trainer's own code moves tensors, as
+    between its phases, or if an offload's code raised it.
     """
     if conclusion is None or not conclusion.is_known:
         return conclusion
@@ -38,7 +38,7 @@ def with_release(conclusion: Conclusion | None, evidence: Evidence) -> Conclusio
 
 
 def _may_be_at_fault(evidence: Evidence) -> bool:
-    """Return whether a trainer's, or an offload's, own code moved what the failure is about."""
+    """Return whether a trainer's, or an offload's, own code moved the tensors of the failure."""
     if evidence.failure is None:
         return False
     where = code.of(evidence.failure)
@@ -54,7 +54,7 @@ def at_fault(evidence: Evidence) -> str:
 
 
 def _of_the_offload(evidence: Evidence) -> str:
-    """Return the distribution whose offload's code the failure went through; "" where that is torch or an engine."""
+    """Return the distribution of the offload's code in the failure; "" for torch or an engine."""
     where = code.of(evidence.failure) if evidence.failure is not None else None
     package = where.code.package if where is not None and where.code.mechanisms else ""
     return "" if package in knowledge.index()["releases"]["no_offloads"] else package
@@ -85,7 +85,7 @@ def trainer(evidence: Evidence) -> str:
 
 
 def _newest(name: str, evidence: Evidence) -> str:
-    """Return `name` with its newest known release; "" where the run has that one."""
+    """Return `name` with its newest known release; "" if the run has that one."""
     known = knowledge.index()["releases"]["known"].get(name, ())
     newest = next((each for each in reversed(known) if "dev" not in each), "")
     stated = evidence.releases.get(name, "")

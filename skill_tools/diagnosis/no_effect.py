@@ -16,11 +16,11 @@ _TORCH = re.compile(r"/torch/")
 _BETWEEN_PHASES = frozenset(
     {"phases", "sleep", "memory-saver"}
 )  # offloads under which the step is on the GPU
-_A_PART = "rest"  # healthy runs leave it too, so that it is no cause by itself
+_A_PART = "rest"  # healthy runs leave it too, so it is no cause by itself
 
 
 def concluded(evidence: Evidence) -> Conclusion | None:
-    """Return the cause of an offload without effect, where nothing failed; None where nothing shows one."""
+    """Return the cause of an offload without effect, if nothing failed; None without a sign of one."""
     if evidence.inert is not None and (evidence.offloads or evidence.mechanisms):
         said = inert.told(evidence.inert)
         return Conclusion(said.cause, "", said.change)
@@ -46,7 +46,7 @@ def of_a_setting(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
         if finding.effect == "ignored" and known and _OFFLOAD.search(about):
             found = of_finding(finding)
             return (
-                f"; a setting without effect, so that what it should free stays: {found.cause}",
+                f"; a setting without effect, so its memory is not freed: {found.cause}",
                 found.change,
             )
     return "", ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a run's files whose name speaks of an offload, whatever framework has them, and the kind that it names.
+"""Options of a run's files, of any framework, with an offload in their name, and its kind.
 
 No fact about a framework is needed: `tensorwise_offload_optimizer` and `offload_fraction` under `optimizer:` are about
 the optimizer. Such a name shows an offload where no known sign does.
@@ -21,7 +21,7 @@ _OFF = re.compile(r"(?:false|none|null|off|no|0|0\.0*|disabled?)$", re.IGNORECAS
 _COMMENT = re.compile(r"^\s*(?:#|//|def |class |import |from )")
 _HYPHEN = "--"
 _MOST_TEXT = 1 << 20
-# Which kind of offload (an entry of offloads.yaml) words of a name, or of its line, speak of; the first that fits.
+# The kind of offload (an entry of offloads.yaml) for words of a name, or of its line; the first that fits.
 _KINDS = (
     ("activation", re.compile(r"activ|(?<![a-z])acts?(?![a-z])|hidden|recompute|grad\w*_checkpoint")),
     ("optimizer", re.compile(r"optim|adam|moment|master|opt_state")),
@@ -40,7 +40,7 @@ class Option(NamedTuple):
 
 
 def of_offloads(texts: Sequence[tuple[str, str]]) -> tuple[Option, ...]:
-    """Return the options in the run's files, by name and text, whose names speak of an offload and that are on."""
+    """Return the switched-on options in the run's files with an offload in their name, by name and text."""
     found: dict[str, Option] = {}
     for file, text in texts:
         for match in _NAMED.finditer(text[:_MOST_TEXT]):
@@ -55,7 +55,7 @@ def of_offloads(texts: Sequence[tuple[str, str]]) -> tuple[Option, ...]:
 
 
 def of_the_code(failure: Failure, texts: Sequence[tuple[str, str]]) -> Option | None:
-    """Return an option of the run's files that is on and whose name a function of the traceback has in its own.
+    """Return a switched-on option of the run's files with its name inside that of a function in the traceback.
 
     `layered_summon=True` leads to layered_summon_lora_params.
     """

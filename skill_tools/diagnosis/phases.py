@@ -55,7 +55,7 @@ class Phase(StrEnum):
 
 _WHENEVER = frozenset(Phase)
 _BEGINNING = frozenset((Phase.STARTUP, Phase.FIRST_STEP))
-# The phases in which a rule's fault stops a run; none where it stops none.
+# The phases in which a rule's fault stops a run; none for a silent one.
 _STOPS = {
     "raises": frozenset((Phase.STARTUP, Phase.RESUME)),
     "raises-at-build": _BEGINNING | {Phase.RESUME},
@@ -67,7 +67,7 @@ IN_A_LOG = {
     "raises-at-build": "stops the run when it builds the model or the optimizer",
     "crashes-later": "stops the run later",
     "wrong-numerics": "trains with wrong numbers and prints no error",
-    "ignored": "does nothing: what it should free stays on the GPU",
+    "ignored": "does nothing: memory that it should free stays on the GPU",
     "slow": "makes steps slower and stops none",
     "out-of-memory": "runs out of memory",
     "warns": "prints a warning",
@@ -90,7 +90,7 @@ def saves(text: str) -> bool:
 
 
 def phase_of(log: Log, failure: Failure | None) -> Phase:
-    """Return the phase that `failure` stopped, or without one that in which the log ends."""
+    """Return the phase that `failure` stopped, or without one the log's last phase."""
     at = failure.raised_at if failure else len(log.text)
     functions = [frame.function.rpartition(".")[2] for frame in failure.frames] if failure else []
     if any(map(_SAVE_FRAME.search, functions)):
@@ -145,7 +145,7 @@ def loses_what_was_loaded(finding: Finding) -> bool:
 
 
 def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tuple[Finding, ...]:
-    """Return the findings that may show in a log, those first whose consequence fits where it ends."""
+    """Return the findings that may show in a log; first those with a consequence that fits its end."""
 
     def place(finding: Finding) -> tuple[bool, bool, int]:
         fits = stops(finding, phase) if failed else finding.effect in ("wrong-numerics", "slow", "ignored")

@@ -25,16 +25,16 @@ _LAST = 600  # characters at a log's end in which its last line stands
 
 
 class Complaint(StrEnum):
-    """What somebody may have against a run in which nothing failed, as an answer says it."""
+    """A complaint about a run without a failure, in an answer's words."""
 
     RESULTS = "its results, or its memory, are wrong all the same"
     SPEED = "it is slower than it should be"
     STILL = "it stands still there"
-    SAVED = "what it saved is empty or cannot be read"
+    SAVED = "its saved files are empty or cannot be read"
 
 
 class _Possible(NamedTuple):
-    """What may be so under `offload`; `needs` and `lacks` are words of the run's files or log."""
+    """A possible cause under `offload`; `needs` and `lacks` are words of the run's files or log."""
 
     offload: str
     needs: tuple[tuple[str, ...], ...]
@@ -46,7 +46,7 @@ class _Possible(NamedTuple):
 
 @knowledge.derived
 def load(part: str) -> tuple[_Possible, ...]:
-    """Return what slows steps (`slow`), or what saves leave out (`saves`), in the file's order."""
+    """Return causes of slow steps (`slow`), or gaps in saves (`saves`), in the file's order."""
     return tuple(
         _Possible(
             offload,
@@ -69,7 +69,7 @@ def suspects(
     *,
     usual_step_s: float | None,
 ) -> dict[Complaint, tuple[Suspect, ...]]:
-    """Return what is possible by complaint, the likeliest first; nothing where the run failed."""
+    """Return possible causes by complaint, the likeliest first; none where the run failed."""
     if evidence.failure is not None:
         return {}
     timed = steps.update_s(log)
@@ -102,7 +102,7 @@ def _wrong(
 
 
 def _of_a_finding(finding: Finding) -> Suspect:
-    """Return what the configuration's own finding says of a run that goes wrong without a word, and its change."""
+    """Return the configuration's own finding about a run that goes wrong in silence, and its change."""
     told = of_finding(finding)
     return Suspect(f"{told.cause}: {finding.message}", f"then {_either(told.change)}")
 
@@ -117,14 +117,14 @@ def _of_a_fault(found: numbers.Found) -> Suspect:
 
 
 def _slow(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    """Yield what the steps of the run's offloads wait for: the configuration's own findings first."""
+    """Yield causes of slow steps under the run's offloads: the configuration's own findings first."""
     own = [each for each in evidence.findings if each.effect == "slow"][:1]
     yield from map(_of_a_finding, own)
     yield from islice(_possible("slow", evidence, texts), _MOST_SLOW)
 
 
 def _saved(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    """Yield what a save under the run's offloads may have left out, where the log has a save."""
+    """Yield possible gaps in a save under the run's offloads, where the log has a save."""
     if phases.saves(texts[-1][1]):
         yield from islice(_possible("saves", evidence, texts), 1)
 
@@ -142,7 +142,7 @@ def _possible(part: str, evidence: Evidence, texts: Sequence[tuple[str, str]]) -
 
 
 def _still(log: Log) -> Iterator[Suspect]:
-    """Yield what a run was doing whose log ends with a line of something that begins."""
+    """Yield the work that a run had begun at its log's last line."""
     last = log.text[-_LAST:].rstrip().replace("\r", "\n").rpartition("\n")[2]
     for entry in knowledge.index()["quiet"]["ends"]:
         if any(text in last for text in named(entry["text"])):

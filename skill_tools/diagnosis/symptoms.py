@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unknown failure under an offload of the run: its kind, and whose it most likely is.
+"""An unknown failure under an offload of the run: its kind, and its likeliest cause.
 
-A kind of failure (two devices, memory that is gone, saved tensors that do not fit) has other causes under each kind of
-offload. Which of these a run has is read from its configuration, from any of its files, also one that no dialect
-reads, from its log, and from the code that its traceback goes through. `knowledge/symptoms.yaml` and `offloads.yaml`
-have both.
+A kind of failure (two devices, lost memory, unfitting saved tensors) has other causes under each kind of offload. A
+run's offloads are read from its configuration, from any of its files (also without a dialect), from its log, and from
+the code in its traceback. `knowledge/symptoms.yaml` and `offloads.yaml` have both.
 """
 
 import re
@@ -22,8 +21,8 @@ from skill_tools.rules.fixes import spell
 
 _ANY = "any"
 _DEVICES = ("cpu", "nvme", "disk", "true", "auto", "legacy", "hidden_states")
-_MOST_TEXT = 1 << 20  # characters of a log in which signs are looked for, at its beginning and at its end
-# The words behind an option that is switched off.
+_MOST_TEXT = 1 << 20  # characters of a log searched for signs, at its beginning and at its end
+# The words behind a switched-off option.
 _OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
 _TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
@@ -36,7 +35,7 @@ _COMMENT = re.compile(r"^\s*(?:#|//)")
 class Offload(NamedTuple):
     """A kind of offload: its name, its signs in a text, its code, its mechanisms, and how it is switched off.
 
-    One that `moves` nothing keeps tensors in another form, such as shards, and is no cause of wrong numbers.
+    An offload that `moves` nothing keeps tensors in another form, such as shards, and is no cause of wrong numbers.
     """
 
     id: str
@@ -51,7 +50,7 @@ class Offload(NamedTuple):
 class Cause(NamedTuple):
     """Why failures of a kind happen under an offload.
 
-    `inside` says that its own code has to have raised them, `resumed` that the run has to go on from a checkpoint.
+    `inside`: its own code has raised them. `resumed`: the run goes on from a checkpoint.
     """
 
     offload: str
@@ -69,7 +68,7 @@ class Cause(NamedTuple):
 
 
 class Symptom(NamedTuple):
-    """A kind of failure: its words, those that it never says (`but`), its frames, and causes, most exact first."""
+    """A kind of failure: its words, excluded words (`but`), its frames, and causes, most exact first."""
 
     id: str
     texts: tuple[str, ...]
@@ -79,7 +78,7 @@ class Symptom(NamedTuple):
 
 
 class Explained(NamedTuple):
-    """The cause that fits a failure, the offload, the sign that the run has it, and the change."""
+    """The cause that fits a failure, the offload, its sign in the run, and the change."""
 
     cause: Cause
     offload: Offload
@@ -132,14 +131,14 @@ def load_symptoms() -> tuple[Symptom, ...]:
 
 
 def named(offload: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the offloads that an entry is about, which names one or several."""
+    """Return the offloads of an entry, one or several."""
     return (offload,) if isinstance(offload, str) else tuple(offload)
 
 
 def explain(
     failure: Failure, said: str, phase: Phase, running: Mapping[str, str], *, resumed: bool = False
 ) -> Explained | None:
-    """Return the first cause that fits `failure`, whose text begins `said`; `running` shows each offload of the run."""
+    """Return the first cause that fits `failure` with the text `said`; `running` shows each offload of the run."""
     inner = of_the_code(failure)
     for symptom in load_symptoms():
         if not shows(symptom, failure, said):
@@ -194,7 +193,7 @@ def running(
             shown[offload.id] = f"{_path(inside.path).rpartition('/')[2]}:{inside.line} {inside.function}"
     if "cpu" in shown and not {"params", "zero3"} & shown.keys() and _is_sharded(texts, failure):
         shown = {"params": shown["cpu"], **shown}
-    # A name that speaks of an offload is read where no known sign is: a framework that nobody here has read.
+    # An offload's name is read if there is no known sign: a framework that nobody here has read.
     return shown or dict(options.kinds(texts))
 
 

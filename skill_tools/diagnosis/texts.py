@@ -12,7 +12,7 @@ HOLE = "{..}"
 REACH = 1200  # characters after the first piece in which the rest of a message has to follow
 _WORD = re.compile(r"\w{6,}")
 _NAME = re.compile(r"[A-Z]\w*")  # one word, such as the name of an exception
-_TRIES = 10_000  # places of the first piece that are looked at; a log that repeats it more often is not more certain
+_TRIES = 10_000  # searched places of the first piece; a log with more repetitions is not more certain
 
 
 def position(text: str, template: str) -> int:
@@ -21,7 +21,7 @@ def position(text: str, template: str) -> int:
 
 
 def span(text: str, template: str, first: int = 0) -> tuple[int, int]:
-    """Return where `template` first stands in `text` from `first` on, and where it ends; (-1, -1) where it does not."""
+    """Return the start and end of the first `template` in `text` from `first` on; (-1, -1) without one."""
     if not _inner_words(template) <= _words(text):
         return -1, -1
     pieces = [piece.strip() for piece in template.split(HOLE) if piece.strip()]

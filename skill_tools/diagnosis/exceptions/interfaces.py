@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that do not fit: a name or an argument that the called code does not have, or does not expect there.
+"""Calls that do not fit: a name or an argument that the called code lacks, or does not expect there.
 
-Code that offloads wraps and replaces other libraries' functions, so that a release of either, or a script of the user,
-may call it with arguments that it does not take. No fact about a framework is needed: the exception, the frames and the
-line of source that a traceback shows say who called whom with which arguments.
+An offload wraps and replaces other libraries' functions, so a release of either, or a script of the user, may call it
+with unknown arguments. No fact about a framework is needed: a traceback's exception, frames and line of source show the
+caller, the called function and the arguments.
 """
 
 import re
@@ -21,8 +21,8 @@ _MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\
 _MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
 _UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
 _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
-_BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages whose frames are the innermost of any trainer
-_COMMUNICATES = "vllm/distributed/"  # an engine's code that trainers send weights by
+_BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages with the innermost frames of any trainer
+_COMMUNICATES = "vllm/distributed/"  # an engine's code for the trainers' weights
 _NOT_OF_IT = re.compile(r"'(?P<kind>\w*Offload\w*)' object has no attribute '(?P<name>\w+)'")
 _AMBIGUOUS = "Boolean value of Tensor with more than one value is ambiguous"
 _TESTED = re.compile(r"^(?:if|elif|while|assert) (?:not )?(?P<name>[a-z_]\w*)\b(?! *[.(\[])")
@@ -31,7 +31,7 @@ _WORD = re.compile(r"[a-z]\w*_\w+")  # of an assertion, a name that a caller may
 
 
 def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> Said | None:
-    """Return who called which function with an argument, or for a name, that it does not have or expect there.
+    """Return the caller and the function, with the argument or name that it lacks or does not expect.
 
     `source` is the line of source that the traceback shows last, `texts` are the run's files by name.
     """
@@ -46,7 +46,7 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
 
 
 def handed_on(failure: Failure, texts: Sequence[tuple[str, str]]) -> Said | None:
-    """Return where the run's own file passes an argument that something hands on to code that does not take it."""
+    """Return the place of an argument in the run's own file that a library passes on to code without it."""
     match = _UNEXPECTED.search(failure.text)
     place = sign_in([f"{match['name']}="], _with_any_value(texts)) if match else None
     if match is None or place is None:
@@ -55,7 +55,7 @@ def handed_on(failure: Failure, texts: Sequence[tuple[str, str]]) -> Said | None
     through = _package(failure.frames[-1]) if failure.frames else ""
     by = f", through {through}" if through else ""
     return Said(
-        f"{where} passes {match['name']}, which what is called there does not take (any more) and hands on{by} to "
+        f"{where} passes {match['name']}, which the called code does not take (any more) and hands on{by} to "
         f"{match['called']}, which has no such argument",
         (
             f"without {match['name']} at {where}",
@@ -65,12 +65,12 @@ def handed_on(failure: Failure, texts: Sequence[tuple[str, str]]) -> Said | None
 
 
 def _with_any_value(texts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return `texts` in which an argument counts that is False: it is passed all the same."""
+    """Return `texts` with False arguments counted as set: they are passed all the same."""
     return [(name, re.sub(r"(?<==)(?:False|None|0)\b", "x", text)) for name, text in texts]
 
 
 def _lacking(failure: Failure) -> Said | None:
-    """Return which two libraries do not fit, where one asks the other for a name or an argument that it lacks."""
+    """Return the two libraries that do not fit, if one asks the other for a missing name or argument."""
     asks = caller(failure)
     if match := _MISSING_NAME.search(failure.text) or _MISSING_PART.search(failure.text):
         called = match["module"].partition(".")[0]
@@ -92,7 +92,7 @@ def _lacking(failure: Failure) -> Said | None:
 
 
 def _another_kind(failure: Failure) -> Said | None:
-    """Return the object in an offload's place, where it lacks the attribute that its caller asks for."""
+    """Return the object in an offload's place, if it lacks its caller's attribute."""
     match = _NOT_OF_IT.search(failure.text)
     if match is None or not failure.frames:
         return None
@@ -108,7 +108,7 @@ def _another_kind(failure: Failure) -> Said | None:
 
 
 def _misplaced(failure: Failure, source: str) -> Said | None:
-    """Return which flag got a tensor, where a function tests one of its parameters that is a tensor of many values."""
+    """Return the flag that got a tensor, if a function tests a parameter with a tensor of many values."""
     match = _TESTED.match(source)
     if _AMBIGUOUS not in failure.text or match is None or len(failure.frames) < 2:
         return None

@@ -18,9 +18,7 @@ _SAYS = re.compile(
     r"(?i)\b(?:\w*error|err|fail(?:ed|ure|s)?|fatal|out of memory|invalid|unable|can(?:not|'t)|could not|refused"
     r"|assert\w*)\b|what\(\):"
 )
-_BESIDE = re.compile(
-    r"(?i)may not be an issue|\bretry|\bINFO\b|\bDEBUG\b"
-)  # lines that say they are no reason
+_BESIDE = re.compile(r"(?i)may not be an issue|\bretry|\bINFO\b|\bDEBUG\b")  # lines that deny being a reason
 _BEFORE, _MOST_LINES = 3000, 12  # characters and lines before an abort in which its reason may stand
 _BEHIND = 12_000  # characters behind it in which its stack may stand
 _LONGEST_STACK = 50_000  # characters of a stack, other ranks' lines between its own included
@@ -28,7 +26,7 @@ _STACK = re.compile(r"(?:Current thread|Thread) 0x\w+[^\n]{0,80}\(most recent ca
 
 
 def completed(log: Log, found: Sequence[Failure]) -> tuple[Failure, ...]:
-    """Return `found` in which each abort begins at the reason that its process wrote before, and has its stack."""
+    """Return `found`, each abort from its process's earlier reason on, with its stack."""
     return tuple(_complete(log, each) if is_bare(each) else each for each in found)
 
 
@@ -45,7 +43,7 @@ def _complete(log: Log, failure: Failure) -> Failure:
 
 
 def _reason(text: str, failure: Failure) -> tuple[int, str]:
-    """Return where the reason of `failure` begins, and its words; its own place and "" where none was written."""
+    """Return the start and the words of the reason of `failure`; its own place and "" without any."""
     end = text.rfind("\n", 0, failure.raised_at) + 1
     start, words, lines = failure.start, "", 0
     while end > 0 and lines < _MOST_LINES and failure.raised_at - end < _BEFORE:
@@ -62,7 +60,7 @@ def _reason(text: str, failure: Failure) -> tuple[int, str]:
 
 
 def _stack(text: str, failure: Failure) -> tuple[Frame, ...]:
-    """Return the frames that Python's fault handler printed of the thread that failed, outermost first."""
+    """Return the failed thread's frames from Python's fault handler, outermost first."""
     if "Segfault encountered" in failure.text:  # its frames follow without a head
         return _frames(text, failure, text.find("\n", failure.raised_at) + 1)
     heads = list(_STACK.finditer(text, failure.raised_at, failure.raised_at + _BEHIND))

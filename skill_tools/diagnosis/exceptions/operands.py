@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which operand of an operation lay on the other device, by the words of the exception.
 
-torch names the argument at which it noticed, that argument's device and the device of those before. Which of them is
-the weight and which the input follows from the operation.
+torch names one argument, its device, and the device of the arguments before. The operation tells the weight from the
+input.
 """
 
 import re
@@ -45,12 +45,12 @@ class Operand(NamedTuple):
 
     @property
     def on_the_cpu(self) -> str:
-        """The part whose tensor lies on the CPU; "" where neither does, or nothing says which part it is."""
+        """The part with its tensor on the CPU; "" if neither is there, or nothing names the part."""
         return self.part if self.device == _CPU else self.others if self.rest == _CPU else ""
 
 
 def of(said: str) -> Operand | None:
-    """Return the operand that an exception's text names as the one on another device; None where it names none."""
+    """Return the operand on another device by an exception's text; None if it names none."""
     match = _NOTICED.search(said)
     if match is None:
         return None
@@ -61,7 +61,7 @@ def of(said: str) -> Operand | None:
 
 
 def told(said: str) -> str:
-    """Return in words which operand lies where; "" where the exception's text does not say."""
+    """Return the operands' devices in words; "" if the exception's text does not say."""
     operand = of(said)
     if operand is None or _CPU not in (operand.device, operand.rest):
         return ""
@@ -74,7 +74,7 @@ def told(said: str) -> str:
 
 
 def without_offload(failure: Failure, said: str) -> Said | None:
-    """Return what lies on the CPU in a run that shows no offload: nothing put it there, so nothing brought it."""
+    """Return the CPU's tensors of a run without a sign of an offload: nothing put it there, so nothing brought it."""
     operand, words = of(said), told(said)
     if operand is None or not words or not failure.frames:
         return None

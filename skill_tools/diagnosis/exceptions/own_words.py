@@ -84,7 +84,7 @@ def _one_of_two(words: str) -> str:
     """Return the change where a refusal names two things that it does not take together."""
     match = next((found for form in _APART if (found := form.search(words.partition(": ")[2]))), None)
     if match is None:
-        return "what these words name, one without the other"
+        return "one of the two without the other"
     return f"one without the other: no {match['one'].strip()}, or no {match['other'].strip().removesuffix(' yet')}"
 
 

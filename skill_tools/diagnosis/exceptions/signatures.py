@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls whose arguments or results are not those of the called function: who was written for another release of whom.
 
-Code that offloads calls private functions of other libraries, whose arguments change from release to release. The
+Offloads call private functions of other libraries; their arguments change from release to release. The
 exception names the function and the missing argument, and the innermost frame is who called it.
 """
 
@@ -44,7 +44,7 @@ _LEAST = 4  # letters of a folder's name that its checkout's name repeats
 
 
 def unfit(failure: Failure, source: str) -> Said | None:
-    """Return who called which function in a way that the installed one does not take, or takes its results apart.
+    """Return the caller and the installed function that does not take its call, or whose results it takes apart.
 
     `source` is the line of source that the traceback shows last.
     """
@@ -86,7 +86,7 @@ def _told(failure: Failure, called: str, what: str) -> Said:
 
 
 def _renamed(failure: Failure, source: str) -> Said | None:
-    """Return which library calls an attribute that a class of another one does not have (any more)."""
+    """Return the library that calls an attribute missing in another one's class (by now)."""
     match, frame = _GONE.search(failure.text), failure.frames[-1]
     if match is None or not re.search(rf"\.{match['name']}\b", source):
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an offload keeps the tensors of a failure, and the failure's code that goes past that.
+"""The places of an offload's tensors in a failure, and the failing code that goes past them.
 
 Glossary:
     moment: the trainer's work when a failure stops it: a forward, a step, a wake-up of the rollout engine.
     touched: the kinds of tensors that the failing code uses there.
-    row: where an offload keeps such a tensor at such a moment, the calls that bring it, and those that go past that.
+    row: an offload's place of such a tensor at such a moment, the calls that bring it, and calls past these.
 """

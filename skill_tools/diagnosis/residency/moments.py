@@ -68,7 +68,7 @@ _OF_AN_OPTIMIZER = (
 
 
 class Moment(NamedTuple):
-    """The trainer's work, the kinds of tensors that were used there (likeliest first), and the frame that says it."""
+    """The trainer's work, its kinds of tensors (likeliest first), and the frame that shows it."""
 
     name: str
     touched: tuple[str, ...]
@@ -76,7 +76,7 @@ class Moment(NamedTuple):
 
 
 def moment_of(failure: Failure, phase: Phase) -> Moment | None:
-    """Return the moment that `failure` stopped; None where no frame says it."""
+    """Return the moment that `failure` stopped; None if no frame shows it."""
     if phase in OF_PHASE:
         name, frames = OF_PHASE[phase], failure.frames
         of_an_optimizer = any(
@@ -94,7 +94,7 @@ def moment_of(failure: Failure, phase: Phase) -> Moment | None:
 
 
 def is_of_another(names: Iterable[str], failure: Failure | None, phase: Phase) -> bool:
-    """Return whether what is about clipping, as its `names` say, cannot be what stopped `failure`, elsewhere."""
+    """Return whether a fault of clipping, by its `names`, cannot have stopped `failure` elsewhere."""
     if not any(map(_OF_CLIPPING.search, names)) or failure is None or not failure.frames:
         return False
     moment = moment_of(failure, phase)

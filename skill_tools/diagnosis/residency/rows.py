@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a failure with where the run's offloads keep their tensors: which tensor is not where the code expects it.
+"""Compares a failure with where the run's offloads keep their tensors, and names the misplaced one.
 
 A failure says the fault of a tensor's place: that it lies on another device, has no elements, is in memory that
 is gone, that there was no room for it, or that the offload's record of it does not fit. Its frames say which tensor
@@ -37,7 +37,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "saved-tensors": ("record",),
     "states-that-differ": ("record",),
 }
-_NO_PLACES = ("record", "gpu", "collective")  # of rows that say nothing of where a tensor is for itself
+_NO_PLACES = ("record", "gpu", "collective")  # of rows without a place for a tensor itself
 # Of a library that nobody here has read: one sentence about a tensor that names the CPU and an accelerator.
 _OF_BOTH = re.compile(
     r"(?i)^(?=.*\b(?:tensor|device|weight|parameter|storage|buffer)s?\b)(?=.*\b(?:cuda|gpu|npu|xpu|hpu|musa)\b).*\bcpu\b"
@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A row that fits a failure, its offload, and the sign that the run has it."""
+    """A row that fits a failure, its offload, and the run's sign of it."""
 
     row: Row
     offload: Offload
@@ -114,7 +114,7 @@ def find(
     running: Mapping[str, str],
     texts: Sequence[tuple[str, str]] = (),
 ) -> Found | None:
-    """Return the rows that fit `failure`, whose text begins `said`.
+    """Return the rows that fit `failure` with the text `said`.
 
     `running` shows each offload of the run, `texts` are its files by name.
     """
@@ -130,7 +130,7 @@ def find(
     if not placed:
         return None
     first = placed[0]
-    # One whose own code failed is not weighed against one whose code did not.
+    # A row with its own code in the failure is not weighed against others.
     others = placed[1:] if first.row.offload not in inner else ()
     return Found(
         moment, first, next((each for each in others if each.row.offload != first.row.offload), None)
@@ -167,7 +167,7 @@ def of_a_hang(phase: Phase, running: Mapping[str, str]) -> Placed | None:
 
 
 def _places(failure: Failure, said: str) -> tuple[str, ...]:
-    """Return where a tensor may lie so that `failure` has its words, the likeliest first: one that it names."""
+    """Return the possible places of a tensor by the words of `failure`, the likeliest first: one that it names."""
     found = [
         place for kind in load_symptoms() if shows(kind, failure, said) for place in PLACES.get(kind.id, ())
     ]
@@ -182,7 +182,7 @@ def _places(failure: Failure, said: str) -> tuple[str, ...]:
 
 
 def _holds(row: Row, running: Mapping[str, str], texts: Sequence[tuple[str, str]] = ()) -> bool:
-    """Return whether the run has the offload of `row`, none beside which it does not hold, and a word that it needs."""
+    """Return whether the run has the offload of `row`, no excluding one, and a needed word."""
     return (
         row.offload in running
         and row.unless.isdisjoint(running)
@@ -203,6 +203,6 @@ def _fits(row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
 def _rank(
     row: Row, moment: Moment, places: Sequence[str], inner: frozenset[str]
 ) -> tuple[bool, int, bool, bool, int]:
-    """Return a key that is smaller for a row that says more of the failure."""
+    """Return a sort key, smaller for a row closer to the failure."""
     touched = min(moment.touched.index(each) for each in row.tensors if each in moment.touched)
     return (row.offload not in inner, places.index(row.lies), not row.needs, not row.moments, touched)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anomalies in the numbers of a run that nothing stopped: values that are none, a loss that leaps, no gradient.
+"""Anomalies in the numbers of a run without a failure: values that are none, a leaping loss, no gradient.
 
-An anomaly is an observation and its place. It is strong where a healthy run does not show it; one that a healthy run
-may show (a loss that stays where it is) counts only beside a fault that is known to do so. Their causes are in
-`numbers`.
+An anomaly is an observation and its place. It is strong if a healthy run never shows it. An anomaly of healthy runs too
+(a flat loss) counts only beside a fault known to give it. Their causes are in `numbers`.
 """
 
 import math
@@ -24,14 +23,14 @@ KINDS = {
     "jump": "the loss leaps within the first steps and stays there",
     "jump-at-resume": "the loss is higher after a checkpoint was loaded, or rises from there",
     "collapse": "the reward falls to nothing and stays there",
-    "divergence": "what the rollout engine and the trainer compute of the same text differs at once, and stays so",
+    "divergence": "rollout engine and trainer compute different numbers for the same text at once, and stay so",
     "kl": "the policy leaves its reference at once, and stays away",
     "garbage": "generated text is one character over and over",
     "untrained": "an adapter's weights are still the zeros that they began with",
     "flat": "the loss does not go down",
     "flat-reward": "the reward does not go up",
     "high-loss": "the loss is above that of guessing",
-    "spike": "the norm of the gradients is for a step many times what it was",
+    "spike": "the norm of the gradients is many times as large for one step",
 }
 _WEAK = frozenset({"flat", "flat-reward", "high-loss", "kl", "spike"})
 _RESUMES = re.compile(
@@ -44,14 +43,14 @@ _FIRST_LOSSES, _LEAP, _LEAST_LEAP = 12, 3.0, 2.0
 _APART, _LEAST_APART, _LEAST_KL = 10.0, 0.05, 1.0
 # A loss moves by a tenth from step to step, the norm of its gradients by a factor; the mean loss of a policy is noise.
 _AFTER_RESUME, _LEAST_AFTER_RESUME = {"loss": 1.5, "norm": 5.0}, 0.1
-_NOTHING, _LEAST_REWARD = 0.1, 0.05  # the part that is left of a reward that fell, and its least value before
-# How long a reward stays at nothing that is no chance: a small one comes from few answers, and is often 0.
+_NOTHING, _LEAST_REWARD = 0.1, 0.05  # the rest of a fallen reward, and its least value before
+# The time of a reward at nothing that is no chance: a small one comes from few answers, and is often 0.
 _SMALL_REWARD, _AT_ZERO, _AT_LITTLE = 0.2, (2, 5), (3, 8)
 _GUESSING = 12.7  # nats: every word of 327,000 alike, a larger vocabulary than any model in use
 _FLAT, _LEAST_VALUES, _LEAST_STEPS = 0.02, 6, 50
 _SPIKE = 50.0
 _FIRST_ROUNDS = (
-    3  # steps in which an offload has moved all that it moves; a bad batch or a high rate takes longer
+    3  # steps in which an offload has moved all its tensors; a bad batch or a high rate takes longer
 )
 
 
@@ -188,7 +187,7 @@ def _collapse(_: Log, of: Series) -> tuple[int, str] | None:
 
 
 def _after_resume(log: Log, of: Series) -> tuple[int, str] | None:
-    """Return where a loss is higher than before a checkpoint was loaded, or, where the log begins there, rises."""
+    """Return the place of a loss above that before a load of a checkpoint; if the log begins there, of its rise."""
     mark = next((each for each in reversed(_resumes(log.text)) if each < of.points[-1].at), None)
     if mark is None:
         return None
@@ -272,7 +271,7 @@ def _said(log: Log, shown: set[str]) -> Iterator[Anomaly]:
 
 
 def _tail(values: Sequence[float], holds: Callable[[float], bool]) -> int:
-    """Return where the values begin that `holds` is true of up to the end."""
+    """Return the start of the values for which `holds` is true up to the end."""
     return next((place for place in range(len(values), 0, -1) if not holds(values[place - 1])), 0)
 
 

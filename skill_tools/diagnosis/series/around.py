@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU memory that a log prints before and after an offload: whether it went down, and stays so in each cycle.
 
-An offload that does nothing fails nowhere. Its trainer prints figures around it, from which three things are read: that
-nothing left the GPU, that a good part of it stayed, and that after each cycle more is left than after the one before.
+An offload that does nothing fails nowhere. Its trainer prints figures around it; three faults are read from them:
+nothing left the GPU, a good part stayed, or each cycle leaves more than the one before.
 """
 
 import re
@@ -44,7 +44,7 @@ _NUMBERS = re.compile(r"\d+")
 class Around(NamedTuple):
     """Figures around offloads: `unmoved`, `rest` or `growth`, the line of the last one, and the words.
 
-    `repeated` is a complaint that the log prints in each of the cycles that leave more behind.
+    `repeated` is the log's complaint in each cycle that leaves more behind.
     """
 
     kind: str
@@ -116,7 +116,7 @@ def _growth(log: Log, figures: Sequence[_Figure]) -> Around | None:
 
 
 def _repeated(log: Log, figures: Sequence[_Figure]) -> str:
-    """Return a complaint that stands in front of each of `figures` but one; "" where there is none."""
+    """Return a complaint in front of each of `figures` but one; "" without any."""
     least = len(figures) - 1
     bounds = [max(0, figures[0].at - _CYCLE), *(each.at for each in figures)]
     counts: dict[str, int] = {}

@@ -41,14 +41,14 @@ _PREFIX = re.compile(r"^(?:[\[(][^\])\n]{0,80}[\])] ?|\w*(?:WARN(?:ING)?|INFO)\b
 
 
 class Inert(NamedTuple):
-    """A line that says that an offload does nothing, and its number."""
+    """A line about an offload without effect, and its number."""
 
     text: str
     line: int
 
 
 def find(log: Log) -> Inert | None:
-    """Return the first line of `log` that says of an offload that it is not carried out."""
+    """Return the first line of `log` about an offload that is not carried out."""
     places = sorted(place for phrase in _INERT for place in _places(log.text, phrase))
     for place in places:
         cut = log.text.rfind("\n", max(0, place - _LONGEST), place)

@@ -33,7 +33,7 @@ _VALUE = re.compile(
 )
 # One of these stands in each of the names: they are found in a tenth of the time that the whole pattern would take.
 _WORDS = re.compile("loss|norm|reward|score|kl|diff")
-_INSIDE = "_/.-"  # what stands inside of a name beside letters and digits
+_INSIDE = "_/.-"  # characters of a name beside letters and digits
 _OF_A_NAME = 100  # characters of the longest name with its sections
 _EVALUATES = re.compile(r"(?:eval|val|valid|validation|test)/", re.IGNORECASE)
 _STEP = re.compile(
@@ -44,9 +44,9 @@ _STEP = re.compile(
 _HEADLINE = re.compile(
     r"^\W*step\s{1,8}(?P<step>[0-9]{1,9})(?:\s?/\s?[0-9]{1,9})?\W*$", re.IGNORECASE | re.MULTILINE
 )
-EDGE = 1 << 20  # characters of a long log that are read, at its beginning and at its end
-_BEFORE = 400  # characters of a line that are looked at for its step
-_ABOVE = 8000  # characters before a value in which its step's headline may stand
+EDGE = 1 << 20  # characters read of a long log, at its beginning and at its end
+_BEFORE = 400  # characters of a line searched for its step
+_ABOVE = 8000  # characters before a value searched for its step's headline
 
 
 class Point(NamedTuple):
@@ -99,7 +99,7 @@ def _values(text: str) -> Iterator[re.Match[str]]:
 
 
 def _begin(text: str, position: int) -> int:
-    """Return where the name begins that goes on at `position`."""
+    """Return the start of the name that goes on at `position`."""
     first = max(0, position - _OF_A_NAME)
     while position > first and (text[position - 1].isalnum() or text[position - 1] in _INSIDE):
         position -= 1
@@ -127,7 +127,7 @@ def edges(text: str, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
 
 
 def step_at(log: Log, position: int) -> int | None:
-    """Return the step that the line of `position` names, else that of the headline above it, or None."""
+    """Return the step in the line of `position`, else that of the headline above it, or None."""
     start = max(log.text.rfind("\n", 0, position) + 1, position - _BEFORE)
     end = log.text.find("\n", position, position + _BEFORE)
     match = _STEP.search(log.text, start, end if end >= 0 else position + _BEFORE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which known faults of an offload give the numbers that a log shows, and the experiments that tell them apart.
+"""The known faults of an offload that give a log's numbers, and the experiments that tell them apart.
 
 A fault counts where the run shows its conditions: the offload, words of its configuration, script or log, and releases
 that have it. Faults that need nothing but the offload are told as possible, never as certain. Facts are in
@@ -20,11 +20,11 @@ _AT_RESUME = "jump-at-resume"
 
 
 class Fault(NamedTuple):
-    """One known fault. `shows` are kinds of anomalies, any of which it gives; `a+b` are two that come together.
+    """One known fault. `shows` are its kinds of anomalies, any of them; `a+b` are two together.
 
     Of each group in `needs` one word must stand in the run's files or log. `tell` is one cheap experiment that tells
-    this fault from others. Where `always` is true, each run that shows its conditions has it, whatever its numbers; one
-    that is `quiet` may be there where no number shows anything.
+    this fault from others. `always`: each run with its conditions has it, whatever its numbers. `quiet`: it may be
+    there without a sign in the numbers.
     """
 
     offload: str
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A fault that the run may have, its signs, and the releases that it depends on and nobody stated."""
+    """A possible fault of the run, its signs, and its unstated releases."""
 
     fault: Fault
     shown_by: tuple[str, ...]
@@ -79,7 +79,7 @@ def load_faults() -> tuple[Fault, ...]:
 
 @knowledge.derived
 def load_rules_that_show() -> Mapping[str, frozenset[str]]:
-    """Return, for each rule about wrong numbers, the kinds of anomalies that it gives; none where they are subtle."""
+    """Return the kinds of anomalies of each rule about wrong numbers; none for subtle ones."""
     return {entry["rule"]: frozenset(entry["shows"]) for entry in knowledge.index()["numbers"]["rules"]}
 
 
@@ -89,8 +89,7 @@ def explain(
     texts: Iterable[tuple[str, str]],
     releases: Mapping[str, str],
 ) -> tuple[Found, ...]:
-    """Return the faults that give `anomalies` and that the run may have, the likeliest first; without any, those that
-    each such run has.
+    """Return the run's possible faults that give `anomalies`, the likeliest first; without any, those of each such run.
 
     `running` shows each offload of the run, `texts` are its files and its log by name, `releases` those that ran.
     """
@@ -101,7 +100,7 @@ def explain(
 def suspects(
     running: Mapping[str, str], texts: Iterable[tuple[str, str]], releases: Mapping[str, str]
 ) -> tuple[Found, ...]:
-    """Return the faults that give wrong results in silence and that the run may have, the likeliest first.
+    """Return the run's possible faults that silently give wrong results, the likeliest first.
 
     A run that shows nothing wrong may have none of them: they are the first suspects, where its results are wrong.
     """

@@ -10,11 +10,9 @@ from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.series.numbers import Found
 from skill_tools.rules.finding import Finding
 
-_OF_ROLLOUTS = frozenset(
-    {"collapse", "garbage", "divergence"}
-)  # numbers that other weights in the engine give
-_ZERO_LOSS = "zero-loss"  # a loss that is 0 at once, which few faults give whatever else they do
-_MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, that an answer has
+_OF_ROLLOUTS = frozenset({"collapse", "garbage", "divergence"})  # numbers of other weights in the engine
+_ZERO_LOSS = "zero-loss"  # a loss that is 0 at once, a sign of few faults
+_MOST_SEEN, _MOST_OTHERS = 3, 2  # anomalies, and causes beside the first, of an answer
 _DECIDE_NUMBERS_ELSEWHERE = (
     "the run's configuration or script, given to diagnose after the log",
     "a tenth of the learning rate, and the batch of the first wrong step looked at: the two usual causes",
@@ -24,8 +22,8 @@ _DECIDE_NUMBERS_ELSEWHERE = (
 def of_numbers(evidence: Evidence) -> Conclusion | None:
     """Return the finding or the fault behind wrong numbers, where nothing failed, or neither.
 
-    An anomaly that a healthy run may show too counts only beside a fault that is known to give it. A finding that
-    depends on releases that nobody stated comes behind a fault that does not.
+    An anomaly of healthy runs too counts only beside a fault known to give it. A finding that depends on unstated
+    releases comes behind other faults.
     """
     if not evidence.anomalies:
         return _of_silent_fault(evidence)
@@ -47,9 +45,9 @@ def of_numbers(evidence: Evidence) -> Conclusion | None:
 
 
 def _of_the_first_round(seen: str, evidence: Evidence) -> Conclusion | None:
-    """Return the one fault that fits rollouts which were right until their engine had slept and woken up once.
+    """Return the one fault that fits rollouts right until the first sleep and wake-up of their engine.
 
-    A loss that is nan then has other causes as often, and a second fault that fits leaves it open.
+    A nan loss then has other causes as often, and a second fitting fault leaves it open.
     """
     if len(evidence.faults) != 1 or not any(
         each.kind in _OF_ROLLOUTS and each.is_at_the_first_round for each in evidence.anomalies
@@ -73,7 +71,7 @@ def _of_silent_fault(evidence: Evidence) -> Conclusion | None:
 
 
 def _that_gives(evidence: Evidence) -> Finding | None:
-    """Return the configuration's own finding that gives the numbers; first one that loses loaded state."""
+    """Return the configuration's own finding with such numbers; first one that loses loaded state."""
     zero = [each for each in evidence.anomalies if each.kind == _ZERO_LOSS]
     fitting = [
         each
@@ -101,7 +99,7 @@ def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Eviden
 
 
 def _others(found: Sequence[Found]) -> tuple[str, ...]:
-    """Name the other causes that fit the numbers, each with the experiment that tells it apart."""
+    """Name the other fitting causes, each with its distinguishing experiment."""
     return tuple(
         f"or, if this is {' and '.join(each.depends_on)}, {each.fault.cause}; told apart by {each.fault.tell}"
         if each.depends_on

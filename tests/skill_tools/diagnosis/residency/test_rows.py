@@ -204,7 +204,7 @@ def test_two_offloads_that_fit_are_told_with_what_tells_them_apart() -> None:
 def test_two_gpus_are_no_offload_s_to_the_cpu() -> None:
     two = DEVICES.replace("cpu", "cuda:1")
     swapped = concluded(two, (("mine/model.py", "forward"),), {"a.yaml": "blocks_to_swap: 8\n"})
-    assert swapped.cause.startswith("one process has tensors on two GPUs, which no offload to the CPU gives")
+    assert swapped.cause.startswith("one process has tensors on two GPUs; no offload to the CPU does that")
     spread = concluded(two, (("mine/model.py", "forward"),), {"train.py": 'load(m, device_map="auto")\n'})
     assert "device_map" in spread.cause
 
