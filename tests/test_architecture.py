@@ -49,7 +49,7 @@ LONGEST_MODULE = 500
 MOST_MODULES_OF_A_FOLDER = 25
 MOST_TERMS = 25
 # Of a thousand words of comments and docstrings, in the rooms that hold to it.
-MOST_WHAT = 3
+MOST_WHAT = 1
 NAMES_OBJECTS = {
     "integrations", "fitting", "verification", "parking", "trained_layers", "sequences", "optimizers", "activations",
     "weights", "distributed", "memory", "device", "configs", "planning", "reports", "rules", "dialects", "diagnosis",

@@ -128,7 +128,7 @@ def _of_another_offload(
 
 
 def _of_a_crash(evidence: Evidence, failure: Failure) -> Conclusion | None:
-    """Return what a crash of native code is most often, where no frame of it is known."""
+    """Return the usual cause of a crash of native code without a known frame."""
     crash = next((each.message for each in evidence.seen if each.message.kind == _CRASH), None)
     return _of_message(crash, evidence, ()) if crash and native.is_bare(failure) else None
 
@@ -153,7 +153,7 @@ def _of_the_rest(evidence: Evidence) -> Conclusion | None:
         return Conclusion(f"{evidence.build.cause}: {evidence.build.text}", "", evidence.build.change)
     if (wrong := of_numbers(evidence)) is not None:
         return wrong
-    if crashes:  # what ended a process, and nothing says why
+    if crashes:  # a process's end without a reason
         return _of_message(min(crashes, key=lambda each: each.line).message, evidence, ())
     return (
         _of_fitting(evidence, needs_code=False)
@@ -273,7 +273,7 @@ def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 
 def _what_stays(evidence: Evidence) -> str:
-    """Name what an offload of weights or states does not free, where a step of training ran out of memory."""
+    """Name the tensors that an offload of weights or states leaves, where a step of training ran out of memory."""
     signs = [(name, evidence.offloads[name]) for name in _OF_STATES if name in evidence.offloads]
     others = evidence.out_of_memory is not None and evidence.out_of_memory.is_shared
     if not signs or others or not _ENGINES.isdisjoint(evidence.offloads):

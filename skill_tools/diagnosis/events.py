@@ -61,7 +61,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
     if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
         change = (
-            "what this process holds: smaller batches, fewer workers, data that is mapped from disk",
+            "less memory of this process: smaller batches, fewer workers, data that is mapped from disk",
             told("more-host-memory", ()),
         )
         rule = ""

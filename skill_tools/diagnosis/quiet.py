@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to look at first where a log shows no failure and somebody brings it all the same.
+"""First suspects for a log without a failure: a slow or standing run, wrong results, empty saves.
 
 Its numbers may be wrong in silence, its steps slow, or it may stand still at its last line. None of it is claimed:
 each is possible under an offload that the run shows, and comes with the way to see whether it is so.

@@ -34,7 +34,7 @@ class Citation(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A citation missing in a release: the missing part (`what`), and the present place of its words, if any."""
+    """A citation missing in a release: the missing part, and the present place of its words, if any."""
 
     id: str
     ref: str

@@ -101,7 +101,7 @@ def _another_kind(failure: Failure) -> Said | None:
         f"{place(failure.frames[-1])} holds a {match['kind']}, which has no {match['name']}: it stands where the call "
         "expects another kind, as in an engine that was built without an optimizer or without this offload",
         (
-            f"{match['name']} of what trains alone, not of a model without an optimizer (a reference, a reward model)",
+            f"{match['name']} of the trained model alone, not of one without an optimizer (reference, reward model)",
             f"or a newer {package}",
         ),
     )
@@ -142,7 +142,7 @@ def _asserted(failure: Failure, source: str) -> Said | None:
         f"{place(inner)} takes only calls for which {match['what']}, and {place(outer)} calls it otherwise: it was put "
         f"in the place of a function that takes more",
         (
-            f"{outer.function} called so that it passes no {name[0]}, or called before what replaces {inner.function}",
+            f"{outer.function} called without {name[0]}, or called before the code that replaces {inner.function}",
             *off(failure),
         ),
     )

@@ -93,7 +93,7 @@ def without_offload(failure: Failure, said: str) -> Said | None:
         cause,
         (
             "the model moved to the GPU after all is added to it (adapters, resized embeddings, a head): {n: p.device "
-            "for n, p in model.named_parameters()} names what is left; no device_map that leaves modules on the CPU",
+            "for n, p in model.named_parameters()} names the rest; no device_map that leaves modules on the CPU",
             "or the script and the launcher's configuration given to diagnose too, if something offloads",
         ),
     )

@@ -74,11 +74,11 @@ def _places(text: str, phrase: str) -> Iterator[int]:
 def told(inert: Inert) -> Said:
     """Return that line as the cause, and its reason as the change."""
     found = (reason.search(inert.text) for reason in _REASONS)
-    why = next((match["reason"].rstrip(" .") for match in found if match), "what this line names")
+    why = next((match["reason"].rstrip(" .") for match in found if match), "the condition in this line")
     return Said(
         f"the log itself says that an offload of this run does nothing (line {inert.line}): {inert.text}",
         (
-            f"what it depends on: {why}",
+            f"its condition: {why}",
             "the figures of torch.cuda.max_memory_allocated() with it and without, to be sure",
         ),
     )

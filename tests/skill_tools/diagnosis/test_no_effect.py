@@ -39,7 +39,7 @@ def test_such_a_line_is_the_cause_where_the_run_asks_for_the_offload_and_nothing
     found = answer(log, SAVER).conclusion
     assert found is not None
     assert "does nothing (line 1): TorchMemorySaver is disabled" in found.cause
-    assert found.change[0] == "what it depends on: LD_PRELOAD is empty"
+    assert found.change[0] == "its condition: LD_PRELOAD is empty"
     assert answer(log, {"loop.py": "x = 1\n"}).conclusion is None
 
 
