@@ -50,7 +50,7 @@ def test_a_flag_that_is_a_tensor_names_the_flag_and_the_caller() -> None:
 def test_an_assertion_without_words_says_what_it_asks_and_who_called() -> None:
     found = concluded(ASSERTS)
     assert "takes only calls for which checkpoint_options == None, and prepare (other.py:137)" in found.cause
-    assert "passes no checkpoint_options" in found.change[0]
+    assert "called without checkpoint_options" in found.change[0]
     assert not concluded(ASSERTS.replace("AssertionError", "AssertionError: too long")).is_known
 
 
