@@ -77,6 +77,7 @@ _SWAP_SIZE = re.compile(
 _SWAP_DEFAULTS = {"count": 5.0, "size": 1e8}
 _SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
+_LOADS_EFFICIENTLY = re.compile(r"""(?i)cpu_ram_efficient_loading["']?\s*[:=]\s*["']?(?:true|1|yes)\b""")
 READ = "the model as each rank of the node reads it, all of them at once"
 _SAVE = "copies of a checkpoint's tensors, until it is written"
 ASK = (
@@ -134,7 +135,9 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         found, less = [buffers, *found], ["a smaller buffer_size, and buffer_count, in offload_param", *less]
     found += [cached] if (cached := _page_cache(log)) else []
     if ran_out and _is_loading(log):
-        found, less = [*found, READ], [*less, "read-by-one-rank"]
+        is_efficient = any(_LOADS_EFFICIENTLY.search(text) for text in texts)
+        found = [*found, READ]
+        less.append("efficient-loading-that-saves" if is_efficient else "read-by-one-rank")
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(

@@ -30,6 +30,8 @@ def of_numbers(evidence: Evidence) -> Conclusion | None:
     seen = "; ".join(dict.fromkeys(each.seen for each in evidence.anomalies[:_MOST_SEEN]))
     proven = [each for each in evidence.faults if each.fault.has_evidence]
     finding = _that_gives(evidence)
+    if finding is None and not proven and any(each.is_strong for each in evidence.anomalies):
+        finding = next((each for each in evidence.findings if _is_silent(each)), None)
     stated = [each for each in proven if not each.depends_on]
     if finding is not None and not (finding.depends_on and stated):
         conclusion = of_finding(finding)
@@ -79,6 +81,11 @@ def _that_gives(evidence: Evidence) -> Finding | None:
         if numbers.gives(each.rule, evidence.anomalies) and (not zero or numbers.gives(each.rule, zero))
     ]
     return min(fitting, key=lambda each: not phases.loses_what_was_loaded(each), default=None)
+
+
+def _is_silent(finding: Finding) -> bool:
+    """Whether a finding warns of wrong numbers, of whatever kind."""
+    return finding.effect == "wrong-numerics" and finding.severity in ("error", "warning")
 
 
 def _of_fault(found: Found, others: Sequence[Found], seen: str, evidence: Evidence) -> Conclusion:
