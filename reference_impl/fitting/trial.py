@@ -255,7 +255,7 @@ def run(task: Task, plan: dict[str, Any], *, limit_bytes: int, say: Say = silent
 def _without_modules(tiles: SequenceTiles | None, head_groups: HeadGroups | None) -> frozenset[str]:
     """Return which of both has found no module in a step; sequences are long wherever they are planned."""
     found = {
-        "sequence-tiles": tiles is None or tiles.modules_in_tiles,
+        "sequence-tiles": tiles is None or tiles.reaches_blocks,
         "head-groups": head_groups is None or head_groups.modules_in_groups,
     }
     return frozenset(name for name, modules in found.items() if not modules)

@@ -69,14 +69,16 @@ class SequenceTiles(DividedCalls):
         self, model: nn.Module, tiles: Sequence[str] | None = None, *, tile_tokens: int = TILE_TOKENS
     ) -> None:
         check_whole("tile_tokens", tile_tokens, 1, TILE_TOKENS)
+        in_blocks: list[nn.Module] = []
         if tiles is None:
-            modules = _modules_in(first_blocks(model, None), beside_blocks(model))
+            in_blocks = _modules_in(first_blocks(model, None))
+            modules = list(dict.fromkeys([*in_blocks, *_parametrised(beside_blocks(model))]))
         else:
             modules = named(model, "tiles", tiles, "mlp")
             names = {module: name for name, module in model.named_modules()}
             _refuse_nested({module: names[module] for module in modules})
         self.tile_tokens = tile_tokens
-        self._finds = tiles is None
+        self._finds, self._in_blocks = tiles is None, frozenset(in_blocks)
         # Of modules that have been tried, whether they run in tiles; named ones are.
         self._runs_in_tiles: dict[nn.Module, bool] = {}
         self._named = 0 if tiles is None else len(modules)
@@ -86,6 +88,11 @@ class SequenceTiles(DividedCalls):
     def modules_in_tiles(self) -> int:
         """How many modules run in tiles; of those that are looked for, as many as have been found by now."""
         return self._named or sum(self._runs_in_tiles.values())
+
+    @property
+    def reaches_blocks(self) -> bool:
+        """Whether modules inside the blocks, or named ones, run in tiles by now: a final norm alone spares little."""
+        return bool(self._named) or any(self._runs_in_tiles.get(each) for each in self._in_blocks)
 
     def _facts(self) -> Mapping[str, str]:
         return {
@@ -143,15 +150,21 @@ class SequenceTiles(DividedCalls):
         return runs
 
 
-def _modules_in(blocks: Iterable[nn.Module], beside: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules inside `blocks` and the parametrised ones of those `beside` them, each module once.
-
-    A module without parameters beside them, as rotary positions, may count on the lengths that it is called with.
-    """
+def _modules_in(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules inside `blocks`, each module once."""
     found = {each: None for block in blocks for each in block.modules() if each is not block}
-    for other in beside:
-        found |= {each: None for each in other.modules() if next(each.parameters(), None) is not None}
     return [each for each in found if not isinstance(each, _LISTS)]
+
+
+def _parametrised(beside: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules with parameters among those `beside` the blocks.
+
+    One without, as rotary positions are, may count on the lengths that it is called with.
+    """
+    found = {each: None for other in beside for each in other.modules()}
+    return [
+        each for each in found if not isinstance(each, _LISTS) and next(each.parameters(), None) is not None
+    ]
 
 
 def _refuse_nested(named: Mapping[nn.Module, str]) -> None:
