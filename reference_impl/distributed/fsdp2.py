@@ -5,7 +5,7 @@ FSDP2 gathers each module's parameters on streams of its own, ahead of the modul
 asynchronously needs that stream. Code that keeps shards elsewhere has to hand them over there. torch has no public
 names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
 `missing_shard_name` name the one that a release of torch lacks. All are the same in torch 2.11, 2.12 and 2.13, except
-that a state has either one group or several.
+that a state has either one group or several; the sources of 2.14.1 and 2.15.0 have them all.
 
 Explained in docs/distributed.md.
 """
