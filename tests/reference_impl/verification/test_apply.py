@@ -294,8 +294,11 @@ def test_exact_states_have_half_masters_and_whole_ones_without_triton(
 @pytest.mark.parametrize(
     "words",
     [
-        ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget"),
         ("--model", "llama-3-8b", "--gpu", "rtx3060", "--overrides", "lora_rank=16", "seq_length=2048"),
+        pytest.param(
+            ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_example_trains_under_a_plan(
