@@ -52,13 +52,13 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     Args:
         params, defaults: as in `torch.optim.Optimizer`.
-        algorithm: the states and hyper-parameters of groups without a formula of matrices. matrices: the default
-        formula of groups, if it is one of matrices.
+        algorithm: the states and hyper-parameters of groups without a formula of matrices.
+        matrices: the default formula of groups, if it is one of matrices.
         max_grad_norm: clip the global norm exactly.
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
-        updates_in_backward: some gradients are used before all are known, so none can be clipped. overlaps_forward: the
-        update runs on behind `step()`, and a model waits for its weights. shows_steps, masters_of_all,
-        passes_over_unknown: see `OptimizerState`.
+        updates_in_backward: some gradients are used before all are known, so none can be clipped.
+        overlaps_forward: the update runs on behind `step()`, and a model waits for its weights.
+        shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
     """
 
     # Megatron's form says itself where it writes parameters, and trains those without a gradient and another's.

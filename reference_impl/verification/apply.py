@@ -130,13 +130,13 @@ def apply_plan(
         model: its blocks stand in an `nn.ModuleList`. For a plan of several GPUs `fully_shard` has sharded it, and the
             optimizer is made from it after that.
         optimizer: a `torch.optim.AdamW`, or for a plan of Muon a `torch.optim.Muon` or a list of both. If the plan
-        replaces it, the new optimizer shares its groups, so a learning-rate scheduler of either works, and takes over
-        its states. Until `close()` its `step()`, `state_dict()` and `load_state_dict()` raise RuntimeError.
+            replaces it, the new optimizer shares its groups, so a learning-rate scheduler of either works, and takes
+            over its states. Until `close()` its `step()`, `state_dict()` and `load_state_dict()` raise RuntimeError.
         plan: the document of `offload plan --format json`, or its path.
         max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. A plan that starts
             updates in backward excludes it.
         device: the device of the run for a model with weights on the CPU, by a plan that streams layers, trained or
-        frozen.
+            frozen.
 
     Raises:
         ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the

@@ -49,7 +49,7 @@ class BackwardHooks:
         members: the trained parameters; more may come.
         gradients: the gradients that leave in backward; it learns the reduced ones.
         on_gradient: called with a parameter after autograd has accumulated its gradient, or with a parameter and its
-        gradient once its reduction is queued; copies to the host wait for that. Its owner is not kept alive.
+            gradient once its reduction is queued; copies to the host wait for that. Its owner is not kept alive.
     """
 
     def __init__(
