@@ -38,7 +38,7 @@ from reference_impl.memory.rates import measure_link
 
 
 class ActivationOffloader(Offloader):
-    """Offloads the tensors that layers save for backward, or the inputs that modules save.
+    """Offloads layers' tensors saved for backward, or modules' saved inputs.
 
     >>> with ActivationOffloader(model, num_layers=24):
     ...     train(model)

@@ -165,7 +165,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 def change_copies(module: nn.Module, change: ChangeState) -> Callable[[], None]:
     """Call `change(state)` with the attributes of each deep or pickled copy of `module`; return an undo function."""
-    # Released by `undo`: whoever holds `undo` is often the object that `change` is bound to, and that is a cycle.
+    # Released by `undo`: the holder of `undo` is often the object of the bound `change`, a reference cycle.
     own_change = [change]
     changes = getattr(module.__dict__.get("__getstate__"), "changes", None)
     if changes is not None:

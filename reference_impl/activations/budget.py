@@ -215,7 +215,7 @@ def _by_need(profile: StepProfile) -> list[int]:
 
 
 def _first_users(profile: StepProfile, recomputed: set[int]) -> dict[int, int]:
-    """Return, for each storage that a recomputation needs early, the first storage whose recomputation needs it."""
+    """Return, for each storage needed early by recomputation, the first storage recomputed from it."""
     by_need = _by_need(profile)
     rank = {index: position for position, index in enumerate(by_need)}
     users: dict[int, int] = {}

@@ -3,8 +3,8 @@
 
 The first two steps offload everything, and the second is profiled: during the first, host memory is being pinned, and
 launches wait behind that. The plan is carried out from the third step on; the third is measured again for its
-headroom. If a later step exceeds the budget, less is prefetched from then on. If that is not enough, a new plan is
-made for that much less memory.
+headroom. If a later step exceeds the budget, less is prefetched from then on. If this is not enough, a new plan is
+made for less memory, by the missing bytes.
 
 Explained in docs/activation-offloading.md.
 """
@@ -70,7 +70,7 @@ class BudgetPolicy:
     def start_run(self, run: ForwardPass) -> None:
         """Compare the last step's peak with the budget; without a plan, profile this step, or plan from the last one.
 
-        Raises BudgetError if the budget is below the bytes that must stay, ValueError where nobody counts device bytes.
+        Raises BudgetError for a budget below the bytes that must stay, ValueError without a count of device bytes.
         """
         if self.plan is not None:
             if self._budget_bytes is not None:

@@ -2,9 +2,9 @@
 """`CheckpointOffloader`: recomputes each layer in backward, and keeps the layer inputs on the host meanwhile.
 
 Layer inputs are few bytes for much computation, so their copies always hide; each is copied back while the layer
-above it is being recomputed. Tensors that the model saves outside its layers are offloaded too if they are no larger
-than a layer's input: the inputs of the last norm and of the head, but not the logits, which backward needs at once.
-Results that are expensive to recompute can be kept instead, also on the host. `recompute` computes a layer again.
+above it is being recomputed. Tensors saved outside the layers are offloaded too if they are no larger than a layer's
+input: the inputs of the last norm and of the head. Logits are not: backward needs them at once. Results that are
+expensive to recompute can be kept instead, also on the host. `recompute` computes a layer again.
 
 Explained in docs/activation-offloading.md.
 """
@@ -70,8 +70,8 @@ class CheckpointOffloader(Offloader):
             options: see `EngineOptions`.
 
         Raises:
-            ValueError: an option out of range, a name that matches nothing, or a model whose own gradient
-                checkpointing is on.
+            ValueError: an option out of range, a name without a match, or a model with its own gradient checkpointing
+                on.
         """
         check_one_choice(num_layers=num_layers, layers=layers)
         refuse_checkpointing(model, "CheckpointOffloader")
@@ -104,8 +104,8 @@ class CheckpointOffloader(Offloader):
     def _outside_layers(self, model: nn.Module, run: ForwardPass) -> Iterator[None]:
         with self.engine.saving(model, self._outside):
             yield
-        # Backward would use an original that still waits for its copy, and hold it until the host sees the copy's end:
-        # with the host far ahead, that is after the optimizer's step.
+        # Backward would use an original that still waits for its copy, and hold it until the host sees the copy's
+        # end. A host far ahead sees it after the optimizer's step.
         self.engine.headroom.let_all_go(run)
 
     def _around_layer(

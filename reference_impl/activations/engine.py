@@ -91,7 +91,7 @@ class SavedTensorEngine:
         only: set[int] | None = None,
         bring_weights: Callable[[], None] | None = None,
     ) -> AbstractContextManager[object]:
-        """Return a context in which `policy` decides about each storage that autograd saves.
+        """Return a context in which `policy` decides about each saved storage.
 
         With `only`, a set of the storages' `_cdata`, other storages are left to the hooks that are active outside.
         `bring_weights` is called before backward uses a weight.

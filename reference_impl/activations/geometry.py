@@ -4,7 +4,7 @@
 A view moves its whole storage when it covers a good part of it, because its siblings are usually saved too (q, k and
 v of one projection). A small view moves its own span, and a sparse one a compact copy of its elements. Weights are
 recognised by their storages, because autograd saves views of weights, not the weights. Autograd checks the version of
-a tensor that it saves, but not of one that a hook has moved: a `VersionProbe` does.
+a saved tensor, but not of one moved by a hook: a `VersionProbe` does.
 
 Explained in docs/activation-offloading.md.
 """

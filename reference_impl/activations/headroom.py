@@ -136,8 +136,8 @@ class Headroom:
     def seen_peak_bytes(self) -> int | None:
         """Return the most device bytes that the measured step had at once, or None before it is over.
 
-        Unlike `learnt_peaks` it takes nothing that the step left behind for permanent: gradients that wait for a
-        streamed update lie there when the next forward begins, and go while it runs.
+        Unlike `learnt_peaks` it takes no bytes left behind by the step for permanent. Gradients of a pending streamed
+        update are there at the begin of the next forward, and go while it runs.
         """
         return None if self._measured is None else self._measured.seen_peak_bytes
 
@@ -190,7 +190,7 @@ class Headroom:
             self.in_flight.drain()
 
     def on_request(self, run: ForwardPass) -> None:
-        """Note that backward asks for the next storage, which ends a segment."""
+        """Note that backward asks for the next storage, the end of a segment."""
         if self._measuring is not None and self._measuring.phase != "backward":
             # Nobody said when backward began: the segment before the first storage is empty.
             self.start_backward(run)
@@ -226,7 +226,7 @@ class Headroom:
 
     @contextmanager
     def _letting_go(self, run: ForwardPass, phase: Phase | None = None) -> Iterator[None]:
-        """Surround code that lets originals go whose copies are over; with a `phase` a segment of it begins.
+        """Surround code that lets originals go after their copies; with a `phase` a segment of it begins.
 
         One span ends before the code and another begins after it, since these originals are only in the first.
         """

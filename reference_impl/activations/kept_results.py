@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of one layer's forward that are kept and handed back where the layer is computed again.
+"""Results of one layer's forward, kept and handed back during the layer's recomputation.
 
 Explained in docs/activation-offloading.md.
 """
@@ -17,7 +17,7 @@ from reference_impl.activations.run import MovedTensor
 from reference_impl.activations.tokens import KeptTensor
 
 # Forward kernels that return the output and tensors for backward beside it, whoever calls them: torch's own
-# (native_functions.yaml), and those that flash-attn registers (flash_attn_interface.py, since 2.7).
+# (native_functions.yaml), and flash-attn's (flash_attn_interface.py, since 2.7).
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -44,8 +44,8 @@ class KeptResults(TorchDispatchMode):
     """The kept results of one forward of one layer: recorded in its first pass, handed back in all others.
 
     Results of `operations` are handed back in the order in which they were recorded. It works below autograd, so the
-    recomputed layer saves for backward exactly the tensors that it would have saved. Random numbers that an operation
-    has taken, for dropout, are skipped where its result is handed back.
+    recomputed layer saves for backward exactly the tensors that it would have saved. An operation's random numbers,
+    for dropout, are skipped as its result is handed back.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def operation_of(func: Any) -> str:
 
 
 def attention_handed_back() -> KeptResults | None:
-    """Return the mode that hands attention's results, and no others, back to the layer that is computed again here."""
+    """Return the mode that hands attention's results, and no others, back to the layer under recomputation."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, KeptResults):
             return mode if mode.hands_back and mode.are_all else None
@@ -121,7 +121,7 @@ def _restore_leaf(leaf: Any) -> Any:
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the argument `name` of a call, its default where it is not given, or None where there is none."""
+    """Return the argument `name` of a call, or its default, or None without one."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name == name:
             return kwargs.get(name, args[place] if place < len(args) else argument.default_value)

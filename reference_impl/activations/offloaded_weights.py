@@ -241,7 +241,7 @@ class OffloadedWeights:
 
 
 def _leaves_after_forward() -> bool:
-    """Whether the forward that runs is one whose backward follows, and not an evaluation or a recomputation."""
+    """Whether a backward follows the running forward: it is no evaluation and no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 

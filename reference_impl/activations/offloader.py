@@ -89,7 +89,7 @@ class Forecast:
 class Offloader(Shown, ClosedAtExit):
     """Attached to `model` from its construction to `close()`; a context manager."""
 
-    # A constructor that raises calls `close()`, which reads these: they are there before it begins.
+    # A failing constructor calls `close()`, and `close()` reads these: they exist before the constructor begins.
     _undo: list[Callable[[], None]]
     _tier: Tier | None = None
     _is_closed = False
@@ -170,8 +170,8 @@ class Offloader(Shown, ClosedAtExit):
     def close(self) -> None:
         """Leave the model as it was and give the host memory back. Calling it again does nothing.
 
-        Wrappers that others have put around the model's forward meanwhile stay. After an error it may be called again,
-        for example where the device lacked memory for weights that are on the host.
+        Wrappers that others have put around the model's forward meanwhile stay. After an error it may be called
+        again, for example if the device lacked memory for weights on the host.
         """
         with past_a_lost_device():
             undo_all(self._undo)
@@ -207,7 +207,7 @@ class Offloader(Shown, ClosedAtExit):
             self._has_passed_over = True
             warnings.warn(
                 f"{type(self).__name__} offloads and recomputes nothing inside {transform}, whose tensors have no "
-                "storage that could move: modules run there as without it, in as much memory",
+                "storage of their own: modules run there as without it, in as much memory",
                 stacklevel=2,
             )
 
@@ -242,7 +242,7 @@ class Offloader(Shown, ClosedAtExit):
         return result
 
     def _say_if_all_is_small(self) -> None:
-        """Warn once if the first forward that trains has saved no tensor that is large enough to move."""
+        """Warn once if the first training forward has saved no tensor large enough to move."""
         largest_bytes = self._largest_small_bytes()
         moved_bytes = self.engine.offloaded_bytes + self.engine.recomputed_bytes
         self._has_looked = largest_bytes > 0 or moved_bytes > 0

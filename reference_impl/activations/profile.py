@@ -138,14 +138,14 @@ class StepProfiler:
         if observed is not None and observed.needed is None and run is not None:
             observed.needed = self._backward.stop()
             self._prove(observed, flat, run)
-            # Neither the proof nor the storages that it brought are part of the step that is measured.
+            # Neither the proof nor its fetched storages are part of the measured step.
             self._headroom.restart_segment(run)
         self._backward.start()
 
     def result(self, peaks: SegmentPeaks, link: LinkSpeed) -> StepProfile:
         """Return the profile. Waits for the device."""
         forward_s, backward_s = self._forward.seconds(), self._backward.seconds()
-        # Storages that stayed have numbers too: a number is no place among those that moved.
+        # Resident storages have numbers too: a number is no place among the moved ones.
         places = {index: place for place, index in enumerate(sorted(self._observed))}
         storages = [
             ProfiledStorage(

@@ -4,8 +4,8 @@
 torch's non-reentrant `checkpoint` does the same, with more work on the host for each saved tensor. Kernels of small
 batches are launched barely as fast as they run, so that this work is the step's time.
 
-When backward asks for the first tensor that the layer has saved, the layer is computed again, up to the last one that
-it saves. Each tensor is then held until it is used. Where a graph is kept, each backward computes the layer again.
+When backward asks for the layer's first saved tensor, the layer is computed again, up to its last saved tensor. Each
+tensor is then held until it is used. Where a graph is kept, each backward computes the layer again.
 
 Explained in docs/activation-offloading.md.
 """
@@ -137,8 +137,8 @@ class _Recomputation:
     def _call_again(self) -> list[torch.Tensor | None]:
         """Call the layer again, and return the tensors that it saves."""
         found: list[torch.Tensor | None] = []
-        # `keep` must not hold this object: a layer may leave its results in an input that it was given (keys
-        # and values for later layers), and so the second graph and its hooks, with that input's holder.
+        # `keep` must not hold this object. A layer may leave its results in one of its inputs (keys and values for
+        # later layers), and with them the second graph and its hooks.
         expected, has_returned = self._numels, self._has_returned
         remedy = self._inputs.remedy
 
@@ -193,7 +193,7 @@ class _Inputs:
 
     @property
     def remedy(self) -> str:
-        """The advice where the second call does something else: it has the objects that the first has left."""
+        """The advice after a second call that differed: it gets its objects as the first call left them."""
         objects = [type(each).__name__ for each in self._others if hasattr(each, "__dict__")]
         if not objects:
             return _TRY

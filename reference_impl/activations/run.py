@@ -261,7 +261,7 @@ class SavedStorage:
         return self.is_held or (self._on_device is not None and self._on_device() is not None)
 
     def hold(self) -> None:
-        """Hold the bytes for backward: those that still are on the device, or else a copy that begins now."""
+        """Hold the bytes for backward: the original if it still is on the device, else a copy that begins now."""
         if self._buffer is not None:
             return
         original = None if self._on_device is None else self._on_device()
@@ -327,7 +327,7 @@ class SavedStorage:
             return
         self._count_ahead(False)
         if not self._is_awaited:
-            # No stream that may reuse this memory has been told to wait for the copy that still writes it.
+            # No stream that may reuse this memory waits yet for the copy into it.
             self.run.abandon(self._loaded, self._buffer)
         self._buffer = None
 
@@ -415,7 +415,7 @@ class ForwardPass:
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0
-        # A storage that several operations have saved is asked for again later, which is no step back.
+        # A storage saved by several operations is asked for again later; this is no step back.
         self._reached = max(self._reached, self._rank.get(index, -1) + 1)
         self._next = max(self._next, self._reached)
 
@@ -427,7 +427,7 @@ class ForwardPass:
             self._headroom.prefetched(self)
 
     def take_over(self, original: torch.Tensor) -> None:
-        """Note that `original`, whose copy out is in flight, is held for backward: from now on it came early."""
+        """Note that `original`, with its copy out in flight, is held for backward: from now on it counts as early."""
         self._in_flight.hand_over(original)
 
     def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Torch's stacks of a thread: hooks of saved tensors, and modes that hear of each operation.
 
-Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise. A hook
-or mode that it has kept from being popped hears of all that the thread does from then on, closed or not. So whoever
-uses such a context has one of these around it.
+Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise. A hook or
+mode that stays on the stack hears of all later work of the thread, closed or not. So whoever uses such a context has
+one of these around it.
 
 Explained in docs/reliability.md.
 """

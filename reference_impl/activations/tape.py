@@ -228,7 +228,7 @@ class Tape(TorchDispatchMode):
 
 
 class Recipe:
-    """A result that is computed again from inputs that are saved, kept, weights, or recipes themselves."""
+    """A result computed again from its inputs: saved or kept tensors, weights, or recipes themselves."""
 
     __slots__ = ("_inputs", "_operation", "_output", "operations")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that autograd holds in place of saved tensors that stay on the device.
+"""Tokens held by autograd in place of saved tensors that stay on the device.
 
-Autograd checks the version of a tensor that it saves, but not of an object that a hook returns for it. So every token
-checks it. A tensor that was moved has a `MovedTensor` as its token, in `run`.
+Autograd checks the version of a saved tensor, but not of an object that a hook returns for it. So every token checks
+it. A tensor that was moved has a `MovedTensor` as its token, in `run`.
 
 Explained in docs/activation-offloading.md.
 """
@@ -20,7 +20,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class KeptTensor:
-    """A saved tensor that stays where it is."""
+    """A saved tensor that stays in place."""
 
     __slots__ = ("_saved_version", "_tensor")
 
@@ -54,7 +54,7 @@ class AwaitedTensor(KeptTensor):
 
 
 class OthersToken:
-    """The token that an outer pair of saved-tensor hooks made of a tensor that the engine leaves alone."""
+    """The token made by an outer pair of saved-tensor hooks of a tensor that the engine leaves alone."""
 
     __slots__ = ("_packed", "_unpack")
 

@@ -2,8 +2,8 @@
 """A device as the mechanisms see it: streams, events, times, memory statistics and pinned host memory.
 
 A copy is asynchronous: it runs on a copy stream, one for each direction, after the events it is given, and returns
-the event that marks its end. Latency-sensitive copies have streams of their own: new weights that a forward is about
-to need, and tensors that host threads wait for, such as gradients.
+the event that marks its end. Latency-sensitive copies have streams of their own: new weights for the running forward,
+and tensors awaited by host threads, such as gradients.
 
 Lifetime is references and events: nothing here calls `record_stream`, and nothing allocates inside a copy stream's
 context. Streams are made once a device and reused, because every new stream would keep an allocator pool of its own.
@@ -82,10 +82,10 @@ class StagedCopies(Protocol):
         """Start filling `host`; return the event that its readers on the host wait for beside the stream."""
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
+        """Start filling `target`, after all copies on their way into `host`; `host` may be written on return."""
 
     def synchronize(self) -> None:
-        """Wait until all that was copied out is where it belongs."""
+        """Wait until all bytes copied out are in their own memory."""
 
 
 # The words of CUDA and its libraries where memory is short: pinned memory, an event, a library's handle.
@@ -203,7 +203,7 @@ class Device(ABC):
     def of(device: torch.device | str) -> Device:
         """Return the one `Device` for a torch device, `cuda` meaning the current one.
 
-        Raises ValueError for a type that is neither `cuda` nor `cpu`, or an accelerator that the machine does not have.
+        Raises ValueError for a type other than `cuda` and `cpu`, or a missing accelerator.
         """
         try:
             torch_device = torch.device(device)
@@ -228,7 +228,7 @@ class Device(ABC):
     def available(name: str | None = None) -> Device:
         """Return the device called `name`; without a name an accelerator if there is one, else the CPU twin.
 
-        Raises ValueError for a type that is not supported, or an accelerator that this machine does not have.
+        Raises ValueError for an unsupported type, or a missing accelerator.
         """
         if name is None:
             usable = (each for each, kind in Device.classes.items() if kind.is_accelerator and kind.count())
@@ -271,7 +271,7 @@ class Device(ABC):
     def record(self, *, for_threads: bool = False) -> Event:
         """Mark the end of the live current stream's work so far.
 
-        `for_threads`: a thread that waits for it sleeps, instead of burning the core that others need.
+        `for_threads`: a thread that waits for it sleeps, instead of occupying a core.
         """
 
     @abstractmethod
@@ -358,7 +358,7 @@ class Device(ABC):
         return REACHED
 
     def launch(self, kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Launch `kernel`, which changes its arguments, and once more where there is no memory to load it into.
+        """Launch `kernel`, and once more if there was no memory to load it; it changes its arguments.
 
         CUDA loads a kernel with its first launch, into memory that the allocator's cache may have taken: the cache is
         given back first. A launch that has raised has changed nothing.

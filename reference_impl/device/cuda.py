@@ -285,7 +285,7 @@ class CudaDevice(Device, torch_type="cuda"):
         return stream
 
     def record(self, *, for_threads: bool = False) -> Event:
-        """Record on the stream that is current for the calling thread, which in a hook is autograd's."""
+        """Record on the calling thread's current stream: in a hook, autograd's."""
         # A stream holds 56 events that a thread may sleep on; the next one makes the host wait until one is reached.
         # Of others it holds 1021 (measured: one NVIDIA H200, driver 580, whatever the size of copies between them).
         return _recorded(self.current_stream(), for_threads=for_threads)

@@ -10,7 +10,7 @@ Terms:
 - gather: FSDP2 brings a module's parameters together from the shards of all ranks, before its forward and backward.
 - gate: makes one gather wait until its own shards are updated.
 - gathered group: the modules whose parameters FSDP2 gathers together, by one collective.
-- DDP's bucket: the gradients that DDP reduces by one collective, in memory that it keeps for the whole run.
+- DDP's bucket: the gradients of one reducing collective, in DDP's memory for the whole run.
 - cut: the division of each matrix of a parameter among the ranks of a mesh; owner: the rank that has one whole for a
   while.
 - replica: a rank that holds the same shards as another (HSDP, DDP).

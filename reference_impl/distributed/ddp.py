@@ -2,9 +2,9 @@
 """Gradients that DistributedDataParallel has reduced, told bucket by bucket.
 
 DDP reduces a gradient in a bucket with others, after all hooks of its parameter: who hears of it there sees the
-gradient of this rank alone. The public place behind the reduction is the communication hook, of which a model has one,
-for good. So one that somebody else registers later is called by ours, which then tells nobody.
-Buckets are DDP's memory for the whole run; reduced gradients stand on the parameters at the end of backward.
+gradient of this rank alone. The public place behind the reduction is the communication hook: a model has one, for
+good. So our hook calls another one registered later, and then tells nobody. Buckets are DDP's memory for the whole
+run; reduced gradients stand on the parameters at the end of backward.
 
 Torch has no public name for a call at the end of backward (`queue_callback`, by which DDP puts gradients on
 parameters), for training with `join()`, and for an existing hook.
@@ -39,7 +39,7 @@ def data_parallels(model: nn.Module) -> list[DistributedDataParallel]:
 def foreign_hook(model: DistributedDataParallel) -> str | None:
     """Return the name of the communication hook that somebody else has registered; None where there is none.
 
-    The reducer that compiled autograd traces takes no hook of ours, and goes by that name.
+    The reducer of compiled autograd takes no hook of ours; its name is returned too.
     """
     if getattr(model, "_use_python_reducer", False):
         return "python_reducer"

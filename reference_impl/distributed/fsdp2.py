@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The groups that FSDP2 gathers: their memory, their stream, and their state.
 
-FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer that writes shards
-asynchronously needs that stream. Code that keeps shards elsewhere has to hand them over there. torch has no public
+FSDP2 gathers each module's parameters on streams of its own, ahead of the module. An optimizer with asynchronous
+writes to shards needs this stream. Code that keeps shards elsewhere has to hand them over there. torch has no public
 names for either. This is the only module that uses private names of `torch.distributed.fsdp`; `missing_name` and
 `missing_shard_name` name the one that a release of torch lacks. All are the same in torch 2.11, 2.12 and 2.13, except
 that a state has either one group or several; the sources of 2.14.1 and 2.15.0 have them all.
@@ -161,8 +161,8 @@ class Shard:
 def shards_by_gather(model: nn.Module) -> list[list[Shard]]:
     """Return the shards that each gather reads, in the order of `model.modules()`; nothing may be gathered.
 
-    Raises ValueError where modules are resharded to a smaller mesh after forward: backward would gather copies that are
-    kept there.
+    Raises ValueError for modules resharded to a smaller mesh after forward: backward would gather the copies kept
+    there.
     """
     found = []
     for state in dict.fromkeys(

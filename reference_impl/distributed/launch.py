@@ -38,8 +38,8 @@ def launch(
 
     It is called with the rank's device, of the type of `device` (of accelerators each rank has its own), under a
     process group of that type's own backend. An object that it passes to its second argument reaches `on_report` here.
-    All of it has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError for a
-    rank that is gone, which the errors of others may be due to; and ends the others.
+    All of it has to be picklable. Raises the first error of any rank, with its traceback as a note, or RankError for
+    a lost rank: the others' errors may be due to it. The remaining ranks are ended.
     """
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices that ranks hold shards of: how one is cut, which rank has it whole for a while, and both ways there.
+"""Sharded matrices: the cut of each, the rank that has it whole for a while, and the ways there and back.
 
 For a formula of whole matrices each rank does the elementwise part on its shard, the owner of a matrix the part that
 needs the whole one, and each rank the rest on its shard again. The whole part's input crosses, and its result. For
 Muon that is the direction before and after Newton and Schulz's iteration, in bf16: torch
-rounds both to bf16 too, so it is exact, 2 bytes an element each way. The alternatives cost more. An owner that has the
-gradient needs the fp32 momentum of the whole matrix beside it: 4 bytes more to gather, or states that are not sharded
-as torch's are. The momentum alone is 4 bytes. An all-gather, of whatever, brings every matrix to every rank, which is
-as many times the bytes as there are ranks, and every rank would make the same products.
+rounds both to bf16 too, so it is exact, 2 bytes an element each way. The alternatives cost more. An owner with the
+gradient would need the fp32 momentum of the whole matrix beside it: 4 bytes more to gather, or states sharded
+otherwise than torch's. The momentum alone is 4 bytes. An all-gather, of whatever, brings every matrix to every rank,
+which is as many times the bytes as there are ranks, and every rank would make the same products.
 
 With N ranks each sends and receives 2 (N - 1) / N bytes for each element of its shards, twice. Matrices go round by
 their FLOP, so that all ranks have about as many. One `all_to_all_single` each way carries all matrices of a chunk. It
@@ -129,7 +129,7 @@ class Exchange:
 
     Args:
         cuts: those of the parameters, all with one `key`.
-        loads: by `key` the FLOP that each rank has so far, to which those of these matrices are added.
+        loads: by `key` the FLOP of each rank so far; the FLOP of these matrices are added.
     """
 
     def __init__(self, cuts: Sequence[Cut], loads: dict[str, list[int]]) -> None:

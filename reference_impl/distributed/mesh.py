@@ -22,8 +22,8 @@ def norm_over_mesh(params: Iterable[torch.Tensor]) -> NormReduction | None:
 
     It is one all-reduce for each dimension of the mesh, behind the work on the current stream; every rank has to reach
     it. Elements of replicas count once: exactly where their number is a power of two, and all get the same bits.
-    Raises ValueError where that does not follow from the parameters: several meshes, unlike placements, or parameters
-    beside them that are not sharded.
+    Raises ValueError if the parameters do not determine it: several meshes, unlike placements, or unsharded
+    parameters beside sharded ones.
     """
     listed = list(params)
     sharded = [param for param in listed if isinstance(param, DTensor)]
@@ -51,7 +51,7 @@ def norm_over_mesh(params: Iterable[torch.Tensor]) -> NormReduction | None:
 def norm_reduction(
     params: Iterable[torch.Tensor], given: NormReduction | None, *, clips: bool
 ) -> NormReduction | None:
-    """Return the reduction that the user has `given`, else that of the mesh.
+    """Return the user's `given` reduction, else the mesh's.
 
     Without clipping, parameters that it does not follow from have none: each rank then judges its own gradients. Raises
     ValueError for them where the optimizer `clips`.

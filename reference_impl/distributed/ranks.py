@@ -65,7 +65,7 @@ class RankGroup:
         return values
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on every rank where any has met an error: its own, or a RuntimeError that quotes the first other one.
+        """Raise on every rank after an error on any: its own error, or a RuntimeError that quotes the first one.
 
         Every rank has to call it, and the host waits.
         """

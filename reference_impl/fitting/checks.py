@@ -45,7 +45,7 @@ def planned(plan: Plan | str | Path) -> Plan:
 
 
 def check_one_rank(model: nn.Module) -> None:
-    """Raise ValueError where several ranks train, or where `model` is sharded, if only over one."""
+    """Raise ValueError for several training ranks, or for a sharded `model`, even over one rank."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks == 1 and not any(isinstance(param, DTensor) for param in model.parameters()):
         return
@@ -153,7 +153,7 @@ def scalar(loss: Loss) -> Loss:
 
 
 def check_batch(batch: Any, device: Device, *, calls_itself: bool) -> None:
-    """Raise ValueError for a batch that is not on `device`, or that nobody knows how to give to the model."""
+    """Raise ValueError for a batch elsewhere than on `device`, or in a form that no model call takes."""
     if calls_itself:
         check_callable_with(batch)
     for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):

@@ -112,20 +112,24 @@ def fit(
     Traces a step of the model, asks the planner, and tries its plan for two steps on `batch`; where the true peak or
     the lack of memory says so, it tries a corrected one. The batch should be the largest that will be trained on.
 
-    Args: model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`. optimizer: a
-    `torch.optim.AdamW`, a `torch.optim.Muon` or a list of both; the fitted optimizer takes their groups and states
-    over. batch: keyword arguments as a mapping, or one positional argument. loss: `loss(model, batch)` returns a
-    scalar tensor; by default it is the attribute `loss` of the model's output. Several losses compute the same number
-    with other kernels (all logits at once, or in chunks); each is tried, and the one that trains fastest within the
-    budget is `fitted.loss`. gpu_budget: bytes that torch's allocator may reserve; by default all that the device has
-    free. host_budget: bytes of host memory for offloaded tensors; by default nine tenths of the available memory.
-    pinned_budget: bytes of it that may be page-locked; by default the limit that `offload probe` has found.
-    max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing. plan: the plan to try
-    first, a document of `offload plan --format json` or its path. allow_other_numerics: let a plan round optimizer
-    states, which `fitted.plan` then says. device: where to run a model whose weights are on the CPU, because they may
-    be larger than it; they are on the CPU again after `close()`. The batch is there already. progress: say each
-    step on standard error, on a terminal in one line that changes; False says nothing, and a function is
-    called with each line instead.
+    Args:
+        model: on its device, or on the CPU with `device`, with its blocks in an `nn.ModuleList`.
+        optimizer: a `torch.optim.AdamW`, a `torch.optim.Muon` or a list of both; the fitted optimizer takes their
+            groups and states over.
+        batch: keyword arguments as a mapping, or one positional argument.
+        loss: `loss(model, batch)` returns a scalar tensor; by default it is the attribute `loss` of the model's output.
+            Several losses compute the same number with other kernels (all logits at once, or in chunks); each is
+            tried, and the fastest within the budget is `fitted.loss`.
+        gpu_budget: bytes that torch's allocator may reserve; by default the device's free memory.
+        host_budget: bytes of host memory for offloaded tensors; by default nine tenths of the available memory.
+        pinned_budget: bytes of it that may be page-locked; by default the limit found by `offload probe`.
+        max_grad_norm: clip the global norm exactly, in the optimizer; None or 0 clips nothing.
+        plan: the plan to try first, a document of `offload plan --format json` or its path.
+        allow_other_numerics: let a plan round optimizer states; `fitted.plan` then says so.
+        device: the device of the batch and the run, for a model on the CPU; it may be larger than the device. Its
+            weights are on the CPU again after `close()`.
+        progress: print each step on standard error, on a terminal in one line that changes. False prints nothing; a
+            function is called with each line instead.
 
     Raises FitError if nothing fits, for an untraceable model without a known config, or for a loss that is no scalar;
     ValueError for another optimizer or another model's, a model or batch without values or elsewhere, an argument out
@@ -251,8 +255,8 @@ def _described(task: Task) -> tuple[Mapping[str, Any], float]:
         if config is None or off > _MOST_FORMULA_ERROR:
             raise FitError(
                 f"{type(task.model).__name__} cannot be traced: {said}; {_least(task.model)}; expected a forward "
-                "whose operations follow from shapes, with blocks in an nn.ModuleList, or a decoder, which a formula "
-                "describes; try loss=, or apply_plan with a plan of `offload plan` by sizes"
+                "whose operations follow from shapes, with blocks in an nn.ModuleList, or a decoder, for its "
+                "formula; try loss=, or apply_plan with a plan of `offload plan` by sizes"
             ) from error
         _LOG.warning(
             "%s cannot be traced: %s; the plan rests on a formula for decoders, which may be off by %d %%",

@@ -28,11 +28,14 @@ class RefusedPlanError(ValueError):
 class Planner:
     """Plans one model and batch; `described` is a model profile, or a Hugging Face config without one.
 
-    Args: described: the result of `trace_profile.profile_batch`, or the entries of a config.json. sequences, tokens:
-    of the batch. host_bytes: the bytes of host memory that mechanisms may take. pinned_bytes: the bytes of it that
-    may be page-locked; None means the limit that `offload probe` has found here. allow_other_numerics: whether a plan
-    may round optimizer states. gradients_wait: whether gradients wait for their copies; on the CPU twin copies are
-    synchronous. muon: whether Muon updates the matrices.
+    Args:
+        described: the result of `trace_profile.profile_batch`, or the entries of a config.json.
+        sequences, tokens: of the batch.
+        host_bytes: the bytes of host memory that mechanisms may take.
+        pinned_bytes: the bytes of it that may be page-locked; None means the limit found here by `offload probe`.
+        allow_other_numerics: whether a plan may round optimizer states.
+        gradients_wait: whether gradients wait for their copies; on the CPU twin copies are synchronous.
+        muon: whether Muon updates the matrices.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ def _ask(words: list[str]) -> Plan:
 
 
 def _refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the planner's last line, with the ways that it names, which stand in its answer, in their place."""
+    """Return the planner's last line, with the ways from its answer in place of a reference to them."""
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     problem, found, rest = said[-1].removeprefix("offload: ").partition("one of the ways above")
     if not found:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of `fit`, on standard error: one line that changes on a terminal, elsewhere a line for each stage.
 
-Apart because the search and its trials say where they are without knowing who reads it.
+Apart because the search and its trials report their progress without knowing the reader.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan to try next: a trial's measurement corrects the memory that the planner is asked for.
+"""The next plan to try: a trial's measurement corrects the memory asked of the planner.
 
 The planner is asked for less memory than the budget, by as much as its prediction was too low. So whatever it then
 changes (split, activation budget or recomputation) is the fastest plan that it knows. At most two plans are tried to
@@ -41,8 +41,8 @@ _RETRIED = (
     "; the allocator gives its cache back in every step, which takes time: try "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
-# Where nothing else fits: a trial of it takes all steps, and of seven models that fitted otherwise it was the fastest
-# way for none.
+# The last resort: a trial of it takes all steps, and it was the fastest way for none of seven models that fitted
+# otherwise.
 _BUDGET_ENGINE = "activation-budget"
 # Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
 # first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
@@ -226,7 +226,7 @@ class Search:
         )
 
     def _ask_for_better(self, plan: Plan, found: Trial) -> bool:
-        """Ask for a plan of more memory where the budget has room, of less where it has not, for a rival, or none."""
+        """Ask for a plan of more memory if the budget has room, of less if not, for a rival, or none."""
         residual = found.peak_device_bytes - _predicted(plan)
         unused = self._aim_bytes - found.peak_device_bytes
         if found.retried or unused < 0:

@@ -79,7 +79,7 @@ class Task:
     on_host: bool
 
     def place(self, plan: dict[str, Any]) -> None:
-        """Have weights that are on the host where `plan` takes them from."""
+        """Move weights on the host to the place from which `plan` takes them."""
         if not self.on_host:
             return
         if streams_weights(plan):
@@ -101,7 +101,7 @@ class Task:
 
     @contextmanager
     def moved(self, plan: dict[str, Any]) -> Iterator[None]:
-        """Have weights that are on the host where `plan` takes them from; put them back in the end."""
+        """Move weights on the host to the place from which `plan` takes them; put them back in the end."""
         with closed_behind(self.put_back):
             self.place(plan)
             yield

@@ -99,7 +99,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note whether an optimizer step follows this batch; where that is not known yet, gradients stay until it."""
+        """Note whether an optimizer step follows this batch; if unknown, gradients stay until it."""
         batches = batch_idx + 1
         self._more_batches_follow = not (
             batches % trainer.accumulate_grad_batches == 0
@@ -119,7 +119,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the model after an error or an interrupt, which stays the one that is raised."""
+        """Leave the model after an error or an interrupt; this stays the raised one."""
         close_behind(exception, self._detach)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

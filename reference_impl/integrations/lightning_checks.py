@@ -55,7 +55,7 @@ class CalledForward:
         self._name = type(module).__name__
         is_called: list[bool] = []
 
-        # A function, which a deep copy of the module takes over as it is and which holds no optimizer.
+        # A function: a deep copy of the module takes it over as it is, and it holds no optimizer.
         def note(module: nn.Module, args: Any) -> None:
             is_called.append(True)
 

@@ -90,14 +90,14 @@ class Offloading(ClosedAtExit):
         wrapped: nn.Module | None = None,
         accumulating: Callable[[], bool] | None = None,
     ) -> None:
-        """Put everything that is wanted on `model`, which is on its device; or nothing, and raise as `check`.
+        """Put every wanted mechanism on `model`, already on its device; or nothing, and raise as `check`.
 
         `wrapped` is the model's DistributedDataParallel: there gradients leave once they are reduced.
         `accumulating` says whether the backward that runs is of any micro-batch but the last. Calling it again for the
         same model only drops the gradients of a step that was given up; another model takes its place.
         """
         if self.optimizer is not None:
-            # A trainer zeroes its model, which does not drop gradients that have left.
+            # A trainer zeroes its model; this does not drop offloaded gradients.
             self.optimizer.zero_grad()
             if accumulating is not None:
                 self.optimizer.accumulate_while(accumulating)

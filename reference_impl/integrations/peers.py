@@ -37,7 +37,7 @@ def pause_checkpointing(model: nn.Module) -> Callable[[], None]:
 
 
 def check_peers(wanted: Wanted, model: nn.Module) -> None:
-    """Raise ValueError where somebody else's mechanism on `model` excludes one that is wanted."""
+    """Raise ValueError if another mechanism on `model` excludes a wanted one."""
     if wanted.weights is not None:
         # bitsandbytes' forward puts other memory under its weights.
         eight_bit = next((n for n, p in model.named_parameters() if type(p).__name__ == "Int8Params"), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan that a trainer is given: the options of each mechanism, and the model that it was made for.
+"""A plan given to a trainer: the options of each mechanism, and the plan's model.
 
 Apart because options need none of this. Explained in docs/trainers.md.
 """
@@ -22,8 +22,8 @@ def planned(plan: Plan) -> dict[str, Any]:
     """Return the arguments of `Wanted` that `plan`, a document or its path, stands for.
 
     A plan that offloads nothing, because the run fits, is carried out with a warning; its limit on pinned memory holds
-    from here on. Raises ValueError for another document than a plan for PyTorch, OSError for a file that cannot be
-    read, and RuntimeError where more is pinned already than the plan allows.
+    from here on. Raises ValueError for another document than a plan for PyTorch, OSError for an unreadable file, and
+    RuntimeError if more is pinned already than the plan allows.
     """
     document = read_document(plan)
     execute = execute_section(document)

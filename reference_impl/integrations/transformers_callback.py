@@ -85,7 +85,7 @@ def _take_over(optimizer: Any, handle: Offloading) -> None:
 
 
 def events_that_read(trainer: Trainer) -> list[str]:
-    """Return the events at which others than Transformers' own callbacks may read weights that are on their way.
+    """Return the events with callbacks beyond Transformers' own: these may read weights on their way.
 
     TRL hands weights to vLLM between steps.
     """

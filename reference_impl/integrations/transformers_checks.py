@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Transformers trainer's arguments that exclude offloading, and those that the optimizer takes over.
+"""A Transformers trainer's arguments: some exclude offloading, some the optimizer takes over.
 
 Every refusal names both sides and gives advice, before training starts. Explained in docs/trainers.md.
 """

@@ -41,7 +41,7 @@ class Wanted:
         tiles: those of `SequenceTiles`, from a plan.
         head_groups: those of `HeadGroups`, from a plan.
         planned_for: the document of a plan, which says its model's size.
-        formula: that of matrices for which the plan is, such as `muon`; None for AdamW alone, or without a plan.
+        formula: the plan's formula for matrices, such as `muon`; None for AdamW alone, or without a plan.
     """
 
     optimizer: Options | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where bytes are: pinned host memory, device slots, copies in flight, the disk, and the ledger that counts them.
+"""The places of bytes: pinned host memory, device slots, copies in flight, the disk, and the ledger of them all.
 
 - slab: one large piece of host memory, page-locked once; the slab supply makes it ahead of need.
 - arena: hands out blocks of slabs to one mechanism, and takes them back with the event of their last copy.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of tensors that hear of their uses: weights that are away, and weights that nobody has touched.
+"""Classes of tensors that hear of their uses: absent weights, and untouched ones.
 
-Computing with a weight whose bytes are not on the device is an error that names the weight. Without this, kernels would
+Computing with a weight without bytes on the device is an error that names the weight. Without this, kernels would
 read address 0 (the process dies) or memory that a copy is still filling (silently wrong values). So an absent tensor
 has a class that answers questions about its shape, device and version and refuses everything else. It stays the same
-object: changing an instance's class is how torch's own lazy parameters become real, and kernels and autograd, which do
-not look at Python classes, are not affected.
+object: changing an instance's class is how torch's own lazy parameters become real, and kernels and autograd, which
+do not look at Python classes, are not affected.
 
 A sealed tensor serves everything, and whatever might write it gives it its own class back first. Fused kernels, `.data`
 and storages write past autograd's version counter; none of them passes a seal unseen.
@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 # These read elements of the tensor, in the form of another tensor.
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# Where a tensor that is away has its detached self: the same memory in another object.
+# The attribute of an absent tensor with its detached self: the same memory in another object.
 _ALIASES = "_detached_while_absent"
 # Methods that answer from the description of a tensor alone, or only change it.
 _DESCRIBING_METHODS = {
@@ -54,7 +54,7 @@ def mark_present(tensor: torch.Tensor) -> None:
 
 
 def detached_meanwhile(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return, once, the tensors that were detached from `tensor` while it was absent: absent, and of that memory."""
+    """Return, once, the tensors detached from `tensor` while it was absent: absent too, and of the same memory."""
     references = vars(tensor).pop(_ALIASES, None)
     # Nearly always, and a restore asks a thousand tensors behind its last copy.
     if references is None:
@@ -97,7 +97,7 @@ def describes(function: Any) -> bool:
 
 
 def parts_of_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that `tensor` wraps, none where it wraps none; a DTensor has its mesh for a part, too."""
+    """Yield the plain tensors inside a wrapper, none for a plain `tensor`; a DTensor has its mesh for a part, too."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
@@ -108,7 +108,7 @@ def parts_of_wrapper(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
-    """Return the class that `tensor` has where it is neither absent nor sealed."""
+    """Return the class of `tensor` while it is neither absent nor sealed."""
     return getattr(type(tensor), "_present_class", type(tensor))
 
 

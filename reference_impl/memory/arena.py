@@ -152,7 +152,7 @@ class HostArena:
     def expect(self, sizes: Iterable[int]) -> None:
         """Prepare for blocks of these sizes, in this order, in the background; free blocks count.
 
-        A guess that is too large costs host memory, one that is too small or wrong only time.
+        Too large a guess costs host memory; a small or wrong one costs only time.
         """
         with self._lock:
             self._take_back()
@@ -332,7 +332,7 @@ class HostArena:
         if left_bytes is None:
             self._supply.order(size_bytes)
         elif size_bytes <= left_bytes - self._supply.ordered_bytes:
-            # As ordered: a slab that is rounded up would not leave room for those that are ordered next.
+            # Exactly as ordered: rounded up, a slab would leave too little room for the next orders.
             self._supply.order(size_bytes, most_bytes=size_bytes)
 
     def _add(self, slab: Slab) -> bool:

@@ -44,7 +44,7 @@ def undo_all(steps: list[Callable[[], None]]) -> None:
 
 
 def do_undoably(do: Callable[[], Callable[[], None]], steps: list[Callable[[], None]]) -> None:
-    """Call `do` and add the call that undoes it, its result, to `steps`: both or, where either raises, neither."""
+    """Call `do` and add its result, the call that undoes it, to `steps`: both, or neither if either raises."""
     with deferred_interrupts():
         undo = do()
         try:
@@ -90,7 +90,7 @@ def register_first(
     hook: Callable[..., object],
     steps: list[Callable[[], None]],
 ) -> None:
-    """Register as `register_undoably`, in front of all `hooks` of that kind, where torch has no `prepend`."""
+    """Register as `register_undoably`, in front of all `hooks` of the kind: torch has no `prepend` for these."""
 
     def do() -> Callable[[], None]:
         handle = register(hook)
@@ -122,7 +122,7 @@ def closed_behind(close: Callable[[], None]) -> Iterator[None]:
 
 
 class ClosedAtExit(ABC):
-    """Its `with` block closes it at the end; an exception that has left the block stays the one that is raised."""
+    """Its `with` block closes it at the end; an exception from the block stays the raised one."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,7 +131,7 @@ class ClosedAtExit(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; the exception that has left the block, if any, stays the one that is raised."""
+        """Close; an exception from the block stays the raised one."""
         close_behind(error, self.close)
 
 

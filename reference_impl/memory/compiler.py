@@ -18,7 +18,7 @@ _call_uncompiled: Callable[..., Any] | None = None
 def uncompiled(function: Callable[..., Result]) -> Callable[..., Result]:
     """Return `function` such that torch.compile, in whose code it may be called, traces neither it nor its callees.
 
-    Where nobody has imported the compiler, it is not running either, and it is not imported: that takes seconds.
+    A compiler that nobody has imported is not running. It is not imported here, because the import takes seconds.
     """
     global _call_uncompiled
     if "torch._dynamo" not in sys.modules:

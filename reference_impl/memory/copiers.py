@@ -9,8 +9,8 @@ are filled at 25 to 29 GB/s: no more threads work than there are buffers, and th
 Threads that share fill one after the other, and the buffer is still in the cache when the link reads it.
 
 A part is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
-thread here would have another. All else of a part needs that lock, which training wants too: so a thread that has
-copied waits for the next part for a moment, and a copy has one lock to wait for in place of a future.
+thread here would have another. The rest of a part needs that lock, and training wants it too. So a thread waits a
+moment for the next part after a copy, and a copy's end is awaited on one lock in place of a future.
 
 Explained in docs/fitting.md, "Pinned memory".
 """
@@ -52,7 +52,7 @@ class Copy:
         self._target: torch.Tensor | None = target
         self._source: torch.Tensor | None = source
         self.size_bytes = target.nbytes
-        # The bytes of it that threads have taken, and the threads that copy now.
+        # The bytes of it taken by threads, and the threads now copying.
         self._claimed_bytes = 0
         self._threads: set[int] = set()
         # Whether nothing of it is still to be written, and why it is not there.
@@ -111,16 +111,16 @@ class Copiers:
         self._most_threads = min(self._cores, _MOST_THREADS)
         self._worker = Worker(name, threads=self._most_threads)
         self._lock = UninterruptedLock()
-        # In the order in which they are needed: copies that somebody waits for, and others.
+        # In the order of their need: awaited copies, and others.
         self._needed: deque[Copy] = deque()
         self._others: deque[Copy] = deque()
-        # The threads that copy now, and those that wait for a call.
+        # The threads now copying, and the threads waiting for a call.
         self._serving: set[int] = set()
         self._waiting: set[int] = set()
         self._calls: SimpleQueue[None] = SimpleQueue()
 
     def start(self, target: torch.Tensor, source: torch.Tensor, *, is_needed: bool) -> Copy:
-        """Queue a copy; one that `is_needed` goes before those that are not.
+        """Queue a copy; a copy that `is_needed` goes before others.
 
         Raises RuntimeError when closed, or where no thread can be started; then nothing is copied.
         """

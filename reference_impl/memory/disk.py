@@ -76,7 +76,7 @@ class SpillTier:
 
 
 class DiskTier:
-    """One unnamed file, a thread that writes, a thread that reads, and staging memory between."""
+    """One unnamed file, a writing thread, a reading thread, and staging memory between."""
 
     def __init__(self, device: Device, space: DiskSpace) -> None:
         """Open the file. Raises DiskError for a directory that cannot be written or has too little space."""
@@ -147,8 +147,7 @@ class DiskTier:
     def wait_for_staging(self, size_bytes: int, *, unless: Callable[[], None] = lambda: None) -> HostBlock:
         """Return a staging block as soon as the threads have freed one; `unless` may raise while it waits.
 
-        Storages that are there ahead of their need make room: its memory may be enough in all, and in pieces that are
-            too small.
+        Storages read ahead of their need make room: the free memory may be enough in sum, but in too small pieces.
         Raises HostMemoryError when none will come: no write is under way, and no copy either.
         """
         deadline = time.monotonic() + _DEADLINE_S
@@ -177,7 +176,7 @@ class DiskTier:
                 self._freed.wait(0.01)
 
     def try_staging(self, size_bytes: int) -> HostBlock | None:
-        """Return a staging block for reading ahead, if that leaves enough for a storage that is needed at once."""
+        """Return a staging block for reading ahead, if enough is left for a storage needed at once."""
         if self.staging.live_bytes + size_bytes + self._largest_bytes > self._staging_bytes:
             return None
         try:
@@ -214,7 +213,7 @@ class DiskTier:
         self._released.append(stored)
 
     def sweep(self) -> None:
-        """Take back storages that were released and that no thread uses."""
+        """Take back released storages without a thread at work on them."""
         with self._freed:
             for _ in range(len(self._released)):
                 stored = self._released.popleft()

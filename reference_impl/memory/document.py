@@ -9,8 +9,8 @@ from typing import Any
 def read_json(path: str | Path, *, expected: str, attempt: str) -> Any:
     """Return the document in the file at `path`.
 
-    Raises ValueError for a file that is no JSON, and OSError for an unreadable one, with the `expected` document and
-    the `attempt` that makes it.
+    Raises ValueError for a file without JSON, and OSError for an unreadable one. Both name the `expected` document
+    and the `attempt` that makes it.
     """
     advice = f"expected {expected}; try {attempt}"
     try:

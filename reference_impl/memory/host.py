@@ -91,8 +91,8 @@ def available_by_pool() -> dict[str, int]:
 def available_bytes(needed_bytes: int = 0) -> int:
     """Return the host memory that can still be taken: the least of the kernel's and the container's answer.
 
-    Where that is less than `needed_bytes`, garbage is collected first: objects that are closed and dropped, states of
-    100 GB among them, may refer to themselves and wait for the collector.
+    If less than `needed_bytes` is available, garbage is collected first: closed and dropped objects, states of 100 GB
+    among them, may refer to themselves and wait for the collector.
     """
     there_bytes = min(available_by_pool().values())
     if there_bytes < needed_bytes:

@@ -57,7 +57,7 @@ class _StorageWatch(TorchDispatchMode):
             if tensor.is_meta:
                 continue
             if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                # A subclass that handles operations itself has no memory but that of the tensors inside it.
+                # A subclass that handles operations itself has only the memory of its inner tensors.
                 self.watch(_inner_tensors(tensor))
                 continue
             storage = storage_of(tensor)

@@ -63,7 +63,7 @@ class PinnedBook:
         return max(self.limit_bytes - self.pinned_bytes - kept, 0)
 
     def take(self, size_bytes: int, *, for_ring: bool = False) -> None:
-        """Count `size_bytes` that are about to be pinned. Raises PinnedMemoryError where that is too much."""
+        """Count `size_bytes` that are about to be pinned. Raises PinnedMemoryError beyond the limit."""
         with self._lock:
             left_bytes = self.left_bytes(for_ring=for_ring)
             if left_bytes is not None and size_bytes > left_bytes:

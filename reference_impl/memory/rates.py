@@ -24,7 +24,7 @@ from reference_impl.memory.spill_file import SpillFile
 _TRIES = 3
 _COPIES_A_TRY = 8
 _LINK_PROBE_BYTES = 128 * 2**20
-# Of which the ring takes a quarter, all that it ever takes.
+# The ring takes a quarter of it, and never more.
 _STAGED_LIMIT_BYTES = 2**30
 
 
@@ -127,8 +127,8 @@ def measure_link(device: Device, arena: HostArena, *, probe_bytes: int = _LINK_P
 def host_rate(device: Device, size_bytes: int) -> float:
     """Return bytes/s of host memory, read and written, while copies run both ways and all cores update in place.
 
-    Shares of an update contend for this rate. `triad_rate` is less: it writes lines that it has not read, which
-    the cores then read first and nobody counts.
+    Shares of an update contend for this rate. `triad_rate` is less: it writes lines without reading them, so the
+    cores read them first, uncounted.
     """
     updated, read = (torch.ones(size_bytes // 4) for _ in range(2))
     with _Copies(device, size_bytes) as copies:
@@ -212,7 +212,7 @@ def most_pinned_bytes(device: Device, most_bytes: int, *, least_bytes: int = 2**
 
 
 def disk_rates(folder: str | Path, size_bytes: int) -> tuple[float, float]:
-    """Return bytes/s written to and read from a file in `folder`, past the page cache where it allows that.
+    """Return bytes/s written to and read from a file in `folder`, past the page cache if the file system can.
 
     Raises DiskError for a folder that cannot be written or has too little space.
     """

@@ -21,9 +21,8 @@ class Readback:
     """The copy of `values` to a block of `arena`, behind the live current stream; the block goes back with this.
 
     Args:
-        device: where `values` are.
-        arena: the host memory that they come to.
-        values: a flat tensor, which is kept alive while it is copied.
+        device: the device of `values`. arena: the host memory that they come to. values: a flat tensor, kept alive
+            during its copy.
 
     Raises HostMemoryError.
     """
@@ -31,7 +30,7 @@ class Readback:
     def __init__(self, device: Device, arena: HostArena, values: torch.Tensor) -> None:
         self._values = values
         made = device.record()
-        # The block goes back also where nobody reads it: of a step, say, that fails before it begins.
+        # The block goes back also if nobody reads it, as after a step that fails before its begin.
         copy, self._free = owned(
             self,
             partial(_started, device, arena, values, made),

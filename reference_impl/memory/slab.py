@@ -4,8 +4,8 @@
 Pinning is where the first step's time goes: `torch.empty(pin_memory=True)` pins 3 GiB/s and rounds sizes up to powers
 of two. 48 GB of huge pages, touched by eight threads a little at a time and registered once, take 2.4 s, 19 GiB/s
 (measured on one NVIDIA H200 host, 16 virtual cores). A page new to the virtual machine costs its host a fault too,
-which is several times slower. The mapping is private, because only private memory gets huge pages where the host leaves
-shared memory at small ones, which is the default. A slab does not hand out parts of itself; `arena` does.
+which is several times slower. The mapping is private: by default a host gives huge pages to private memory alone. A
+slab does not hand out parts of itself; `arena` does.
 
 Explained in docs/activation-offloading.md.
 """
@@ -44,9 +44,9 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 RESERVE_BYTES = 2**30
 # The threads that launch kernels need cores too.
 TOUCHING_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 2))
-# A call that makes pages present holds the lock of the whole address space, and registering waits for that lock with
-# the driver's own in its hands, so every launch waits too. On one H200 host a first step that pins 47.5 GB took 9.3 s
-# with one call a slab; with calls of 128, 32 and 8 MiB it took 6.8, 4.9 and 4.8 s (four threads; eight: 4.5 s).
+# A call that makes pages present holds the lock of the whole address space. Registering waits for it while holding
+# the driver's own lock, so every launch waits too. On one H200 host a first step that pins 47.5 GB took 9.3 s with
+# one call a slab; with calls of 128, 32 and 8 MiB it took 6.8, 4.9 and 4.8 s (four threads; eight: 4.5 s).
 _TOUCHED_AT_ONCE_BYTES = 32 * 2**20
 # Linux 5.14; Python's mmap module does not name it, and holds the interpreter lock while it advises.
 _MADV_POPULATE_WRITE = 23
@@ -82,7 +82,7 @@ class Slab:
     """`bytes` is a flat uint8 tensor of zeros of `size_bytes`, or of up to a huge page more, but within `most_bytes`.
 
     With `pinned` it is page-locked if the device's copies need that; the CPU's own state does not.
-    `or_pageable`: where so much may not be pinned it is not, which `is_pinned` says. `for_ring`: it is the ring's.
+    `or_pageable`: memory beyond the limit of pinning stays pageable; `is_pinned` tells. `for_ring`: it is the ring's.
 
     Raises HostMemoryError when the host lacks the memory, before anything is taken, PinnedMemoryError when so much may
     not be pinned, and RuntimeError when the driver refuses to register the pages (usually the memlock limit).
@@ -226,7 +226,7 @@ def _populate(bytes_: torch.Tensor) -> None:
 
 
 def _may_pin(size_bytes: int, or_pageable: bool, *, for_ring: bool) -> bool:
-    """Count `size_bytes` as pinned; return False where they may not be, which raises unless they are `or_pageable`."""
+    """Count `size_bytes` as pinned; beyond the limit return False if `or_pageable`, else raise."""
     try:
         pinned_book.take(size_bytes, for_ring=for_ring)
     except PinnedMemoryError:
@@ -242,7 +242,7 @@ def _forget(device: Device, address: int) -> None:
 
 
 def _release_dropped(device: Device | None, unlocking: list[Callable[[], None]]) -> None:
-    """Release a slab that nobody has closed: copies on `device`, where its pages are pinned, may still use it."""
+    """Release a slab that nobody has closed. Copies on `device`, where its pages are pinned, may still use it."""
     if device is not None:
         device.finish_work()
     with deferred_interrupts():

@@ -58,7 +58,7 @@ class Slots:
     def free(self) -> None:
         """Return the memory of idle slots to the allocator; permanent ones come again with `restore`.
 
-        The live current stream, which they were allocated on, waits for the copies that use them.
+        They were allocated on the live current stream; it waits for the copies that use them.
         """
         for slot in (*self.idle, *self._retired):
             self._device.wait(slot.free)
@@ -116,7 +116,7 @@ class Slots:
             self._retire(self.idle.pop())
 
     def free_retired(self) -> None:
-        """Free the retired slots that no copy reads any more, in the order in which they were retired."""
+        """Free the retired slots that no copy reads any more, in the order of their retirement."""
         while self._retired and self._retired[0].free.query():
             self._retired.popleft()
 

@@ -5,9 +5,8 @@ It is unlinked as soon as it is open, so nothing is left behind however the proc
 past the page cache where the file system allows it: spilling is to avoid a second copy in host memory.
 
 Every extent has a checksum, which reading verifies: changed bytes on the disk would make a wrong gradient. It is the
-sum of each page's 64-bit words, and the CRC-32 of these sums in order: that finds every flipped bit, and pages that
-are old or in another's place, at 10 GB/s on one core, where the CRC-32 of all bytes takes 1.6 GB/s (measured: one AMD
-EPYC core).
+sum of each page's 64-bit words, and the CRC-32 of these sums in order. It finds every flipped bit and every old or
+misplaced page, at 10 GB/s on one core. The CRC-32 of all bytes would run at 1.6 GB/s (measured: one AMD EPYC core).
 
 Explained in docs/activation-offloading.md.
 """

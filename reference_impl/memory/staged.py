@@ -4,9 +4,9 @@
 Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the
 buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
 after the other, and starts the H2D copy of each; half of them are filled while the link reads the others. On the way
-out the D2H copy into a buffer starts at once, and threads empty it once that has ended, so a training thread waits only
-where all buffers are on their way. Events of the device mean the same as for pinned memory; who reads the host's side
-waits for the threads too (`Landing`).
+out the D2H copy into a buffer starts at once, and threads empty the buffer after its end. So a training thread waits
+only if all buffers are on their way. Events of the device mean the same as for pinned memory; who reads the host's
+side waits for the threads too (`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.
 A device has one ring, from its first pageable slab to the end of the limit.
@@ -40,7 +40,7 @@ _DEADLINE_S = 600.0
 
 
 class Landing:
-    """An event: bytes that were copied out to a buffer, and all before them, are in the memory that they are for."""
+    """An event: bytes copied out through a buffer, and all before them, have arrived in their own memory."""
 
     __slots__ = ("_arrival", "_before", "_copiers", "_worker")
 
@@ -95,7 +95,7 @@ class _Buffers:
             other.size_bytes = self.size_bytes
 
     def take(self, size_bytes: int, *, ahead: int = 0) -> torch.Tensor:
-        """Return the buffer whose turn it is, once it is free, or the one whose turn is `ahead` of it."""
+        """Return the next buffer in turn, once it is free, or the one `ahead` turns later."""
         buffer, free = self._turn[ahead]
         try:
             free.synchronize()
@@ -137,7 +137,7 @@ class Ring:
 
     def serve(self, slab: Slab) -> None:
         """Take over the copies of a pageable slab until it is forgotten."""
-        # One that was at this address may have been dropped with a copy that failed.
+        # An earlier slab at this address may have been dropped with its failed copy.
         self._forget(slab.bytes)
         self._device.pageable[slab.bytes.untyped_storage().data_ptr()] = self
 
@@ -156,7 +156,7 @@ class Ring:
         return together(*landings)
 
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        """Start filling `target`, after all that is on its way into `host`, which may be written on return."""
+        """Start filling `target`, after all copies on their way into `host`; `host` may be written on return."""
         self._wait_landed(host)
         # Buffers that are being filled, the first one first.
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
@@ -171,7 +171,7 @@ class Ring:
                 self._send(filling)
 
     def synchronize(self) -> None:
-        """Wait until all that was copied out is where it belongs; raise once why it is not."""
+        """Wait until all bytes copied out are in their own memory; raise once why it is not."""
         for _, _, landing in tuple(self._landing):
             try:
                 landing.synchronize()
@@ -204,7 +204,7 @@ class Ring:
         return landing
 
     def _put_away(self) -> None:
-        """Forget landings that have ended, and remember those that have failed."""
+        """Forget ended landings, and remember failed ones."""
         with self._putting_away:
             while self._landing and self._landing[0][2].query():
                 if self._landing[0][2].has_failed:

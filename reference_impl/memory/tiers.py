@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bytes of a saved storage are kept: the host tier, behind the interface that the disk tier shares.
+"""The place of a saved storage's bytes: the host tier, behind the common interface with the disk tier.
 
 A tier takes flat uint8 device tensors and gives them back. It orders its copies by events and never waits on
 the host; it does not decide which storages it gets.
@@ -25,7 +25,7 @@ class StoredBytes(Protocol):
 
     @property
     def stored(self) -> Event:
-        """The event after which the device tensor that was stored is not read any more."""
+        """The event after the last read of the stored device tensor."""
 
     def load(self, target: torch.Tensor) -> Event:
         """Start filling `target` (flat uint8, allocated on the live current stream); return the event of its end."""
@@ -38,7 +38,7 @@ class StoredBytes(Protocol):
 
 
 class ReleasedOnce(ABC):
-    """Bytes of a tier whose memory goes back once: a release that a signal would cut short has happened, or has not."""
+    """Bytes of a tier whose memory goes back once: no signal cuts the release short."""
 
     __slots__ = ("_is_released",)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.func's transforms and forward-mode derivatives: whether one runs, and how to work outside of it.
 
-Inside, tensors are wrapped: they have no storage that could move, nothing that is captured may be written in place, and
-saved-tensor hooks are refused by torch, or read tangents as if they were values.
+Inside, tensors are wrapped: they have no storage to move, and captured tensors may not be written in place. Torch
+refuses saved-tensor hooks, or these read tangents as if they were values.
 
 Explained in docs/activation-offloading.md.
 """
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def running_transform() -> str | None:
-    """Return the name of the transform that the calling thread is inside, None where it is in none."""
+    """Return the name of the calling thread's innermost transform, None outside of all."""
     innermost = _functorch.peek_interpreter_stack()
     if innermost is not None:
         return _NAMES.get(innermost.key().name, "a transform of torch.func")
@@ -44,7 +44,7 @@ def layers_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def outside_transforms(call: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that makes the `call` as if no transform ran: it writes tensors that somebody has captured."""
+    """Return a function that makes the `call` as if no transform ran: the call writes captured tensors."""
 
     def called(*arguments: _P.args, **named: _P.kwargs) -> None:
         if running_transform() is None:

@@ -18,7 +18,7 @@ from reference_impl.device import Event
 
 
 def refuse_update(block_index: int) -> RuntimeError:
-    """Return the error for an update that reaches weights that are lent."""
+    """Return the error for an update that reaches lent weights."""
     return RuntimeError(
         f"an update reached block {block_index} while its weights are lent; expected them back; try leaving gathered() "
         "before step() or the next forward"
@@ -55,7 +55,7 @@ class WeightHome(Protocol):
     def visit(self) -> Event:
         """Have the weights of the block stay on the device until `leave`; return the event after which they are there.
 
-        Raises RuntimeError where they are lent to the user, and torch's error where memory is short.
+        Raises RuntimeError for weights lent to the user, and torch's error for want of memory.
         """
 
     def leave(self, stored: Event) -> None:

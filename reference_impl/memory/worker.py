@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that carry out tasks in order; if one dies, every wait for its tasks ends with an error.
 
-A task is queued once a thread is there for it: where `submit` raises, it never runs. The threads are not those of
-`concurrent.futures`, which ends its own with the main thread, also where another one still trains.
+A task is queued once a thread is there for it: where `submit` raises, it never runs. The threads are not from
+`concurrent.futures`: it ends its own with the main thread, although another thread may still train.
 
 Explained in docs/reliability.md.
 """
@@ -194,7 +194,7 @@ def start(thread: threading.Thread) -> None:
 
 
 def _join(thread: threading.Thread, tasks: _Tasks) -> None:
-    """Wait for the end of `thread`, which None in `tasks` ends: a thread that has died need not have passed that on."""
+    """Wait for the end of `thread`. None in `tasks` ends it; a dead thread need not have passed the None on."""
     while thread.is_alive() and thread is not threading.current_thread():
         tasks.put(None)
         wait_uninterrupted(thread.join)
@@ -202,7 +202,7 @@ def _join(thread: threading.Thread, tasks: _Tasks) -> None:
 
 def _cancel_all(tasks: _Tasks) -> None:
     with suppress(Empty):
-        # Nothing that is queued equals the sentinel: it ends where the queue is empty.
+        # Nothing in the queue equals the sentinel: iteration ends at the empty queue.
         for queued in iter(tasks.get_nowait, object()):
             if queued is not None:
                 queued[0].cancel()

@@ -11,7 +11,7 @@ steps with a `placement`, `gradients/` and `shares`. Below these are the shares 
   update) or on the CPU (on the host and updated there); split: the three shares, which sum to 1.
 - member: one parameter as an optimizer knows it; piece: a contiguous part of one.
 - split member: one that several shares update; its new weights are published together.
-- forward wait: a pre-hook that makes a module's forward wait for the weights that this module owns.
+- forward wait: a pre-hook that makes a module's forward wait for its own weights.
 - new weights: values on the device that the parameter does not hold yet; publishing writes them to it.
 - parameter state: a view of one parameter's step, moments and master, which `optimizer.state` maps.
 - clip decision: the scale of a step's gradients, and whether the step is skipped.

@@ -75,8 +75,8 @@ def fastest_split_here(
     `matrices` stream beside them or stay, by the same resident share, and are never on the CPU.
 
     `ring_bytes` of the device are needed to stream at all. `hidden_bytes` come in during backward, and as many go out
-    during the next forward: no part of the update. Raises ValueError for a device budget below the ring or a profile
-    that is none, HostMemoryError for a host that is too small.
+    during the next forward: no part of the update. Raises ValueError for a device budget below the ring or an
+    unreadable profile, HostMemoryError for too little host memory.
 
     With `ranks` all of them probe at once, because they share the host's memory, and each takes the split of the least
     that any of them has: every rank has to call this.
@@ -243,8 +243,8 @@ def _probe(device: Device, meet: Callable[[], None]) -> MachineRates:
     with _threads_of_torch(threads):
         host_bytes_per_s = host_rate(device, _COPY_BYTES // less)
     meet()
-    # The link last. The driver clears device memory that has been freed with the engine that copies in, which has half
-    # its rate for 4 ms a GB: a link of 50 GB/s looked like one of 26 (measured: one NVIDIA H200, driver 580).
+    # The link last. The driver clears freed device memory with the engine of copies in, and halves its rate for 4 ms
+    # a GB: a link of 50 GB/s looked like one of 26 (measured: one NVIDIA H200, driver 580).
     rates = MachineRates(
         link_bytes_per_s=copy_rates(device, _COPY_BYTES // less).duplex / 2,
         host_bytes_per_s=host_bytes_per_s,

@@ -241,7 +241,7 @@ def check_model(model: nn.Module, *, serves_data_parallel: bool) -> None:
 
 
 def check_unused(model: DistributedDataParallel) -> None:
-    """Raise ValueError where an update that begins in backward cannot know whether a parameter was used."""
+    """Raise ValueError if an update in backward cannot tell a parameter without a gradient."""
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(model, option):
             raise ValueError(
@@ -280,18 +280,18 @@ def check_in_model(model: nn.Module, params: Iterable[torch.Tensor]) -> None:
         missing = f"a parameter of shape {tuple(param.shape)} is not in"
         if any(isinstance(each, DTensor) for each in params_of_model):
             raise ValueError(
-                f"{missing} the sharded model; expected the parameters that its modules hold, which fully_shard and "
-                "load_state_dict(assign=True) replace; try making the optimizer after these"
+                f"{missing} the sharded model; expected the parameters of its modules; fully_shard and "
+                "load_state_dict(assign=True) replace them; try making the optimizer after these"
             )
         raise ValueError(
-            f"{missing} the {type(model).__name__} that is attached; expected a model that holds all that the "
-            "optimizer trains, not a copy or a part of it; try attach() of that model, or of "
-            "torch.nn.ModuleList([...]) with all modules that the optimizer trains"
+            f"{missing} the {type(model).__name__} that is attached; expected a model with all parameters of the "
+            "optimizer, not a copy or a part of it; try attach() of that model, or of "
+            "torch.nn.ModuleList([...]) with all trained modules"
         )
 
 
 def warn_gathers_cannot_wait(missing: str) -> None:
-    """Warn that this torch lacks a private name by which gathers are made to wait."""
+    """Warn that gathers cannot wait, because this torch lacks a private name."""
     warnings.warn(
         f"FSDP2 of torch {torch.__version__} has no {missing}, which gathers need to wait for their shards; step() "
         "waits instead, and the update hides behind nothing; try torch 2.11 to 2.13",
@@ -371,7 +371,7 @@ def first_gradient_has_left(member: Member) -> RuntimeError:
     return RuntimeError(
         f"a second gradient of a sharded parameter of shape {tuple(member.param.shape)} came before step() had used "
         "the first, which has left already; expected one a step; try `with optimizer.accumulate():` around all "
-        "backwards but the last, optimizer.zero_grad() where a batch is left out, or backward_overlap='nothing' where "
+        "backwards but the last, optimizer.zero_grad() to leave a batch out, or backward_overlap='nothing' if "
         "a module runs twice and gradients are accumulated unreduced"
     )
 
@@ -441,7 +441,7 @@ def closed_in_between() -> RuntimeError:
     """Return the error for closing there."""
     return RuntimeError(
         "close() came after a backward that had started the update, so that some weights are of this batch and others "
-        "are not; expected step() in between; try that, or backward_overlap='gradients' where a batch may be left out"
+        "are not; expected step() in between; try it, or backward_overlap='gradients' to leave batches out"
     )
 
 

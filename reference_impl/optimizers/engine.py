@@ -174,7 +174,7 @@ class Engine:
 
     @in_turn
     def finish_earlier(self, *, has_closure: bool) -> None:
-        """Finish the step or the load before; where the next step `has_closure`, that runs first."""
+        """Finish the step or the load before; if the next step `has_closure`, the closure runs first."""
         # From here on no call refuses to finish an update that backward has begun, whatever is raised below.
         had_rest = self.gradients.rest is not None
         if not has_closure:
@@ -414,7 +414,7 @@ class Engine:
         return self.finished(members).written_uncounted(members) if self._follows_writes else ()
 
     def parts_of(self, members: Iterable[Member]) -> Shares:
-        """Return where states are, as `finished`, to whoever reads them: in the thread that steps, or in turn."""
+        """Return the shares for reading states, as `finished` does: in the stepping thread, or in turn."""
         if not self._failures.has_turn:
             checks.check_thread(self.stepped_by)
         return self.finished(members)

@@ -99,7 +99,7 @@ class GroupFormulas:
     def complete(
         self, group: Mapping[str, Any], options: Mapping[str, Any]
     ) -> tuple[MatrixAlgorithm | None, dict[str, Any]]:
-        """Return the formula of matrices of a group to add, None where it has none, and the group with all that it has.
+        """Return a new group's formula of matrices (None without one), and the group with all its keys.
 
         A group has the hyper-parameters of its formula alone, as in torch's class; `options` are those of groups that
         lack them.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each module's forward waits for the weights that it reads; under FSDP2 its gather does.
 
-A module reads the parameters that it owns itself, and those in its containers, which have no forward of their own
-(`ParameterList`, `ParameterDict`). FSDP2 reads those of a whole group before the group's forward, on a
-stream of its own: there the wait is a hook of the sharded module, before FSDP's hook, and it makes that stream wait.
-So a gather waits for its own shards, and not for those of later modules.
+A module reads its own parameters, and those in containers without a forward (`ParameterList`, `ParameterDict`). FSDP2
+reads those of a whole group before the group's forward, on a stream of its own: there the wait is a hook of the
+sharded module, before FSDP's hook, and it makes that stream wait. So a gather waits for its own shards, and not for
+those of later modules.
 
 Explained in docs/optimizer-offloading.md and docs/distributed.md.
 """
@@ -62,7 +62,7 @@ class ForwardWaits:
         wait_for: makes the live current stream wait for members.
         refresh_masters: makes the masters of members from their parameters.
         check_load: see `module_load.hook_loads`.
-        noting_status: gathers are made to wait inside it, so that the optimizer hears of a lost device.
+        noting_status: gathers wait inside it, so that the optimizer hears of a lost device.
         gates: False where gathers cannot wait, because step() does.
     """
 
@@ -86,7 +86,7 @@ class ForwardWaits:
         self._unannounced: list[Member] = []
         self._members = members
         self._has_run = False
-        # The thread that steps, once one has: forwards of others, which only read, teach nothing.
+        # The stepping thread, after its first step. Forwards of other threads only read, and teach nothing.
         self._teacher: int | None = None
         self.has_run_since_step = self.has_compiled = False
         self._wait = outside_transforms(forgetful(wait_for))
@@ -207,8 +207,8 @@ class ForwardWaits:
     def _wait_inside_compiled(self, members: Sequence[Member]) -> None:
         """Do as a forward hook of `members` in code that is being compiled.
 
-        The compiler notes each value that is read here, and compiles anew where a later run finds another one. So
-        the clock, which every forward changes, is not read; which members are pending is the same after each step.
+        The compiler notes each value read here, and compiles again after it has changed. So the clock, which every
+        forward changes, is not read; which members are pending is the same after each step.
         """
         for member in members:
             member.is_compiled = True
@@ -239,7 +239,7 @@ class ForwardWaits:
         return hook
 
     def on_step(self, members: Iterable[Member]) -> None:
-        """Note that a step begins: weights that were gathered before are old.
+        """Note that a step begins: weights gathered before are old.
 
         It uses new gradients of `members`: note those whose modules no forward since the last step has run.
         """
@@ -289,8 +289,8 @@ class Gate:
 class Gates:
     """All gates of a model, none where FSDP2 does not shard it.
 
-    Each decision of a gate that leads to a collective is the same on every rank: it depends on steps and on earlier
-    gathers, and not on a rank's own shards, which may be empty.
+    A gate's decision about a collective is the same on every rank. It depends on steps and on earlier gathers, not on
+    a rank's own shards: these may be empty.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Gates:
 def _before_buckets_are_written(
     parallel: DistributedDataParallel, members: Sequence[Member], wait: Wait, undo: list[Callable[[], None]]
 ) -> None:
-    """Hook DDP, whose buckets hold the gradients that the last update reads, and are written by the next backward.
+    """Hook DDP: its buckets hold the gradients of the last update, and the next backward writes them.
 
     Its forward ends with a wait for weights that no module of it has waited for. It may begin with copying gradients
     into new buckets: stand-ins are put aside meanwhile.

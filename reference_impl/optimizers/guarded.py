@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tensor of which others hold the memory: whoever writes it, or a view of it, is heard before and after.
 
-Apart because gradients that an update still reads and states that stream are both such tensors.
+Apart because gradients still read by an update and streamed states are both such tensors.
 """
 
 from __future__ import annotations

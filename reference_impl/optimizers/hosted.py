@@ -298,7 +298,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         if unfrozen:
             self._admit_new()
         self._trained.check_replaced(self.param_groups)
-        # Before the rest is noted: this waits for updates, which would carry that out.
+        # Before the rest is noted: this call waits for updates, and would carry a noted rest out.
         self._engine.follow_writes()
         self._engine.take_noted()
 
@@ -350,7 +350,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             member.note_weight()
 
     def refresh_written(self, params: Iterable[torch.Tensor]) -> None:
-        """Make new masters of weights that the user has written where they live."""
+        """Make new masters, in place, of weights written by the user."""
         self._engine.remake_masters([self._members[param] for param in params])
 
     def _check_load(self, inside: Sequence[Member], remade: Sequence[Member]) -> None:
@@ -387,8 +387,8 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         """Return a consistent snapshot in the layout of `torch.optim.AdamW` (or the algorithm's other class).
 
         Each parameter has `step` (not SGD's) and the moments in its own shape; parameters that are not fp32 have their
-        `master_param` too. Offloaded state comes as CPU tensors. Groups have every key that torch's class has, so that
-        it resumes: bitwise where parameters are fp32; others it trains without the master, with moments in their dtype.
+        `master_param` too. Offloaded state comes as CPU tensors. Torch's class resumes from the groups: bitwise for
+        fp32 parameters; others it trains without the master, with moments in their dtype.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -58,8 +58,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
         backward_overlap: the work during backward. `gradients` (default): gradients go to the host and their GPU
             memory is freed; a `GradientStandIn` stays on `param.grad`. `update`: the CPU update starts too, with the
             hyper-parameters of that moment, and nothing can be skipped or clipped. `nothing`: gradients stay on
-            `param.grad` until `step()`, which code that reads them needs.
-            Gradients of DTensors leave only where this is given.
+            `param.grad` until `step()`, for code that reads them. Gradients of DTensors leave only if this is given.
 
     Bitwise contract: the CPU share equals `torch.optim.AdamW(fused=True)` on the CPU over the fp32 master, the
     resident and the streamed share equal it on the device, and the parameter is its master rounded to nearest even.
@@ -210,7 +209,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
             self._accumulating = False
 
     def accumulate_while(self, asks: Callable[[], bool]) -> None:
-        """Let gradients add up on the device where `asks()` says so: for a loop that cannot enter `accumulate()`."""
+        """Let gradients add up on the device if `asks()` says so: for a loop that cannot enter `accumulate()`."""
         self._asks_whether_accumulating = asks
 
     @property

@@ -3,9 +3,9 @@
 
 Explained in docs/optimizer-offloading.md.
 
-`offload_arithmetic.division` divides elements between the shares. Parameters whose gradients one reduction makes
-(FSDP2) go to one share together: the memory of the gradients is one buffer, which is freed with the last of them. The
-tensors behind it are `cpu.buckets` and `streamed.chunks`.
+`offload_arithmetic.division` divides elements between the shares. Parameters with a common reduction of gradients
+(FSDP2) go to one share together: their gradients lie in one buffer, freed with the last of them. The tensors behind
+it are `cpu.buckets` and `streamed.chunks`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Member:
     since the last step, so its order is not known. `loaded_version` is the weight's version at the load of a master
     that rounds to it: until it changes, they belong together. `is_apart`: the loaded master does not round to the
     weight; the weight follows the master. `watched` is the weight as autograd counts its writes, at `version` and
-    `address` when its master was the same; None if only the optimizer can write it. `home` is that of a weight that
+    `address` when its master was the same; None if only the optimizer can write it. `home` belongs to a weight that
     only visits the device. `matrices` is the formula of its whole matrices, on the device alone; None for the
-    optimizer's formula of elements. `cut` divides each of its matrices among ranks, None for whole ones. The states of
-    a cut one `stay` on the device on all ranks, or stream on all of them, even if a rank has no element of it.
+    optimizer's formula of elements. `cut` divides each of its matrices among ranks, None for whole ones. The states
+    of a cut one `stay` on the device on all ranks, or stream on all of them, even if a rank has no element of it.
     """
 
     param: torch.Tensor
@@ -108,7 +108,7 @@ class Member:
 
     @property
     def unit(self) -> int:
-        """Elements that nothing cuts: a whole matrix, of which those of a stack lie one behind the other.
+        """Elements of one uncut unit: a whole matrix. Matrices of a stack lie one behind the other.
 
         For a matrix shared by ranks it is the longest shard, on each of them: they make the same chunks.
         """
@@ -138,7 +138,7 @@ class Member:
 
     @property
     def on_device(self) -> int:
-        """Elements that the device updates, and whose gradient therefore stays until then."""
+        """Elements updated on the device. Their gradient stays until the update."""
         return self.resident + self.streamed
 
     @property
@@ -247,8 +247,8 @@ def members_of(
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
     before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
     whose gradients are reduced with others. `matrices` has the formula of each group that updates matrices: of these
-    the last `fraction` is offloaded, too, in whole ones, and all of it streams. Matrices that ranks share are divided
-    by themselves, in numbers that all of them have.
+    the last `fraction` is offloaded, too, in whole ones, and all of it streams. Matrices shared by ranks are divided
+    separately, by numbers known to every rank.
     """
     members = [
         Member(

@@ -18,7 +18,7 @@ Nothing overlaps with backward or forward, because Megatron reduces gradients af
 parameters right after `step()`.
 
 Megatron names a CPU and a GPU class and hands both the same arguments. Here they choose one formula; arguments that
-only choose an implementation are dropped, and those that would change the numbers are refused. Explained in
+only choose an implementation are dropped, and arguments with an effect on the numbers are refused. Explained in
 docs/optimizer-offloading.md.
 """
 
@@ -53,8 +53,8 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         overlap_cpu_optimizer_d2h_h2d: accepted; within `step()` copies overlap with the update either way.
         kwargs: hyper-parameters of the classes.
 
-    A gradient is read from `decoupled_grad` where a parameter has that attribute, else from `grad`. Raises TypeError
-    or ValueError for classes and options it cannot serve, and errors of the base class.
+    A gradient is read from the parameter's `decoupled_grad` if there is one, else from `grad`. Raises TypeError or
+    ValueError for classes and options it cannot serve, and errors of the base class.
     """
 
     # It writes offsets of its buffers among the states.
@@ -115,7 +115,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
         return offloads
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Check the hyper-parameters of the formula, and that masters are wanted where they are needed."""
+        """Check the hyper-parameters of the formula, and the request for masters if a parameter needs them."""
         super()._check_group(group)
         for param in group["params"]:
             if param.dtype != torch.float32 and not self._masters_of_all:
@@ -194,7 +194,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
 
 def algorithm_of(classes: Iterable[type | None], options: Mapping[str, Any]) -> Algorithm:
-    """Return the formula that all `classes` (None where none is stated) compute with `options`.
+    """Return the common formula of all `classes` (None for an unstated one) under `options`.
 
     Raises TypeError for none at all, and ValueError for a class that is not known or for different formulas.
     """

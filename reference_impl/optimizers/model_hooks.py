@@ -17,7 +17,7 @@ _P = ParamSpec("_P")
 
 
 class ModelHook:
-    """A hook on a module that stays behind: a copy or a pickle of the module has one that does nothing instead.
+    """A hook on a module that does not travel: in a copy or a pickle of the module it does nothing.
 
     So a copied model is independent of the optimizer, and loads where this package is not installed. Copying waits for
     new weights by `finish`; the module's `own` members have been copied by then, so a deep copy takes these again.
@@ -65,7 +65,7 @@ class ModelHook:
 
 
 def forgetful(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that calls a bound `method` without keeping its owner alive, and nothing once that is gone."""
+    """Return a function that calls a bound `method` as long as its owner lives, without keeping the owner alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: _P.args, **named: _P.kwargs) -> None:

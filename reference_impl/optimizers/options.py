@@ -38,7 +38,7 @@ class Streaming:
 
             With the last two, parameters of one dimension keep exact states, which stay on the device.
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Under
-            FSDP2, where backward frees little, as much stays on the device, beside all that the step takes otherwise.
+            FSDP2 backward frees little. There as many bytes stay on the device, beside the step's other memory.
 
     Raises ValueError for a form that there is not.
     """

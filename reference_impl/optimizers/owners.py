@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which open optimizer trains a parameter: never two, and one may take the place of another that holds no states.
+"""The open optimizer of each parameter: never two, and one may take the place of another without states.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -22,7 +22,7 @@ _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] 
 
 
 def note_owner(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    """Note that `optimizer` trains the members of its `engine` until that is closed."""
+    """Note that `optimizer` trains the members of its `engine` until the engine is closed."""
     _engines[optimizer] = weakref.ref(engine)
 
 
@@ -44,7 +44,7 @@ def check_untrained(params: Iterable[torch.Tensor], *, but_by: Engine | None = N
 def take_place(
     taker: torch.optim.Optimizer, given: torch.optim.Optimizer, undo: list[Callable[[], None]]
 ) -> None:
-    """Let `given` refuse calls that need states, until `taker` is closed or the calls in `undo` end that."""
+    """Let `given` refuse calls that need states, until `taker` is closed or `undo` is called."""
     here, stepped, name = weakref.ref(taker), weakref.ref(given), type(given).__name__
 
     def refuse(*_: Any) -> None:

@@ -97,9 +97,9 @@ class StoredState(MutableMapping[str, torch.Tensor]):
     Args:
         member: the parameter.
         names: the states that it shows, in order; `master_param` may be written even if it is not among them.
-        failures: has the turn, in which states are copied and written: a streamed one may be on its way.
-        passed_over: whether writing a name that is not known does nothing, instead of raising KeyError.
-        finished: see `FinishedParts`.
+        failures: has the turn for copying and writing states: a streamed state may be on its way.
+        passed_over: whether writing an unknown name does nothing, instead of raising KeyError. finished: see
+            `FinishedParts`.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class SplitPlacement:
         ahead: elements that stream first of all, because they come in behind backward.
         offload: instead of the split, which parameters leave as a whole.
         stays_in_chunks: the streamed share has the resident elements, too: in its format, or with masters apart.
-        ranks: that train one model, where its parameters do not say so.
+        ranks: the process group of one model, if its parameters do not tell.
         option: the argument to reduce if the host has too little memory.
     """
 
@@ -114,7 +114,7 @@ class SplitPlacement:
             return {}
         from reference_impl.optimizers.streamed.chunks import Part
 
-        # A parameter that the CPU updates in part is published as one, so its streamed part waits for that.
+        # A parameter updated in part on the CPU is published as one, so its streamed part waits for the CPU.
         return {
             member: Part(streamed, range(resident), is_split=member.on_cpu > 0)
             for member, (streamed, resident) in found.items()
@@ -168,8 +168,8 @@ def placed(
         split: the shares (resident, streamed, CPU), or `auto`.
         options: see `Options`.
         offload: instead of the split, which parameters leave as a whole.
-        matrices: the formulas of those of `params` that are updated in matrices: these stay or stream, and the split
-            between streaming and the CPU is that of all others.
+        matrices: the formulas of `params` updated in matrices. These stay or stream; the split between streaming and
+            the CPU is for all others.
         follows_writes: see `StreamedShare`.
     """
     ranks = options.budgets.ranks
@@ -238,7 +238,7 @@ def _matrix_bytes(
     algorithm: Algorithm,
     streaming: Streaming,
 ) -> MatrixBytes | None:
-    """Return the bytes of parameters that are updated in matrices, None where none is."""
+    """Return the bytes of parameters updated in matrices, None if there are none."""
     from reference_impl.optimizers.auto_split import MatrixBytes
     from reference_impl.optimizers.streamed.storage import StateFormat
 

@@ -101,7 +101,7 @@ class AttachedModel:
         return self._waits is not None and self._waits.has_compiled
 
     def on_step(self, members: Iterable[Member]) -> None:
-        """Note that a step begins, which uses new gradients of `members`."""
+        """Note that a step with new gradients of `members` begins."""
         if self._waits is not None:
             self._waits.on_step(members)
 
@@ -112,7 +112,7 @@ class AttachedModel:
 
 
 class StepSite:
-    """Where the last step was taken: the thread, before the first one that of this, and the stream.
+    """Thread and stream of the last step; before the first one, the constructing thread.
 
     Another thread only reads weights, unless it is one of autograd's in a backward.
     """
@@ -134,7 +134,7 @@ class StepSite:
     def see(self, wait: Callable[[], None]) -> None:
         """Run `wait`, which makes the live current stream wait for weights, and nobody after it.
 
-        Another thread that reads on a stream of its own waits behind the stream of the steps, which waits first.
+        The stream of the steps waits first. A thread that reads on its own stream then waits behind it.
         """
         stream = self.stream
         if stream is None or not self.is_elsewhere or self.device.current_stream() == stream:

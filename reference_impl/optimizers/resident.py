@@ -3,8 +3,8 @@
 
 Masters and moments are fp32; an fp32 parameter is its own master unless the CPU updates another part of it. The
 update runs in chunks, and within a member that is longer in parts of it, so that the fp32 copy of the gradients never
-takes more than `WIDENED_ELEMENTS`. That copy is allocated when the step is prepared: one buffer, which all chunks use
-one after the other. Explained in docs/optimizer-offloading.md.
+takes more than `WIDENED_ELEMENTS`. The copy is allocated when the step is prepared: one buffer for all chunks, one
+after the other. Explained in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class ResidentUpdate:
                 )
 
     def _widened(self, part: _Part) -> list[torch.Tensor]:
-        """Return a part of each gradient in fp32, copied to scratch where that is needed."""
+        """Return a part of each gradient in fp32, copied to scratch if necessary."""
         if not part.copied:
             return part.gradients
         widened = list(part.gradients)

@@ -61,7 +61,7 @@ class Shares:
     """All states of one optimizer, and their updates. It implements `parameter_state.StateParts`.
 
     Args:
-        device: where the parameters are, or where their weights visit.
+        device: the parameters' device, or the device that their weights visit.
         algorithm: the formula of elements.
         streamed: holds the streamed states, and resident ones beside them; None without any.
         cpu: how the CPU updates its share. It has no threads before the first member of it.
@@ -115,9 +115,9 @@ class Shares:
     def add(self, members: Sequence[Member], parts: Mapping[Member, Part]) -> None:
         """Make the states of new members, masters from their weights; all or nothing.
 
-        `parts` are the elements that the streamed share has. The CPU has the rest of a member that is split, or that
-        has no part there. Raises HostMemoryError, on all ranks that train sharded members alike, ValueError and
-        torch.OutOfMemoryError.
+        `parts` are the elements that the streamed share has. The CPU has the rest of a split member, and the whole of
+        one without a part there. Raises HostMemoryError, on all ranks that train sharded members alike, ValueError
+        and torch.OutOfMemoryError.
         """
         on_cpu = [m for m in members if m.on_cpu and (m not in parts or parts[m].is_split)]
         try:
@@ -156,7 +156,7 @@ class Shares:
             factors: factors of gradients on the host.
             backward_part: the CPU's part, where backward has begun it: it takes further gradients.
 
-        Raises RuntimeError where the CPU would update a weight that is lent.
+        Raises RuntimeError if the CPU would update a lent weight.
         """
         self._prepared = None
         arrivals = {member: arrival for member, arrival in arrived.items() if member in self.cpu}
@@ -226,7 +226,7 @@ class Shares:
         return streamed is not None and any(piece.member in streamed for piece in bucket.pieces)
 
     def completed_by(self, member: Member, *, sent: Collection[Member]) -> list[Bucket]:
-        """Return the buckets of `member` whose gradients have all been sent off, and which no device shares.
+        """Return the buckets of `member` with all gradients sent off and no part on the device.
 
         Gradients of `sent` have been, and are used already.
         """

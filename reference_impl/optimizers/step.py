@@ -126,7 +126,7 @@ _NOTES = {
 
 
 class Failures:
-    """The thread that works with an optimizer, and the error that has broken it, if one has.
+    """The thread at work on an optimizer, and the error that has broken it, if any.
 
     One thread at a time works with it (`in_turn`), so that a begun step is carried out by one. Errors tell the
     fate of the step.
@@ -308,7 +308,7 @@ def hooked(step: _Method[_Stepped, _P, _Result]) -> _Method[_Stepped, _P, _Resul
             # A compiler would trace kernels and copies of a begun step, and give up in their midst.
             return uncompiled(functools.partial(carry_out, optimizer, *args, **named))()
         except BaseException as error:
-            # GradScaler deletes the scale of a step that returns, and multiplies its next one by any that stands.
+            # GradScaler deletes the scale after a step has returned. It multiplies its next scale by a remaining one.
             take_scale(optimizer)
             # A hook of the user's may have raised in front of it.
             optimizer._engine.has_raised(*args, **named)

@@ -71,7 +71,7 @@ def _listed(several: object) -> list[Any] | None:
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that a trainer's wrapper steps, as Accelerate's does, which has no hooks of its own."""
+    """Return the optimizer inside a trainer's wrapper, such as Accelerate's: the wrapper has no hooks of its own."""
     inner = getattr(optimizer, "optimizer", None)
     return _unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 

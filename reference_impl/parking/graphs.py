@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs that were captured before there was a parking: their outputs show of which weights they are.
+"""CUDA graphs captured before there was a parking: their outputs show their weights.
 
 A graph knows addresses and tells nobody. But the output of a captured forward lies in the graph's memory pool, as
 long as somebody can replay it, and autograd's record of it leads to the weights.

@@ -37,9 +37,9 @@ def guard(
     """Hook `models` and `optimizers`.
 
     Args:
-        weights: bound method that is called with the name of the use where weights are needed.
-        gradients: the same where weights and gradients are.
-        training: the same where all of training is needed. No owner is kept alive.
+        weights: bound method, called with the name of the use if weights are needed.
+        gradients: the same for weights and gradients.
+        training: the same for all of training. No owner is kept alive.
         undo: gets the call that takes each hook off.
     """
     backward = _Guard(gradients, BACKWARD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States as `state_dict()` has them, read and written where they are: parked ones on the host, where nothing moves.
+"""States of `state_dict()`, read and written in place: nothing moves, and parked states are on the host.
 
 Explained in docs/parking.md.
 """
@@ -137,7 +137,7 @@ def _reader(parked: Iterable[ParkedStorage]) -> _Read:
 
 
 def _of_parts(wrapper: Any, made_of: _Read) -> Any:
-    """Return `wrapper` of the parts that `made_of` makes of its own, of the class that computes."""
+    """Return a copy of `wrapper`, of its computing class, with parts made by `made_of` from its own."""
     names, context = wrapper.__tensor_flatten__()
     parts = {name: made_of(getattr(wrapper, name)) for name in names}
     cls: Any = own_class(wrapper)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters of our optimizers whose weights are away.
 
-Masters follow a weight that somebody else has written, which they see by its version and its address. A parked weight
-has another of either, and neither is a write.
+Masters follow a weight written by other code. They see the write by the weight's version and address. Parking changes
+both, and is no write.
 
 Explained in docs/parking.md. Apart because it is about our optimizers, which parking serves beside any other.
 """
@@ -25,7 +25,7 @@ class MastersOfParked:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._ours = [each for each in optimizers if isinstance(each, HostedOptimizer)]
-        # Weights that are away, or are about to leave, and that nobody had written.
+        # Absent or leaving weights that nobody had written.
         self._unwritten: list[Member] = []
 
     def weights_leave(self) -> None:
@@ -46,7 +46,7 @@ class MastersOfParked:
         self._unwritten = self._away()
 
     def behind(self) -> list[Callable[[], None]]:
-        """Return calls that have masters follow their weights, of those that differ and are away."""
+        """Return the calls by which masters follow their absent weights, for each pair that differs."""
         unwritten = set(self._unwritten)
         return [
             partial(optimizer.state.follow, member)
@@ -55,7 +55,7 @@ class MastersOfParked:
         ]
 
     def have_followed(self) -> None:
-        """Note that all masters follow their weights, of those that are away."""
+        """Note that the masters of all absent weights follow them."""
         self._unwritten = [member for _, member in self._members() if is_absent(member.param_local)]
 
     def _away(self) -> list[Member]:

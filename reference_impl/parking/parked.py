@@ -64,7 +64,7 @@ def park(
         optimizer: those that train it: any `torch.optim.Optimizer`, ours among them.
         also: more to park: tensors, containers, modules, streamers and offloaders of this package.
         gradients: `keep` parks them, `drop` sets them to None at each `park()`.
-        host_limit_bytes: the most host memory to take; memory that may not be pinned (`limit_pinned_memory`) is
+        host_limit_bytes: the most host memory to take; memory beyond the limit of pinning (`limit_pinned_memory`) is
             pageable.
         strict: raise at `park()` where a storage cannot leave; False leaves it, and the report names it.
         keep_host: False gives the host memory back at each `restore()`, and takes it anew at the next `park()`.
@@ -144,7 +144,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         self._ranks = _ranks_of(models)
         self._is_read = self._is_closed = False
         self._masters = MastersOfParked(optimizers)
-        # The kinds of which a CUDA graph has been captured that may be there yet.
+        # The kinds in CUDA graphs captured before and perhaps still alive.
         self._captured = captured_before(models, optimizers, self._device)
         self._unguard: list[Callable[[], None]] = []
         self._report = ParkingReport()
@@ -329,7 +329,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore all parked tensors behind the block; an exception that has left it stays the one that is raised.
+        """Restore all parked tensors behind the block; an exception from the block stays the raised one.
 
         For blocks behind a `park(weights=False)`; `with parked:` parks everything.
         """
@@ -344,7 +344,7 @@ class ParkedTraining(Shown, ClosedAtExit):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Restore all parked tensors; an exception that has left the block stays the one that is raised."""
+        """Restore all parked tensors; an exception from the block stays the raised one."""
         close_behind(error, self._restore_all)
 
     @contextmanager
@@ -373,7 +373,7 @@ class ParkedTraining(Shown, ClosedAtExit):
         return [kind for kind in KINDS if not stay.get(kind)]
 
     def _movable(self, kinds: Sequence[Kind]) -> tuple[list[FoundStorage], Mapping[str, str]]:
-        """Return the storages of `kinds` that can leave, and by name why others cannot, which raises if `strict`."""
+        """Return the movable storages of `kinds`, and by name why others cannot move; if `strict`, these raise."""
         found = self._find()
         left = dict(found.unmovable)
         if self._captured and not self._transfer.has_graphs:
@@ -393,7 +393,7 @@ class ParkedTraining(Shown, ClosedAtExit):
             listed = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:5])
             raise RuntimeError(
                 f"{len(left)} tensors cannot leave the device ({listed}); expected storages of torch's own allocator; "
-                "try strict=False, which leaves them where they are"
+                "try strict=False to leave them there"
             )
 
     def _zero_gradients(self) -> None:
@@ -404,7 +404,7 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @contextmanager
     def _states_read(self, action: str, *, while_parked: bool) -> Iterator[HostStates]:
-        """Let states be read and written inside, those that are parked too where `while_parked` says so."""
+        """Let states be read and written inside, if `while_parked` also parked ones."""
         self._check_open()
         if self._transfer.parked and not while_parked:
             raise RuntimeError(
@@ -471,7 +471,7 @@ def _finish(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _free_gathered(model: nn.Module) -> None:
-    """Free parameters that FSDP2 has gathered and keeps for a backward that has been."""
+    """Free parameters that FSDP2 has gathered and still keeps after their backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -131,7 +131,7 @@ class ParkedStorage:
         self.be_present()
 
     def free_device(self) -> None:
-        """Take the memory from under the tensors, which are absent and whose bytes are on the host."""
+        """Take the memory from under the tensors: they are absent, with their bytes on the host."""
         assert self.found is not None
         # First: from here on the host's bytes are those that count.
         self.is_parked = True

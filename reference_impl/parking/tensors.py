@@ -30,12 +30,12 @@ Kind = Literal["weights", "gradients", "states", "extra"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "states", "extra")
 
 _PACKAGE = __name__.partition(".")[0]
-# Objects that lead nowhere, of which there are many.
+# Frequent objects without references to follow.
 _ATOMS = frozenset((int, float, bool, str, bytes, type(None), range, torch.dtype, torch.device, torch.Size))
 _PLAIN = (torch.Tensor, nn.Parameter)
 _EMPTY_CELL = types.CellType()
-# Of a reference that leads to no training memory on the device, or to that of a whole process. Of a CPU share of 1.4e9
-# elements there are 20,000 blocks of tasks, whose members and buckets others know, too.
+# References not followed: they lead to no training memory on the device, or to memory of the whole process. Of a CPU
+# share of 1.4e9 elements there are 20,000 blocks of tasks, whose members and buckets others know, too.
 _NOT_FOLLOWED = (nn.Module, Device, HostArena, Task, type, types.ModuleType)
 
 
@@ -174,14 +174,14 @@ def _named(
 def tensors_in(
     root: object, name: str, *, but: Collection[int] = (), into_objects: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that `root` leads to, each once and with a name that begins with `name`.
+    """Yield the tensors reached from `root`, each once, with names that begin with `name`.
 
-    Of a tensor that wraps others, which has no memory, first itself and then its parts.
+    A wrapper of tensors has no memory: it comes first, then its parts.
 
     Args:
         root: a tensor, a container, an optimizer or an object of this package.
         name: the name of `root`.
-        but: ids of tensors that are left out, with all that they lead to.
+        but: ids of tensors to leave out, with everything behind them.
         into_objects: follow the attributes of any other object, too, as a quantized state's.
     """
     if type(root) in _PLAIN and not vars(root):

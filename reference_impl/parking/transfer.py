@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves storages to the host and back as one transaction, and keeps the host memory for it.
 
-Copies run on the stream that is current: nobody works beside them, and copy streams let others pass, which costs time.
-On the way out nothing is freed before all bytes are on the host. On the way back no tensor may be used before all bytes
-are on the device. So an error leaves all storages parked or all present, and parking can go on.
+Copies run on the current stream: nobody works beside them, and copy streams would lose time by letting others pass.
+On the way out nothing is freed before all bytes are on the host. On the way back no tensor may be used before all
+bytes are on the device. So an error leaves all storages parked or all present, and parking can go on.
 
 Explained in docs/parking.md.
 """
@@ -84,8 +84,8 @@ class Transfer:
     def start_early(self, kinds: Collection[Kind]) -> None:
         """Start the copies out of the last parking's storages, before anybody looks which storages there are now.
 
-        To look takes 0.015 s for a thousand storages, as long as the link takes for 0.8 GB. A storage that is not found
-        again has been copied in vain, into memory that nobody else writes but behind it.
+        To look takes 0.015 s for a thousand storages, as long as the link takes for 0.8 GB. A storage not found again
+        has been copied in vain; its host memory is written by others only behind this copy.
         """
         for each in self._known.values():
             if each.kind in kinds and not each.is_parked:

@@ -80,7 +80,7 @@ class UnnamedViews:
 
 
 _PREFIX = "a view of "
-# The method of a tensor that wraps others, by which torch asks for them.
+# The method of a wrapper of tensors by which torch asks for them.
 _WRAPS = "__tensor_flatten__"
 
 

@@ -72,14 +72,14 @@ class DividedCalls(Shown, ClosedAtExit):
         structure: TreeSpec,
         leading: Leading,
     ) -> Callable[[], Any] | None:
-        """Return a function that runs a call of `module` in parts, or None where it runs as it is.
+        """Return a function that runs a call of `module` in parts, or None to run it as it is.
 
         Raises ValueError for a module that was named and cannot be divided.
         """
 
 
 def named(model: nn.Module, option: str, endings: Sequence[str], example: str) -> list[nn.Module]:
-    """Return the modules whose names have one of `endings`, which are `option` of the caller.
+    """Return the modules with one of the `endings` in their names; `option` is the caller's name for these.
 
     Raises ValueError where there are none.
     """

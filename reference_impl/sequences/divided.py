@@ -66,7 +66,7 @@ class Division:
     """Attention in `groups` of heads, which have parts of `cuts`.
 
     `outputs` are the leaves of attention's result, TENSOR in the place of the one tensor, and their structure.
-    `last` is the name of the module inside that makes this tensor of the kernel's output, None where there is none.
+    `last` is the name of the inner module that makes this tensor of the kernel's output, or None.
     """
 
     groups: int
@@ -266,7 +266,7 @@ def _tried(
     *,
     exactly: bool,
 ) -> Division:
-    """Return the first division whose outputs add up to that of all heads."""
+    """Return the first division with outputs that add up to the output of all heads."""
     kernels: list[tuple[str, torch.Tensor]] = []
     with KernelCalls(lambda func, _, result: kernels.append((operation_of(func), result[0]))):
         made, structure = tree_flatten(call(inputs))
@@ -354,6 +354,6 @@ def _other_weights(module: nn.Module, cuts: Sequence[Cut]) -> Iterator[None]:
 
 @contextmanager
 def forgetting_saved() -> Iterator[None]:
-    """Let nothing that is computed inside the context be kept for a backward, which does not come."""
+    """Keep nothing computed inside the context for backward: none follows."""
     with saved_tensors_hooks(lambda tensor: tensor.new_empty(0), lambda tensor: tensor):
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a call that is differentiated in parts: summed up, or written where a part's own belong.
+"""Gradients of a call differentiated in parts: summed up, or written to a part's own place.
 
 Weights of a part are stand-ins for the module's own, so a hook on a weight's gradient hears of it once, when all parts
 have added up. They do so in fp32, and the sum is rounded once.

@@ -2,9 +2,9 @@
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
 One position's input is changed, then that of the first half: no other position's output may. The halves are computed
-apart: their results must be those of both together. So a normalisation over the batch is found, a router that ranks
-tokens, attention, a convolution, and a module that counts positions. Not found is a router that drops tokens beyond a
-capacity which these few do not reach.
+apart: their results must be those of both together. So it finds a normalisation over the batch, a router that ranks
+tokens, attention, a convolution, and a count of positions. It does not find a router's capacity beyond these few
+tokens.
 
 Kernels round otherwise for other shapes, so unequal results must agree to half the digits of its dtype, and to four
 units of a 16-bit one.
@@ -42,11 +42,11 @@ Call = Callable[[Sequence[Any]], Any]
 
 
 def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> None:
-    """Raise ValueError where the output of a position of `call(leaves)` depends on more than that position's input.
+    """Raise ValueError if an output position of `call(leaves)` depends on more than its own input.
 
-    `call` is that of `module`, which is `name` in its model. It is made six times, without a graph, on up to 64
-    positions; buffers and random numbers are then as before. Raises ValueError too where a hook, or a module
-    inside `module`, keeps a result: that is of one tile and without a graph.
+    `call` calls `module`, named `name` in its model. It is made six times, without a graph, on up to 64 positions;
+    buffers and random numbers are then as before. Raises ValueError too if a hook, or a module inside `module`, keeps
+    a result: it would be of one tile and without a graph.
     """
     probe = Leading(leading.batch, min(leading.count, _PROBED))
     few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
@@ -180,7 +180,7 @@ def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]
 
 def _changed_at(leaf: Any, at: slice, leading: Leading, times: float) -> Any:
     """Return an input with values so many `times` as large at some positions of its first sequence."""
-    # One that all sequences share stays: others may differ where it does.
+    # A tensor shared by all sequences stays: others may depend on it.
     is_changed = leading.is_cut(leaf) and leaf.is_floating_point() and leaf.dim() > 1
     if not is_changed or (leading.batch is not None and leaf.shape[0] != leading.batch):
         return leaf

@@ -2,7 +2,7 @@
 """Where the positions of a call lie in its tensors: how they are cut into tiles, and their results joined.
 
 The first floating-point tensor of two or more dimensions says: three and more begin with (batch, positions), two with
-(positions,). Every other tensor with that beginning is cut alike, also one whose batch is 1; tensors without it go to
+(positions,). Every other tensor with that beginning is cut alike, also with a batch of 1; tensors without it go to
 every tile whole.
 
 Explained in docs/long-sequences.md.
@@ -43,7 +43,7 @@ class Leading:
         return leaf.shape[self.dim] == self.count and (self.dim == 0 or leaf.shape[0] in (1, self.batch))
 
     def cut(self, leaf: Any, tile: slice) -> Any:
-        """Return the part of an input that a tile takes, as contiguous as the input, which a module may view."""
+        """Return a tile's part of an input, as contiguous as the input: a module may view it."""
         if not self.is_cut(leaf):
             return leaf
         part = leaf.narrow(self.dim, tile.start, tile.stop - tile.start)
@@ -76,7 +76,7 @@ class Joined:
     def __init__(self, name: str, leading: Leading, first: torch.Tensor, count: int) -> None:
         """Make room for all positions beside `first`, the output of `count` of them.
 
-        Raises ValueError where that has none, as a mean over all positions has.
+        Raises ValueError for an output without positions, such as a mean over them.
         """
         flattened = leading.is_flattened(first.shape, count)
         if flattened is None:
@@ -106,7 +106,7 @@ class Joined:
 def part_of_gradient(
     leading: Leading, gradient: torch.Tensor, tile: slice, output: torch.Tensor
 ) -> torch.Tensor:
-    """Return the part of an output's gradient that belongs to a tile, in the shape of that tile's `output`."""
+    """Return a tile's part of an output's gradient, in the shape of the tile's `output`."""
     count = tile.stop - tile.start
     if leading.is_flattened(output.shape, count):
         gradient = gradient.unflatten(0, leading.shape(leading.count))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
-Where nobody names them they are found by their operations: in a block and beside the blocks, the outermost modules that
-are position-wise and save more than their inputs. Attention is not, and the norms in it are.
+Unnamed modules are found by their operations, in the blocks and beside them: the outermost position-wise modules that
+save more than their inputs. Attention is not, and the norms in it are.
 
 Explained in docs/long-sequences.md.
 """
@@ -46,10 +46,10 @@ class SequenceTiles(DividedCalls):
 
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
-    The first call longer than a tile tries on up to 64 of its positions whether the module is position-wise. It raises
-    ValueError before anything is computed for a module that is not, that returns a tensor without positions (a loss),
-    or that lets a hook keep an inner tensor. Backward raises RuntimeError where the module computes with a trained
-    tensor that is no parameter of it.
+    The first call longer than a tile tries on up to 64 of its positions whether the module is position-wise. It
+    raises ValueError before anything is computed for any other module, for a returned tensor without positions (a
+    loss), and for a hook that keeps an inner tensor. Backward raises RuntimeError if the module computes with a
+    trained tensor beyond its parameters.
 
     Args:
         model: any module.
@@ -61,8 +61,8 @@ class SequenceTiles(DividedCalls):
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
             matrices, as norms, have up to four times as many, where they still have four tiles.
 
-    Raises ValueError for an ending that matches nothing, a module without a forward, one inside another that is named
-    too, a model without blocks to find modules in, or `tile_tokens` below 1.
+    Raises ValueError for an ending without a match, a module without a forward, one named module inside another, a
+    model without blocks to search, or `tile_tokens` below 1.
     """
 
     def __init__(

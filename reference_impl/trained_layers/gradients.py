@@ -44,7 +44,7 @@ class BlockGradients(LeavingGradients):
         super().__init__(
             mover, leave_in_backward=True, sharded_too=True, sums_stay=False, remedy=READ_IN_A_HOOK
         )
-        # Of the block that backward is in, the gradients that are final; and how many there will be, by block.
+        # The final gradients of the block in backward; and how many there will be, by block.
         self._final: dict[Member, None] = {}
         self._in_block: Counter[int] = Counter()
         self._graph_task = -1
@@ -199,7 +199,7 @@ class PassedGradients(LeavingGradients):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return the gradients that backward has not used, and gradients that somebody has put on parameters."""
+        """Return the gradients unused by backward, and gradients put on parameters by other code."""
         listed = list(members)
         used = super().to_use(listed, wait_for)
         wait_for([member for member in listed if member.pending])
@@ -215,7 +215,7 @@ class PassedGradients(LeavingGradients):
         return super()._of_next_step(member)
 
     def _check_used_stand(self, members: Iterable[Member]) -> None:
-        """Raise RuntimeError where the gradient of one of `members`, whose update has begun, was dropped or replaced.
+        """Raise RuntimeError for `members` with a begun update and a dropped or replaced gradient.
 
         Stand-ins are put back, so that the next step goes on with all gradients of backward.
         """
@@ -228,7 +228,7 @@ class PassedGradients(LeavingGradients):
         raise checks.used_is_replaced(changed[0].param)
 
     def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
-        """Prepare a step that uses `gradients`, which it reads behind `step()`; changes nothing."""
+        """Prepare a step with `gradients`, read behind `step()`; changes nothing."""
         return super().prepare(gradients, returns_early=True)
 
     def _is_read_later(self, member: Member) -> bool:
@@ -250,7 +250,7 @@ class PassedGradients(LeavingGradients):
 
 
 def _stand_in(member: Member, gradient: torch.Tensor) -> GradientStandIn:
-    """Return the stand-in of a gradient that waits for its update, or that its update uses."""
+    """Return the stand-in of a gradient before or during its update."""
     return GradientStandIn(gradient, None, used=True, recall=_refuse_second(member), remedy=READ_IN_A_HOOK)
 
 
@@ -269,7 +269,7 @@ def _second_gradient(member: Member) -> RuntimeError:
 
 
 def _refuse_second(member: Member) -> Any:
-    """Return a function that raises where another backward adds to the gradient of `member`."""
+    """Return a function that raises if another backward adds to the gradient of `member`."""
 
     def refuse(by_backward: bool) -> NoReturn:
         raise _second_gradient(member)

@@ -38,8 +38,8 @@ class InBackwardOptimizer(HostedOptimizer):
 
     The update runs in backward, with the hyper-parameters of that moment. `step()` updates the rest: the first
     block, weights before it, and parameters on which somebody has put a gradient. Between both, `zero_grad()`,
-    `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so does
-    `step()`, once, where a gradient was dropped or replaced whose update had begun. After a backward that has failed
+    `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so
+    does `step()`, once, if a gradient with a begun update was dropped or replaced. After a backward that has failed
     with updates begun, the optimizer is broken. A stand-in on `param.grad` has no values.
 
     Args:

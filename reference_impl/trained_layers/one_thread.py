@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that runs a model whose shards stream.
+"""The one thread that runs a model with streamed shards.
 
 FSDP2 keeps gathered parameters on the modules and in one state. Two threads that run one model, or a save by one
 between the gathers of the other, leave torch's own code with wrong or missing weights. On several ranks their gathers

@@ -4,8 +4,8 @@
 A gradient is offloaded as soon as it is final, and copied back in one chunk with its states; a block's chunks are
 updated while its weights are on the device for the next forward. With `in_backward` the update does not wait for that.
 
-Of shards it uses gradients that FSDP2 has reduced. FSDP2 adds a reduction to the gradient on the parameter. That is a
-DTensor whose local tensor is the stand-in, so `clip_grad_norm_` finds the norm of all ranks.
+Of shards it uses gradients that FSDP2 has reduced. FSDP2 adds a reduction to the gradient on the parameter. This is a
+DTensor with the stand-in as its local tensor, so `clip_grad_norm_` finds the norm of all ranks.
 
 Explained in docs/larger-than-gpu.md and docs/distributed.md.
 """
@@ -108,7 +108,7 @@ class TrainedLayersOptimizer(HostedOptimizer):
         )
 
     def noting_status_on_error(self) -> AbstractContextManager[None]:
-        """Return a context that notes the fate of the step on an error, and remembers that a device is lost."""
+        """Return a context that notes the fate of the step on an error, and remembers a lost device."""
         return self._failures.noting_status_on_error()
 
     def finish_update(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:

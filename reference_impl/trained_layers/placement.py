@@ -82,7 +82,7 @@ class VisitingPlacement:
     def check_unfrozen(self, params: Iterable[torch.Tensor], model: nn.Module | None) -> None:
         """Raise RuntimeError, unless there are none, that `params` are to train and have no states.
 
-        Their blocks came to the host as they were: which of their weights have a home, and where, is settled.
+        Their blocks came to the host as they were: the homes of their weights are settled.
         """
         for param in params:
             named = () if model is None else model.named_parameters()

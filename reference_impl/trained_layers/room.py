@@ -77,7 +77,7 @@ def check_room(
     streaming: Streaming,
     ranks: RankGroup | None = None,
 ) -> None:
-    """Raise HostMemoryError, which names each item, unless hosts have the bytes that each of `ranks` needs.
+    """Raise HostMemoryError, with each item, unless the hosts have the bytes needed by each of `ranks`.
 
     The weights of blocks that are on the host already are let go of one by one. All ranks have to call it.
     """

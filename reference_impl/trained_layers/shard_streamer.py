@@ -66,7 +66,7 @@ class ShardStreamer(Shown, ClosedAtExit):
     Raises on every rank, before anything is moved: ValueError for an unsharded model, an offload policy, a smaller mesh
     after forward, a trained parameter without a group or an option out of range; TypeError for an optimizer other than
     the three; RuntimeError with a private name that torch lacks here; HostMemoryError, item by item, for a host without
-    room for its ranks. Where one rank alone raises, the others raise a RuntimeError that names its error.
+    room for its ranks. If one rank alone raises, the others raise a RuntimeError that names its error.
     """
 
     def __init__(

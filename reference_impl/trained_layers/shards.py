@@ -98,7 +98,7 @@ class ShardBlock(VisitingBlock):
         """Do nothing: their parameters always refuse, and gathers read their memory."""
 
     def evict(self) -> None:
-        """Give the slot back, behind the gathers that read it, the copy in and that home."""
+        """Give the slot back, behind the gathers that read it and the copies in and home."""
         assert self._slot is not None
         read = []
         for stream in self._read_on:
@@ -222,7 +222,7 @@ class StreamedShards:
         return [param for block in self._blocks if block.index in coming for param in block.trained]
 
     def begin_forward(self, *, trains: bool) -> None:
-        """Take note that a forward begins, whose backward follows if it `trains`.
+        """Note that a forward begins, with a backward to follow if it `trains`.
 
         Raises RuntimeError for a parameter that has been replaced or moved.
         """

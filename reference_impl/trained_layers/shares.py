@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which states of streamed trained layers stay on the device, and which parameters the CPU updates.
+"""The resident states of streamed trained layers, and the parameters updated on the CPU.
 
 Apart because the host's room is checked by it before any optimizer is made. Explained in docs/larger-than-gpu.md,
 "Where states are updated".
@@ -21,7 +21,7 @@ from reference_impl.optimizers.streamed.chunks import COMPACT_ALIGNMENT
 
 @dataclass(frozen=True)
 class StateShares:
-    """Of the trained parameters: how many first elements have states that stay (`staying`), and which are on the CPU.
+    """For trained parameters: the number of first elements with resident states (`staying`), and the ones on the CPU.
 
     The states of all others stream.
     """

@@ -98,8 +98,8 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         inputs: where the layers' inputs wait for backward: `device` or `host`.
         keep_attention: do not compute attention again, or not in so many layers, spread evenly; its outputs wait on the
             host with `inputs="host"`, see `CheckpointOffloader`.
-        layers: the blocks, where they cannot be found by structure, or `[embedding, *blocks, head]` where these two are
-            to stream as well.
+        layers: the blocks, if they cannot be found by structure, or `[embedding, *blocks, head]` to stream these two
+            as well.
         device: where `model` runs, when its weights are still on the CPU.
 
     Bitwise contract: with exact states (the default, hi/lo masters too) as `OptimizerStateOffloader`; bf16 moments are
@@ -222,7 +222,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 )
                 do_undoably(recomputing, self._undo)
         except BaseException as error:
-            # The frames that have failed hold the states that were made: weights could not come back beside them.
+            # The failed frames hold the new states: weights could not come back beside them.
             traceback.clear_frames(error.__traceback__)
             close_behind(error, self.close)
             raise
@@ -283,7 +283,7 @@ def _check_kept(keep_attention: bool | int, inputs: str, layers: list[nn.Module]
 
 
 def _recomputed(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return `modules` without an embedding and a head, which keep nothing that is worth computing again."""
+    """Return `modules` without an embedding and a head: these keep nothing worth computing again."""
     return [module for module in modules if not isinstance(module, nn.Embedding | nn.Linear)] or modules
 
 
@@ -327,7 +327,7 @@ def _check_counts(**counts: tuple[object, int]) -> None:
 def _check_split(
     split: tuple[float, float, float], cpu: CpuUpdate | None, backward_overlap: str, wrapped: Wrapped
 ) -> None:
-    """Raise ValueError for shares that are none, or that another option excludes."""
+    """Raise ValueError for invalid shares, or shares excluded by another option."""
     if not isinstance(split, tuple | list) or len(split) != 3:
         raise ValueError(
             f"split is {split!r}; expected three shares (resident, streamed, CPU); try (0, 1, 0)"
@@ -348,7 +348,7 @@ def _check_split(
 
 
 def _check_blocks(model: nn.Module, modules: list[nn.Module], storages: list[list[BlockStorage]]) -> None:
-    """Raise ValueError for a block whose trained weights are not its own, or blocks that train nothing."""
+    """Raise ValueError for a block with trained weights used outside it, or blocks that train nothing."""
     own = {id(tensor) for block in storages for storage in block for tensor in storage.tensors}
     inside = {id(module) for block in modules for module in block.modules()}
     trains = False

@@ -49,7 +49,7 @@ Given = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 _RECOMPUTING = ("checkpoint", "recompute")
 _EVERYTHING = 2**62  # bytes that stay on the device: recompute without offload
-# Adapters, a head that was resized or tied: the model of a plan and the one that trains differ by so much.
+# Adapters or a resized or tied head: the trained model may differ from the plan's by so much.
 _TOLERANCES = {"layers": 0.0, "parameters": 0.05}
 
 
@@ -139,9 +139,9 @@ def apply_plan(
             frozen.
 
     Raises:
-        ValueError: a document without an `execute` section, or with an entry that the schema does not allow, which the
-            message names; a plan for another model or optimizer, or for another number of ranks. The model is left as
-            it was.
+        ValueError: a document without an `execute` section, or with an entry against the schema, named in the
+            message; a plan for another model or optimizer, or for another number of ranks. The model is left as it
+            was.
     """
     max_grad_norm = norm_of(max_grad_norm)
     document = read_document(plan)

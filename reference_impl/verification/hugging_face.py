@@ -33,8 +33,8 @@ def model_of(config: str | Path, dtype: str = "bfloat16") -> nn.Module:
 def read_config(config: str | Path) -> dict[str, Any]:
     """Return the entries of `config`, a `config.json`, its folder, or a model profile that was traced from one.
 
-    Entries that say nothing about the model's code, such as paths and names of labels, are left out. Raises OSError for
-    a file that is not there, ValueError for one that describes no model.
+    Entries that say nothing about the model's code, such as paths and names of labels, are left out. Raises OSError
+    for a missing file, ValueError for one that describes no model.
     """
     entries = _json_of(config)
     if isinstance(entries, dict) and isinstance(entries.get("config"), dict):
@@ -120,7 +120,7 @@ def image_batch(entries: Mapping[str, Any], images: int, dtype: str) -> Callable
 
 
 def tokens_to_trace(model: nn.Module, longest: int) -> int:
-    """Return a length that `model` takes `longest` times: 2,048, or less where a table of positions ends, as BERT's."""
+    """Return a length that `model` takes `longest` times: 2,048, or less for a short table of positions."""
     config: Any = model.config
     positions: int = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     # A few models have two more rows in it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels a measured run uses: those that add in a fixed order, so that two runs can be compared bitwise."""
+"""The kernels of a measured run: they add in a fixed order, so that two runs can be compared bitwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from reference_impl.device import Device
 
 # cuBLAS is deterministic only with a workspace of a fixed size. Torch reads this once, at the first matrix product of
-# the process, which may belong to a run whose kernels have no fixed order.
+# the process. It may belong to a run with kernels in no fixed order.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

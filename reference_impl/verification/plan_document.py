@@ -75,8 +75,8 @@ Check = Callable[[str, Any], None]
 def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     """Return the executable part of `plan`, a document or its path.
 
-    Raises ValueError that names the entry for anything but a plan for PyTorch as the schema describes it, and OSError
-    for a file that cannot be read.
+    Raises ValueError, with the entry's name, for anything but a plan for PyTorch in the schema's form, and OSError
+    for an unreadable file.
     """
     document = read_document(plan)
     _known("plan", document, SECTIONS)
@@ -122,7 +122,7 @@ def execute_section(plan: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
 def planned_sizes(plan: Mapping[str, Any]) -> dict[str, int]:
     """Return the `layers` and `parameters` of the model that a document says it is for, as far as it says them.
 
-    Raises ValueError that names the entry for numbers that are none.
+    Raises ValueError, with the entry's name, for invalid numbers.
     """
     model = plan.get("model")
     if model is None:
@@ -142,7 +142,7 @@ def planned_sizes(plan: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_predicts(plan: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the entry for a document without the prediction that `fit` compares trials with."""
+    """Raise ValueError, with the entry's name, for a document without the prediction for `fit`'s trials."""
     option: Any = plan
     for entry, name in (("recommendation", "recommendation"), ("recommendation.option", "option")):
         option = option.get(name)

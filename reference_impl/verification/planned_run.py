@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a run that can be trained and measured: the model that it is for, and the numbers that it predicts.
+"""A plan as a run to train and measure: its model, and its predicted numbers.
 
 A plan by a trace is for the model that was traced. The decoder here is dense, gated and untied. On several GPUs each
 has a shard or a replica of the model. Any other plan is refused by name, because a comparison with another model would
@@ -103,7 +103,7 @@ class PlannedRun:
 def read_plan(path: str | Path, *, steps: int = 12) -> PlannedRun:
     """Read the output of `offload plan --format json`.
 
-    Raises PlanError for a file that is no PyTorch plan, or whose model cannot be trained here.
+    Raises PlanError for a file without a PyTorch plan, or with a model that cannot be trained here.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -157,7 +157,7 @@ def _spread(layout: Mapping[str, Any], execute: Mapping[str, Any]) -> Spread | N
 
 
 def _workload(model: Mapping[str, Any], **batch: Any) -> Workload:
-    """Return the model that the plan was traced from, where it says so, else the small decoder of its shape."""
+    """Return the plan's traced model if it names one, else the small decoder of its shape."""
     if "traced" not in model:
         return Workload(shape=_shape(model), **batch)
     config = model["traced"].get("config")

@@ -127,7 +127,7 @@ def _staged(device: Device, sizes: ProbeSizes) -> dict[str, float]:
 
 
 def _pinned_limit(device: Device, sizes: ProbeSizes) -> dict[str, int]:
-    """Return where the machine refuses to pin more, if that is within the tried sizes."""
+    """Return the machine's limit of pinned bytes, if it is within the tried sizes."""
     found = rates.most_pinned_bytes(device, min(sizes.most_pinned_bytes, available_bytes() // 4))
     return {} if found is None else {"pinned_memory_bytes": max(found, 1)}
 

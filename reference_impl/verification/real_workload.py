@@ -38,7 +38,7 @@ class RealWorkload(Workload):
         return hugging_face.add_adapters(model, self.lora_rank) if self.lora_rank else model
 
     def loss(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Return the loss that the model computes where it is given labels."""
+        """Return the model's own loss, computed from labels."""
         ids, given = self._with_images(ids) if self.images else (ids, {})
         loss: torch.Tensor = model(input_ids=ids, labels=ids, **given).loss
         return loss

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that autograd saves: a prediction must not depend on the judged engine.
 
-One forward is run with hooks that record every storage saved for backward, once, and the modules that saved it. A
-storage leaves the device only if all modules that saved it are offloaded, so one that another module saved too does
-not count.
+Hooks in one forward record every storage saved for backward, once, and the modules that saved it. A storage leaves
+the device only if all its saving modules are offloaded. So a storage also saved by another module does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def saved_bytes(
 
 
 class SavedStorages:
-    """The storages saved in one forward: by which of the watched modules, and which were their inputs."""
+    """The storages saved in one forward, with the watched modules that saved them, and the modules' inputs."""
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Watch `modules` of `model`; its parameters are not counted."""

@@ -56,14 +56,14 @@ class TracedStep:
     `weights_bytes` are the bytes of the weights, `weights_allocated_bytes` CUDA's allocation for them.
     `gradients_bytes` are those of the trained weights' gradients, if each has one; `without_gradients` counts elements
     without one. `blocks_without_backward` stand before the first trained block. `layer_bytes` stay alive of each block
-    after its forward. `peaks` are the most bytes alive in each span: "forward and loss" ends where the last block's
-    backward begins, each block's backward is one span, and "end of backward" follows that of the first block. Finished
-    gradients count in `peaks`, and not in `peaks_without_gradients`, which holds where each gradient leaves as it is
-    finished, as under `HybridDeviceOptimizer`. `flops` counts matrix products and attention, `moved_bytes` the reads
-    and writes of all other kernels, `kernels` both. `saved_by` are the bytes alive behind the loss, by the operation
-    that made them. `alive_at_peak` are those of the highest peak, the largest first, by the modules in whose forward
-    they were made: "gradients" are the finished ones, and "backward" made all others. `assumptions` lists the
-    statements that were taken for granted.
+    after its forward. `peaks` are the most bytes alive in each span: "forward and loss" ends at the begin of the last
+    block's backward, each block's backward is one span, and "end of backward" follows the first block's. Finished
+    gradients count in `peaks`, and not in `peaks_without_gradients`: there each gradient leaves once it is finished,
+    as under `HybridDeviceOptimizer`. `flops` counts matrix products and attention, `moved_bytes` the reads and writes
+    of all other kernels, `kernels` both. `saved_by` are the bytes alive behind the loss, by the operation that made
+    them. `alive_at_peak` are those of the highest peak, the largest first, by the modules in whose forward they were
+    made: "gradients" are the finished ones, and "backward" made all others. `assumptions` lists the statements that
+    were taken for granted.
     """
 
     weights_bytes: int
@@ -312,7 +312,8 @@ class NoLossError(ValueError):
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the `loss` of the model's result for `batch`, or the result itself where it is a tensor.
 
-    Raises NoLossError where there is none, and ValueError for a batch that is neither a mapping nor a tensor.
+    Raises NoLossError for an output without a loss, and ValueError for a batch that is neither a mapping nor a
+    tensor.
     """
     check_callable_with(batch)
     out = model(**batch) if isinstance(batch, Mapping) else model(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows every storage of a step that runs on `meta` tensors: when it is made and freed, and by which operation.
+"""Follows every storage of a step on `meta` tensors: its operation, its begin and its end.
 
 No GPU and no weights are needed: a meta tensor has a size and no memory. The ledger is a `TorchDispatchMode`, as the
 twin's ledger is, and not `FakeTensorMode`. `FakeTensorMode` changes the model: `is_tracing` of
@@ -24,14 +24,14 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 
-GRADIENTS = "gradients"  # where finished gradients are, instead of in the module that made them
+GRADIENTS = "gradients"  # the place of finished gradients, instead of their module
 
 
 @dataclass(slots=True)
 class Birth:
-    """A storage: its size, the operation that made it and the module in whose forward, and how long it lived.
+    """A storage: its size, its lifetime, and the operation and the module's forward that made it.
 
-    `born` and `died` count operations; it was alive after each from `born` to `died`, or to the end where that is None.
+    `born` and `died` count operations; it was alive after each from `born` to `died`; None is the end.
     """
 
     size_bytes: int
@@ -50,7 +50,7 @@ class UnknownValueError(RuntimeError):
 
 
 class NoKernelError(RuntimeError):
-    """The model calls a kernel that does not say which results it makes."""
+    """The model calls a kernel without a description of its results."""
 
 
 class TraceLedger(TorchDispatchMode):
@@ -136,7 +136,7 @@ class TraceLedger(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except NotImplementedError as error:
-            # Torch says so of results that depend on values, and of kernels that nobody has described.
+            # Torch says so of results that depend on values, and of kernels without a description.
             if func.namespace == "aten":
                 raise _unknown(f"the result of `{func}`, which depends on the values of a tensor") from error
             raise NoKernelError(
@@ -217,7 +217,7 @@ def _as_its_gradient(args: Any) -> int:
 
 
 # The memory that CUDA's kernels make and free inside one operation, in bytes by its arguments; no meta tensor shows it.
-# These are the same on every GPU; docs/tracing.md names others, which are not, or which are small.
+# These are the same on every GPU; docs/tracing.md names others: different, or small.
 CUDA_TEMPORARIES: dict[Any, Callable[[Any], int]] = {
     # "Tensor tmp = grad * output;" (aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`)
     aten._softmax_backward_data: _as_its_gradient,
@@ -250,8 +250,7 @@ def _rows_that_meet(args: Any, result: Any) -> int:
     return int(6 * values.numel() * values.element_size()) + 6_000_000 * max(meeting - 1, 0)
 
 
-# The time that CUDA's kernels take longer than their products, or than their operands' bytes, in bytes that move as
-# long.
+# The time of CUDA's kernels beyond their products or their operands' bytes, as bytes that move in this time.
 SLOW_KERNELS: dict[Any, Callable[[Any, Any], int]] = {
     # Two kernels, where three tensors are counted: see CUDA_TEMPORARIES.
     aten._softmax_backward_data: lambda args, result: 3 * _as_its_gradient(args),
@@ -261,7 +260,7 @@ SLOW_KERNELS: dict[Any, Callable[[Any, Any], int]] = {
 
 
 def allocated_bytes(size_bytes: int) -> int:
-    """Return the bytes that CUDA's caching allocator counts as allocated for one tensor that stays.
+    """Return the bytes counted by CUDA's caching allocator as allocated for one lasting tensor.
 
     Sizes are rounded up to 512 bytes. From 10 MiB on, a tensor gets a segment of whole 2 MiB units of its own; a rest
     of up to 1 MiB is not split off (`c10/cuda/CUDACachingAllocator.cpp`, `should_split`).

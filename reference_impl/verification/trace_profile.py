@@ -205,7 +205,7 @@ def _growth(tokens: int, one: int, longer: int, two: int, shorter: int) -> dict[
     """Solve for the terms of a size, from (1, tokens), (1, 2 * tokens), (2, tokens) and (2, tokens / 2).
 
     Two batches of as many tokens differ by their lengths alone, also where another moment of a span is its highest.
-    Bytes that grow with the length, and that all sequences share, are counted with each of them.
+    Bytes shared by all sequences that grow with the length are counted with each sequence.
     """
     squared = (longer - two - 2 * (one - shorter)) / tokens**2
     shared = (longer - two) / tokens - 2 * squared * tokens

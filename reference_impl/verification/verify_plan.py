@@ -60,7 +60,7 @@ _MAX_ROUNDED_LOSS_DELTA = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class PlanVerification:
-    """The plan's run, and the run without it where that fits on the device.
+    """The plan's run, and the run without the plan if it fits on the device.
 
     `compared` are the runs without and with the plan whose losses are judged: on CUDA two short ones of their own.
     """
@@ -74,7 +74,7 @@ class PlanVerification:
 
     @property
     def max_loss_delta(self) -> float | None:
-        """The largest difference of the losses that are judged, or None where there is nothing to compare with."""
+        """The largest difference of the judged losses, or None without a run to compare with."""
         return None if self.compared is None else loss_delta(*self.compared)
 
     @property
@@ -206,7 +206,7 @@ def verify_plan(device: Device, planned: PlannedRun, *, progress: Progress = uns
 
 
 def _check_ranks(device: Device, ranks: int) -> None:
-    """Raise PlanError where this machine does not have a device for each rank, or a limit that is one process's."""
+    """Raise PlanError if this machine lacks a device for each rank, or for a limit of one process."""
     if device.is_accelerator and device.count() < ranks:
         raise PlanError(
             f"the plan is for {ranks} GPUs and {device.count()} are here",

@@ -134,7 +134,7 @@ class StreamedBlock(VisitingBlock):
         Every block's device storage is at least `slot_bytes` long, so that the allocator swaps equals. Raises
         HostMemoryError, and leaves the tensors as they were.
         """
-        # Memory moves here. A weight that somebody is still to make would be made in between, in memory that then goes.
+        # Memory moves here. A weight yet to be made would be made in between, in memory that then goes.
         unanswered(self._take, storages, slot_bytes)
 
     def _take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
@@ -218,7 +218,7 @@ class StreamedBlock(VisitingBlock):
     def restore(self, *, to_origin: bool) -> None:
         """Give every storage its own memory again, on the device or where it came from, with all writes to it.
 
-        Graphs that are still alive keep the flat storage, which is loaded from here on.
+        Live graphs keep the flat storage; it is loaded from here on.
         """
         if self._host is None:
             return
@@ -236,7 +236,7 @@ class StreamedBlock(VisitingBlock):
         with deferred_interrupts():
             for place, bytes_ in zip(self._places, own, strict=True):
                 for tensor in place.storage.tensors:
-                    # One that somebody gave other memory keeps that.
+                    # A tensor that somebody gave other memory keeps it.
                     if self.owns(tensor):
                         tensor.data = placed(bytes_, tensor, -place.offset)
             for watched in self._watched:
@@ -327,7 +327,7 @@ class StreamedBlock(VisitingBlock):
             self._is_suspect |= not all(is_sealed(watched.tensor) for watched in self._watched)
 
     def _found_written(self) -> list[Place]:
-        """Return the places whose bytes differ from the host's, where anybody may have written them unseen."""
+        """Return the places with other bytes than the host's, if anybody may have written them unseen."""
         self._look_at_seals()
         if self._is_suspect:
             self.wait_stored()

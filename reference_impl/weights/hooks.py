@@ -77,8 +77,8 @@ def follow(
 class Load:
     """The loads of a module, for which `gather` has its weights on the device.
 
-    Torch calls no hook behind a load that an interrupt or somebody else's hook has ended: the next forward of the
-    thread that loaded says so by `end_failed`.
+    Torch calls no hook behind a load ended by an interrupt or by another's hook: the loading thread's next forward
+    calls `end_failed`.
     """
 
     def __init__(self, gather: Gather) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a block's bytes are on the host: pinned, or in ordinary memory behind a small pinned ring.
 
-Pinned memory is copied to the device directly. Weights beyond a streamer's own limit on it stay where they are, which
-for a model loaded from safetensors is a memory mapping of its files, and pass through two pinned buffers of a whole
-block. Weights beyond the process's limit pass through the ring that all offloaders share. Either way a thread of the
-streamer waits until buffers are filled, and the training thread goes on. The device side cannot tell the difference,
-except by the speed of the disk.
+Pinned memory is copied to the device directly. Weights beyond a streamer's own limit on it stay in their memory, for
+a model loaded from safetensors a mapping of its files. They pass through two pinned buffers of a whole block. Weights
+beyond the process's limit pass through the ring that all offloaders share. Either way a thread of the streamer waits
+until buffers are filled, and the training thread goes on. The device side cannot tell the difference, except by the
+speed of the disk.
 
 Explained in docs/layer-streaming.md.
 """
@@ -228,7 +228,7 @@ class HostMemory:
     ) -> None:
         """Pin the staging buffers if there will be unpinned blocks. Raises HostMemoryError.
 
-        `seldom`: the blocks that a step copies less often than others, which are pinned last.
+        `seldom`: the blocks copied less often than others in a step; they are pinned last.
         """
         sizes = [layout(block)[1] for block in blocks]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)

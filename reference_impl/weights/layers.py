@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose weights stream: the part that frozen and trained layers have in common.
+"""Blocks with streamed weights: the common part of frozen and trained layers.
 
 It puts hooks on the blocks, gathers weights for code that reads or changes them, and restores them at the end.
 Subclasses decide which storages stream, and add steps to a visit.
@@ -171,8 +171,8 @@ class LayerStreamer(Shown, ClosedAtExit):
     def close(self) -> None:
         """Give every weight its own memory where it came from, and the host memory back. Idempotent.
 
-        Graphs that are still alive keep the weights that they saved, and run backward as before. After an error, such
-        as a device that lacks the memory for a block, it may be called again.
+        Live graphs keep their saved weights, and run backward as before. After an error, such as a device that lacks
+        the memory for a block, it may be called again.
         """
         self._is_closed = True
         with past_a_lost_device():

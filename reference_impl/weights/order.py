@@ -3,8 +3,8 @@
 
 A pass is a sequence of visits: a block in forward, in backward, or in a forward without gradients. Training repeats
 itself, so the log of visits one period ago is the forecast. If a visit differs from it, the forecast continues from
-the place in the log that matches the latest visits. Nothing is assumed about the model beyond its first pass, which
-starts from the order in which its blocks are listed.
+the place in the log that matches the latest visits. Nothing is assumed about the model beyond its first pass: this
+starts from the listed order of its blocks.
 
 Explained in docs/layer-streaming.md.
 """
@@ -64,7 +64,7 @@ class VisitOrder:
         return [block for _, block in self._log[self._next : self._next + _LOOKAHEAD]]
 
     def visits_until(self, block: int) -> int:
-        """Return how many visits come before the next one of `block`; of one that is not known, all that are."""
+        """Return how many visits come before the next one of `block`; all known visits, for an unknown block."""
         places = range(self._next, len(self._log))
         return next((at - self._next for at in places if self._log[at][1] == block), len(self._log))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the frozen weights stays on the device, and which part of the rest is pinned.
+"""The part of the frozen weights that stays on the device, and the pinned part of the rest.
 
 Resident storages are spread evenly: every block keeps the same share of its bytes, as far as whole storages allow.
 Whole layers at one end instead would leave the link idle beside them and too slow beside the others. The buffers for
@@ -73,7 +73,7 @@ def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_b
     for step in range(_STEPS, -1, -1):
         if device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
             return step / _STEPS
-    # Not always that of share 0: storages that stay make the largest rest, and so the window, smaller.
+    # Share 0 does not always need least: resident storages make the largest rest smaller, and so the window.
     least = min(device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1))
     raise ValueError(
         f"budget_bytes={budget_bytes} is too small; expected at least {least}, which {window_blocks} blocks take; "

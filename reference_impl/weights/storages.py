@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the parts of a model that can stream: its repeated blocks, and the storages that only one block uses.
+"""Finds the streamable parts of a model: its repeated blocks, and the storages used by one block only.
 
 Storages count, not parameters: tied and shared tensors are one storage, and a packed quantised weight is as many
-plain tensors as it holds. Small frozen tensors and storages that are used outside the block too stay where they are,
-and so do trained tensors unless they are asked for.
+plain tensors as it holds. Small frozen tensors stay in place, and storages used outside the block too. So do trained
+tensors unless they are asked for.
 
 Explained in docs/layer-streaming.md.
 """
@@ -120,8 +120,8 @@ def refuse_slices(found: tuple[str, str, int] | None) -> None:
     if found is not None:
         name, other, size_bytes = found
         raise ValueError(
-            f"{name} and {other} are slices of one buffer of {size_bytes} bytes; expected memory that belongs to one "
-            "block, which comes and goes as a whole; try `for p in model.parameters(): p.data = p.data.clone()` before "
+            f"{name} and {other} are slices of one buffer of {size_bytes} bytes; expected memory of one "
+            "block alone; try `for p in model.parameters(): p.data = p.data.clone()` before "
             "the streamer is made"
         )
 
@@ -186,8 +186,8 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
                 )
             if _hides_what_it_holds(tensor):
                 raise ValueError(
-                    f"{full_name} is a {type(tensor).__name__}, which has no memory of its own and hides the tensors "
-                    "that it holds; expected plain weights, or quantized ones of torchao or bitsandbytes; try one "
+                    f"{full_name} is a {type(tensor).__name__}, without memory of its own, and hides its inner "
+                    "tensors; expected plain weights, or quantized ones of torchao or bitsandbytes; try one "
                     "of these, or leave streaming of weights out"
                 )
             for inner_name, plain in unpacked(full_name, tensor):
@@ -196,7 +196,7 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
 
 
 def _hides_what_it_holds(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` wraps others without the protocol that says which: reading its storage ends the process."""
+    """Whether `tensor` wraps others without the protocol that names them: reading its storage ends the process."""
     if is_traceable_wrapper_subclass(tensor) or type(tensor) in (torch.Tensor, nn.Parameter):
         return False
     storage = storage_of(tensor)

@@ -59,8 +59,8 @@ class FrozenLayerStreamer(LayerStreamer):
             budget_bytes: instead of it, the most device bytes for the blocks' frozen weights, window included.
             prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
             host_limit_bytes: the most pinned host memory to take; None: all that the host has. Weights beyond it stay
-                in ordinary memory, which for a model loaded from safetensors on the CPU is its mapped files, and pass
-                through two pinned buffers: the tier for weights that exceed host memory.
+                in ordinary memory, for a model loaded from safetensors on the CPU its mapped files, and pass through
+                two pinned buffers: the tier for weights larger than host memory.
             layers: the blocks, where they cannot be found by structure.
             device: where `model` runs, when its weights are still on the CPU; everything that does not stream is
                 moved there.

@@ -171,8 +171,8 @@ class TrainedWeights(LayerStreamer):
         model, modules, storages, device, allowances: see `LayerStreamer`.
         homes: the host memory of the weights.
         finish_update: makes the weights of trained parameters new, on the device and at home, as far as the optimizer
-            has begun to change them; called with those of one block before anybody reads them. Where the block is on
-            the device for its forward, those of blocks that come next are passed too, as `ahead`.
+            has begun to change them; called with those of one block before anybody reads them. If the block is on the
+            device for its forward, parameters of the next blocks are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
         noting_status_on_error: weights come and go inside it, so that the optimizer hears of a lost device.
         passed: hears that backward is about to begin another block. A block that it has passed then lingers for the
@@ -250,7 +250,7 @@ class TrainedWeights(LayerStreamer):
                 self._finish_update(self._params[block.index], self._next_to_update(block))
 
     def _next_to_update(self, block: StreamedBlock) -> list[torch.Tensor]:
-        """Return the parameters of blocks that come after `block`, but for the last, whose weights come in now.
+        """Return the parameters of loaded blocks after `block`, without the last: its weights come in now.
 
         Its states would wait for them in every slot, and the link would idle until one of these is free again.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward or backward at a time uses the blocks that visit: a thread that only reads waits for the one that trains.
+"""One forward or backward at a time uses the visiting blocks: a reading thread waits for the training one.
 
 A turn is one block's forward, or a whole backward, which goes from block to block and may compute forwards again. Work
 of a turn on another stream than that of the one before runs behind it.
@@ -34,11 +34,11 @@ class Turns:
         self._device = device
         # Held for a few lines; no finalizer waits for it.
         self._lock = UninterruptedLock()
-        # The thread in a block's forward, and the backwards that run, one inside another, by the last call of each,
-        # which its graph alone keeps: with one that has failed it is gone.
+        # The thread in a block's forward, and the running backwards, one inside another, by the last call of each.
+        # Only its graph keeps this call: after a failed backward it is gone.
         self._forward: int | None = None
         self._backwards: dict[int, weakref.ref[functools.partial[Any]]] = {}
-        # Who had the last turn, where.
+        # Thread and stream of the last turn.
         self._last_thread: int | None = None
         self._last_stream: Any = None
         self._waiting = 0

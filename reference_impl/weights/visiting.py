@@ -74,7 +74,7 @@ class VisitingBlock(ABC):
         return self._started()
 
     def stored(self, event: Event) -> None:
-        """Take note that all that was written goes home until `event`."""
+        """Note that all written bytes are home at `event`."""
         self._stored, self.is_being_written = event, False
 
     def brought(self, event: Event) -> None:

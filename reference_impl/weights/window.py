@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which blocks are on the device: those in use, and those that are needed next.
+"""The blocks on the device: the ones in use, and the ones needed next.
 
 Whenever a block begins or ends, the window becomes the next few distinct blocks of the learnt order. This rule alone
 keeps the last blocks at the turn from forward to backward and the first ones from step to step, and it starts the
@@ -53,7 +53,7 @@ class Window:
         self._in_forward: VisitingBlock | None = None
         self._in_backward: VisitingBlock | None = None
         self._graph_task = -1
-        # The backwards that run, one inside another, and the blocks that may be used.
+        # The running backwards, one inside another, and the blocks open for use.
         self._backwards: set[int] = set()
         self._open: list[VisitingBlock] = []
         self.advance()
@@ -90,7 +90,7 @@ class Window:
         """Have `block` on the device; the block before it in this backward is done.
 
         Autograd runs nodes in the reverse order of their making, so all of a later block's have run by now. Raises
-        RuntimeError for a backward that is itself to be differentiated: that would go through no output of the block.
+        RuntimeError for a backward to be differentiated itself: its backward would go through no output of the block.
         """
         if not self.begins_backward(block):
             return
@@ -133,7 +133,7 @@ class Window:
 
     @_alone
     def advance(self) -> None:
-        """Free blocks that are not needed soon, and start loading those that are."""
+        """Free blocks without a near use, and start loading the next ones."""
         self._hold(self._wanted())
 
     @_alone
@@ -156,7 +156,7 @@ class Window:
 
     @property
     def coming(self) -> list[VisitingBlock]:
-        """Those of `loaded` that are needed next, in the order in which they are."""
+        """The `loaded` blocks needed next, in the order of their need."""
         upcoming = [self._blocks[index] for index in dict.fromkeys(self._order.upcoming())]
         return [block for block in upcoming[: self.capacity] if block.is_loaded]
 
@@ -176,7 +176,7 @@ class Window:
     def _needed_last(
         self, loaded: list[VisitingBlock], count: int, *, beside: list[VisitingBlock]
     ) -> list[VisitingBlock]:
-        """Return up to `count` blocks that may go: those that are not needed at all, then those needed last."""
+        """Return up to `count` blocks to free: unneeded ones first, then those needed last."""
         stale = [block for block in loaded if block not in beside and not block.is_being_written]
         if len(stale) <= count:
             return stale

@@ -45,7 +45,7 @@ class AnyAlgorithm(Protocol):
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """Options of torch's class that would change the formula, with the only value that is served."""
+        """Options of torch's class that would change the formula, each with its only supported value."""
 
     @property
     def counts_steps(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of an algorithm that updates whole matrices, and the scratch that its kernels write to.
+"""The protocol of an algorithm that updates whole matrices, and the scratch of its kernels.
 
 Such a formula multiplies matrices, so nothing may cut one, and the CPU would take minutes for it. It runs on the device
 once for each matrix; a stack (a parameter of three dimensions, as experts' weights) has several. Products of several at
@@ -60,9 +60,9 @@ class MatrixAlgorithm(AnyAlgorithm, Protocol):
     ) -> None:
         """Update master and moments of one matrix in place; where the step is skipped they keep their values.
 
-        All are fp32 of the matrix's shape, with the strides of the parameter. `gradient`, which is not finite where the
-        step is skipped, may be overwritten. `step` (0-dim, on the device) counts this step. Its part of `work`
-        depends on shape and strides alone.
+        All are fp32 of the matrix's shape, with the strides of the parameter. `gradient` may be overwritten; in a
+        skipped step it is not finite. `step` (0-dim, on the device) counts this step. Its part of `work` depends on
+        shape and strides alone.
         """
 
 
@@ -71,7 +71,7 @@ class ShardedMatrixAlgorithm(MatrixAlgorithm, Protocol):
 
     @property
     def crosses_as(self) -> torch.dtype:
-        """The dtype that `of_whole` takes and gives, and in which matrices cross between ranks."""
+        """The dtype of `of_whole`'s argument and result, and of matrices sent between ranks."""
 
     def before(
         self, gradient: torch.Tensor, moments: Sequence[torch.Tensor], group: Mapping[str, Any], work: Work

@@ -83,8 +83,8 @@ class Muon(ShardedMatrixAlgorithm):
     ) -> None:
         """Update master and `momentum_buffer` of one matrix in place.
 
-        Where the step is skipped momentum stands for the gradient, of which the mean with itself is itself; the
-        direction is zero, and nothing decays. So one kernel a matrix more than torch's keeps both as they were.
+        In a skipped step momentum takes the gradient's place, so its mean is itself; the direction is zero, and
+        nothing decays. So one kernel a matrix more than torch's keeps both as they were.
         """
         direction = self.before(gradient, moments, group, work)
         rounded = work.like(direction, self.crosses_as)

@@ -45,7 +45,7 @@ class CpuShare:
         options: threads (None for `threads_beside`), size of a bucket, whether staging is pinned.
         whole_members: never split a member between buckets.
         gradients: brings gradients to the host, those of another share, too, if they leave with these.
-        follows_writes: masters follow weights that others write past every counter, see `compare`.
+        follows_writes: masters follow weights written past every counter, see `compare`.
     """
 
     def __init__(
@@ -210,11 +210,10 @@ class CpuShare:
     ) -> None:
         """Queue the updates of `buckets` behind `arrived`, all or none.
 
-        Weights are overwritten behind `last_use`, or each one's gradient. Only members whose gradient the step has
-        taken take part: of another that of the next step may stand in staging. `new_weights` yields the parts of a
-        member updated on the device and published with the CPU's. Masters take over weights that were `written` by
-        others. The workers wake up once: a bucket at a time, they took Python's lock from a caller who had not queued
-        the next.
+        Weights are overwritten behind `last_use`, or each one's gradient. Only members with a gradient in this step
+        take part: staging may hold another member's next gradient. `new_weights` yields the parts of a member updated
+        on the device and published with the CPU's. Masters take over weights that were `written` by others. The
+        workers wake up once: a bucket at a time, they took Python's lock from a caller who had not queued the next.
         """
         jobs = []
         for bucket in buckets:
@@ -310,7 +309,7 @@ def _note(sums: WeightSums[Member] | None, member: Member) -> None:
 
 
 def _own_weights(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
-    """Return the elements of each weight that are updated on the CPU, without weights that are away from the device."""
+    """Return the elements of each weight updated on the CPU, without weights that are away from the device."""
     return {
         member: member.flat(member.weight)[member.on_device :]
         for member in members

@@ -84,7 +84,7 @@ class BucketUpdate:
         tasks: how many jobs update it.
         new_weights: yields the parts of a member updated on the device and published with the CPU's.
         last_use: the event after which nothing reads the members' old weights; None for each gradient's arrival.
-        written: the weights that others have written, once that is known.
+        written: the weights written by other code, once known.
     """
 
     __slots__ = ("_lock", "_unfinished", "_written", "last_use", "new_weights", "present", "step")

@@ -6,9 +6,8 @@ deadline runs first: that hides the most work behind forward and backward. The t
 computes on one core. So `OMP_NUM_THREADS=1`, which torchrun sets, does not slow them, and the caller's thread setting
 is not changed.
 
-All that a job needs was allocated before it was submitted. So one that fails has lost the weights that it was updating:
-all work stops, and every call of the caller raises its error. Explained in docs/optimizer-offloading.md, "Timeline of
-a step".
+All that a job needs was allocated before it was submitted. So a failed job has lost its weights: all work stops, and
+every call of the caller raises the job's error. Explained in docs/optimizer-offloading.md, "Timeline of a step".
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class _Queue:
     def _first_arrived(self) -> int:
         """Return the place of the most urgent job that has arrived, 0 when none has.
 
-        Each event is asked once: all jobs of a clipped step share one, and threads that ask it in turn keep the caller
-        from Python's lock, which cost 5 ms a step (one NVIDIA H200, 16 cores, 1.4e9 parameters).
+        Each event is asked once. All jobs of a clipped step share one event, and threads that query it in turn keep
+        the caller from Python's lock: 5 ms a step (one NVIDIA H200, 16 cores, 1.4e9 parameters).
         """
         late: set[int] = set()
         for index, job in enumerate(self.waiting):

@@ -28,7 +28,8 @@ from reference_impl.optimizers.model_hooks import forgetful
 def hook_gradients(
     params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
 ) -> None:
-    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets calls that end that.
+    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets the calls to remove
+    it.
 
     If an earlier hook of the user's has dropped the gradient, there is none.
     """
@@ -66,7 +67,7 @@ class BackwardHooks:
         self._reductions: list[ReducedGradients] = []
 
     def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
-        """Hear of gradients that autograd accumulates for `members`, or only of those that leave then."""
+        """Hook the accumulated gradients of `members`, or only the gradients that leave in backward."""
         gradients = self._gradients
         sent = [member for member in members if member.pieces and gradients.leave_in_backward(member)]
         leaving = set(sent)
@@ -120,7 +121,7 @@ class BackwardHooks:
             )
 
     def _of_members(self, call: Callable[[Member, torch.Tensor], None]) -> Callable[[Reduced], None]:
-        """Return a function that makes the `call` for each gradient of a bucket that belongs to a member."""
+        """Return a function that makes the `call` for each member's gradient in a bucket."""
         members = self._members
 
         @torch.no_grad()

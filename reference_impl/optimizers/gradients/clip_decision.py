@@ -20,9 +20,9 @@ from reference_impl.memory.readback import Readback
 def norms_of(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the fp32 norms (0-dim) of gradients, of each dtype by few kernels: the host has no time for one each.
 
-    Each norm has the bits that it has alone, so it does not matter which gradients are measured together: on CUDA a
-    block of threads adds up a gradient's own partial sums (aten/src/ATen/native/cuda/ForeachReduceOp.cu,
-    `lpnorm_cleanup`), and the zeros behind them where others are longer. That holds for dense ones of one dtype.
+    A norm has the same bits whichever gradients are measured with it. On CUDA a block of threads adds up a gradient's
+    own partial sums (aten/src/ATen/native/cuda/ForeachReduceOp.cu, `lpnorm_cleanup`), then zeros up to the longest
+    gradient. That holds for dense ones of one dtype.
     """
     listed = list(gradients)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

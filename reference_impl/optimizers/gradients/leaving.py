@@ -257,7 +257,7 @@ class LeavingGradients(StepGradients):
 
     @staticmethod
     def used_by_nobody(members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` that have a gradient and whose new weight nobody waited for, since none used it.
+        """Return the `members` with a gradient and a pending new weight: nobody used the weight, so nobody waited.
 
         The gradient is zeros, since somebody has set the last one to zero, or the weight only visits the device for its
         uses.
@@ -285,7 +285,7 @@ class LeavingGradients(StepGradients):
     def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
         """Prepare a step that uses `gradients`: from its begin on stand-ins are on their parameters.
 
-        Of members whose update has begun in backward, a stand-in that somebody has replaced stays away.
+        Members whose update began in backward are left out if their stand-in was replaced.
         """
         placed = ((member, unwrapped(member.param.grad)) for member in self.used_in_backward)
         found = {member: stands for member, stands in placed if isinstance(stands, GradientStandIn)}
@@ -345,7 +345,7 @@ def _has_stand_in(member: Member) -> bool:
 
 
 def _own_memory(member: Member) -> None:
-    """Copy a gradient whose memory another tensor has too, as where `a + b` is used: both may have one gradient."""
+    """Copy a gradient that shares its memory: with `a + b` both may have one gradient."""
     gradient = member.param.grad
     if gradient is None or isinstance(gradient, GradientStandIn) or gradient.layout != torch.strided:
         return
@@ -357,7 +357,7 @@ def _own_memory(member: Member) -> None:
 
 
 def factors_of(members: Iterable[Member]) -> tuple[list[torch.Tensor | float], dict[Member, list[int]]]:
-    """Return all that gradients of `members` have been multiplied by, and for each member which of it, in order."""
+    """Return all factors of the gradients of `members`, and for each member its factors' indices, in order."""
     places: dict[int, int] = {}
     factors: list[torch.Tensor | float] = []
     indices: dict[Member, list[int]] = {}

@@ -84,9 +84,9 @@ class StepGradients(ABC):
         return None
 
     def note_rest(self, members: Iterable[Member], *, checks_used: bool = True) -> None:  # noqa: B027
-        """Note the rest of a step that backward has begun, once: the gradients that `members` have now.
+        """Note the rest of a step begun in backward, once: the present gradients of `members`.
 
-        Raises RuntimeError, if it `checks_used`, where gradients that backward has used were dropped.
+        Raises RuntimeError, if it `checks_used`, for dropped gradients that backward has used.
         """
 
     @abstractmethod

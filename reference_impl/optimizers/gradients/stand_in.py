@@ -26,8 +26,8 @@ _aten = torch.ops.aten
 # The number of no backward, as autograd numbers them.
 _NO_BACKWARD = -1
 REMEDY = (
-    "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or with DistributedDataParallel "
-    "attach() of that model"
+    "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or attach() of the model of "
+    "DistributedDataParallel"
 )
 
 
@@ -38,12 +38,12 @@ class GradientStandIn(torch.Tensor):
         gradient: the one that it stands for.
         norm: the gradient's 2-norm (0-dim fp32, on the device); None where it has not been measured.
         kept: the gradient itself where its device still needs a part of it.
-        kept_part: that part, a view of `kept`, which is scaled at once.
-        used: an update has begun to use the gradient, so that it can be scaled no more.
+        kept_part: a view of this part of `kept`, scaled at once.
+        used: an update has begun to use the gradient, and it cannot be scaled any more.
         recall: returns the gradient, with its scales applied, on its device again, told whether a backward
             adds to it; None where it cannot.
-        remedy: the advice of an error to whoever needs values.
-        owner: the id of the member whose gradient it is; None where nobody asks.
+        remedy: the advice in an error about missing values.
+        owner: the id of the gradient's member; None where nobody asks.
 
     `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
     that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
@@ -121,7 +121,7 @@ class GradientStandIn(torch.Tensor):
         return norm
 
     def scale_by(self, factor: torch.Tensor | float) -> None:
-        """Record that the gradient is scaled by `factor`, which nobody changes afterwards."""
+        """Record that the gradient is scaled by `factor`. Nobody may change the factor afterwards."""
         self.check_unused()
         if self.dropped:
             return
@@ -175,7 +175,7 @@ class GradientStandIn(torch.Tensor):
     def in_its_place(self, param: torch.Tensor) -> torch.Tensor:
         """Return the gradient of `param` now, for which this has stood until it was dropped.
 
-        As in torch, a gradient that was set to zero is one of zeros, to which the next one is added.
+        As in torch, a gradient set to zero is a tensor of zeros, and the next gradient is added to it.
         """
         # Where several segments add up, it is in fp32, and torch takes no other.
         return torch.zeros_like(param, dtype=self.dtype) if self.arrived is None else self.arrived

@@ -42,7 +42,7 @@ class StandingGradients(StepGradients):
         return norms_of(gradients.values())
 
     def prepare(self, gradients: Mapping[Member, torch.Tensor], *, returns_early: bool) -> PreparedGradients:
-        """Prepare a step that reads `gradients` where they stand; changes nothing."""
+        """Prepare a step on `gradients` in place; changes nothing."""
         self._prepared = {member: (each, version_of(each)) for member, each in gradients.items()}
         return PreparedGradients({}, {}, {})
 

@@ -37,7 +37,7 @@ Noted = dict[Member, tuple[weakref.ref[torch.Tensor], int]]
 
 
 def noted_of(standing: Mapping[Member, torch.Tensor]) -> Noted:
-    """Return the notes that `UsedGradients` keeps of gradients that are `standing`."""
+    """Return the notes of `UsedGradients` on `standing` gradients."""
     plain = {member: itself(gradient) for member, gradient in standing.items()}
     return {member: (weakref.ref(gradient), _writes_of(gradient)) for member, gradient in plain.items()}
 
@@ -59,11 +59,11 @@ class UsedGradients:
         self._all_offloaded = False
 
     def note(self, noted: Noted, *, all_offloaded: bool) -> None:
-        """Note that a step uses the gradients in `noted`, and unseen ones that left; allocates nothing."""
+        """Note that a step uses the gradients in `noted`, and offloaded ones unseen; allocates nothing."""
         self._used, self._all_offloaded = noted, all_offloaded
 
     def forget(self) -> None:
-        """Note that gradients were dropped, or that new ones come."""
+        """Note dropped or new gradients."""
         self._used, self._all_offloaded = {}, False
 
     def are_all(self, members: Iterable[Member]) -> bool:

@@ -4,11 +4,10 @@
 Explained in docs/optimizer-state-offloading.md. The modules, from the bottom up: `chunks` (geometry), `packing` (states
 in fewer bits), `halves_kernel` (hi/lo masters on a GPU), `formula_kernels` (formulas on a GPU), `rounded_kernel` (the
 update of bf16 moments there), `compact` (moments in 8 bits), `compact_kernel` (their update on a GPU), `freed_memory`
-(room for extra slots), `step` (the numbers that one step applies), `batches` (which matrices run in one call),
-`muon_kernel` (elementwise work of Muon on a GPU), `matrix_parts` (which matrices it serves), `matrices` (their update),
-`update` (the kernels of one chunk), `storage` (where chunks are between steps), `pipeline` (copies and kernels in
-order) and `share` (all of that as one).
-Terms:
+(room for extra slots), `step` (the numbers of one step), `batches` (the matrices of one call), `muon_kernel`
+(elementwise work of Muon on a GPU), `matrix_parts` (the matrices that it serves), `matrices` (their update), `update`
+(the kernels of one chunk), `storage` (the chunks between steps), `pipeline` (copies and kernels in order) and `share`
+(all of that as one). Terms:
 
 - state: one fp32 number an element: a moment (`exp_avg`, ...), or the master weight of a parameter that is not fp32.
 - member: a parameter as the optimizer knows it; piece: some consecutive elements of one member, in one chunk.

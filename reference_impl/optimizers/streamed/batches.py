@@ -2,10 +2,11 @@
 """The matrices of one shape that run in one call, with the bits of one call each.
 
 A library may choose another kernel for the product of several matrices than for one of them. So each batch is tried
-before the first step, on matrices of its own, and runs only where its bits are those of one matrix after the other:
-all of at least so many elements that a rounding which differs now and then is among them, so tiny ones have none. On
-one H200 they were, for eight shapes from (128, 128) to (6144, 2048) and 2 to 24 matrices. On CPUs they are for all but
-one of some hundred matrices: another sum, now and then another rounding, which no trial excludes. So there are none.
+before the first step, on matrices of its own, and is used only if its bits equal those of one matrix after the other.
+The trial has enough elements to meet a rounding that differs rarely. Tiny matrices have too few, and run one by one.
+On one H200 they were, for eight shapes from (128, 128) to (6144, 2048) and 2 to 24 matrices. On CPUs they are for all
+but one of some hundred matrices: another sum, now and then another rounding, which no trial excludes. So there are
+none.
 
 A batch takes no memory more: it is as long as the scratch of the longest matrix allows.
 

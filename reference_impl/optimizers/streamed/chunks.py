@@ -26,7 +26,7 @@ from reference_impl.memory.weight_home import WeightHome
 from reference_impl.optimizers.algorithms import MatrixAlgorithm
 from reference_impl.optimizers.layout import MASTER, Member, Piece
 
-# The fields that are no states: the low bits of masters, and the flags of lower halves where no sign is free for them.
+# Fields beside the states: the low bits of masters, and the flags of lower halves if no sign is free for them.
 LOW = "master_low"
 TIES = "master_ties"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
@@ -157,7 +157,7 @@ class Chunk:
         return slot_bytes(states_bytes, 0 if self.gradients is None else self.gradients.nbytes)
 
     def states_in(self, slot: torch.Tensor) -> torch.Tensor:
-        """Return where the states are while they are updated: in `slot` (flat bytes), or where they stay."""
+        """Return the states' bytes during their update: in `slot` (flat bytes), or the resident storage."""
         return self.storage if self.resident else slot[: self.storage.nbytes]
 
     def gradients_in(self, slot: torch.Tensor) -> torch.Tensor | None:
@@ -269,7 +269,7 @@ def flat_weight(member: Member) -> torch.Tensor:
 
 
 def slot_bytes(state_bytes: int, gradient_bytes: int) -> int:
-    """Return the bytes of a slot that holds states, and gradients behind them where any view of them is aligned."""
+    """Return the bytes of a slot: states, and behind them gradients at an offset with aligned views."""
     if gradient_bytes == 0:
         return state_bytes
     return -(-state_bytes // _SECTION_BYTES) * _SECTION_BYTES + gradient_bytes

@@ -8,8 +8,8 @@ A block is `BLOCK` elements with one scale for each moment, in bf16 and rounded 
 - The root of `exp_avg_sq` is linear: its code c, of at most 255, stands for scale * (c / 255) ** 2. A value that is not
   0 has a code of 1 or more: a 0 would leave an update without its denominator. Scales are 2**-108 or more, so that no
   such value underflows.
-- A master is the weight, which is its upper half rounded to nearest with ties away from zero, and the signed rest: its
-  lower 16 bits exactly, or the upper 8 of them, which makes it a master of 24 bits.
+- A master is the weight (its upper half, rounded to nearest with ties away from zero) and the signed rest: the lower
+  16 bits exactly, or the upper 8 of them in a master of 24 bits.
 
 Codes and masters of 24 bits are rounded stochastically, since most changes are smaller than a step: rounded to nearest
 they would be lost for good. An infinite moment or a NaN spreads to its block; a master that is NaN stays NaN.
@@ -61,7 +61,7 @@ CONSTANTS = {
 # Releases of 2026-11-23 to 26 cut c / (254 - c) off behind 20 or 22 bits: a value that they saved is less by so much of
 # its scale at most.
 _CUT_OFF_SHARE = 2.0**-19
-# Top codes that a block's largest value may have been rounded to, which its scale can be told from.
+# Possible top codes of a block's largest value. They tell the block's scale.
 _SIGNED_TOPS, _ROOT_TOPS = (127, 126), (255, 254)
 
 

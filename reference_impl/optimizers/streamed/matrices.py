@@ -128,7 +128,7 @@ class MatrixUpdate:
         self._device.wait(learnt)
 
     def _kinds(self, chunk: Chunk, pieces: Sequence[Piece]) -> list[MatrixKind | None]:
-        """Return the kinds of the matrices of `pieces`; of a chunk whose matrices ranks share those that are whole."""
+        """Return the kinds of the matrices of `pieces`; for shared matrices, the kinds of the whole ones here."""
         if chunk.exchanges:
             owned = self._exchanges[chunk].owned
             return [kind_of(chunk.matrices, cut.shape, (cut.shape[1], 1)) for cut, _ in owned]

@@ -2,8 +2,8 @@
 """The parts of a formula of matrices before and behind the whole matrix: by operators, or by one kernel each.
 
 Operators take gradients and masters in fp32, and read and write each of them in every launch. A kernel takes them as
-they are stored. It has to round where operators do, which a trial before the first step finds out, on matrices of
-noise: kernels run only where no bit differs. The CPU twin has operators alone.
+they are stored. It has to round at the same places as the operators. A trial before the first step compares them on
+matrices of noise, and kernels run only if no bit differs. The CPU twin has operators alone.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """
@@ -124,7 +124,7 @@ class Operators:
         return wide
 
     def round(self, matrix: Matrix, moments: Iterable[torch.Tensor], skipped: torch.Tensor) -> None:
-        """Round moments that were widened to the dtype that is stored."""
+        """Round widened moments to their stored dtype."""
         for number, (moment, new) in enumerate(zip(matrix.moments, moments, strict=True)):
             if new is not moment:
                 stored, values = (integers(_flat(each)) for each in (moment, new))

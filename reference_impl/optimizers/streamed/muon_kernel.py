@@ -3,8 +3,8 @@
 
 `before` scales the gradient, updates the mean and rounds the direction; `after` unpacks a hi/lo master, lets it decay,
 adds the result and packs it. Each reads and writes an element once: 12 and 10 bytes, where operators move 56 and 42.
-All is rounded where the operators round it: products are joined with sums where their kernels join them. `matrix_parts`
-tries that on the device, and uses these kernels only where no bit differs.
+All is rounded at the operators' places: a product is fused with a sum if their kernels fuse it. `matrix_parts`
+compares both on the device, and uses these kernels only if no bit differs.
 
 Explained in docs/optimizer-state-offloading.md, "Matrices".
 """

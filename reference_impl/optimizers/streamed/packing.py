@@ -5,21 +5,21 @@ Everything but the formulas is integer arithmetic on the bits of floats.
 
 A bf16 weight is the upper half of its fp32 master, rounded to nearest even. So the master is the weight and the
 master's lower 16 bits, where the weight tells whether rounding went up, except at a tie: 0x3F7F8000 and 0x3F808000
-both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it is stored in the sign of
-`exp_avg_sq`, which is never negative, or in a field of bits where all moments have signs. A NaN master gives its weight
+both round to 0x3F80. One more bit says "lower half of 0x8000 or more, and not rounded up"; it is stored in the sign
+of `exp_avg_sq`, never negative itself, or in a field of bits if all moments have signs. A NaN master gives its weight
 the unchanged upper half, so all its bits survive. A NaN with its payload in the lower half alone therefore shows as
 infinity in the weight.
 
 bf16 moments are rounded stochastically: 1 - beta2 is 0.001, less than half of bf16's resolution (2**-8), so rounding
 to nearest would leave `exp_avg_sq` where it is. The noise is a hash of element and step: the same in every run, without
 a generator's state. Such moments are not torch's to the bit anyway, so their update is our own formula
-(`Algorithm.formula`) in one kernel that unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the
-GPU's memory, where torch's kernel between `unpack` and `pack` would need 86.
+(`Algorithm.formula`). One kernel unpacks, updates, rounds and packs: 18 to 24 bytes an element pass through the GPU's
+memory. Torch's kernel between `unpack` and `pack` would need 86.
 
-On CUDA `rounded_kernel` has the kernel of bf16 moments, and `halves_kernel` those that pack and unpack beside fp32
-ones, which make the same bits; the CPU twin runs the source here block by block. There each operator may fail by
-itself, so all new values of a block are computed before the first is written.
-Explained in docs/optimizer-state-offloading.md, "Fewer bytes".
+On CUDA `rounded_kernel` has the kernel of bf16 moments, and `halves_kernel` the packing and unpacking beside fp32
+moments. Both make the same bits; the CPU twin runs the source here block by block. There each operator may fail by
+itself, so all new values of a block are computed before the first is written. Explained in
+docs/optimizer-state-offloading.md, "Fewer bytes".
 """
 
 from __future__ import annotations

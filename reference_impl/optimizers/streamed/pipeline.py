@@ -4,16 +4,15 @@
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk
 order its three stages, and the event of a slot orders its next chunk behind its last. As soon as a chunk's copy out is
 queued, its slot takes the next waiting chunk, long before that one's turn: both directions of the link begin at once.
-The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond those that somebody waits for: the forward
-that should hide the update is launched after them, and a full launch queue would make the host wait until most of the
-update is done. Slots that become free at the end take the first chunks of the next step, which therefore arrive behind
-forward and backward.
+The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond the awaited ones. The forward that hides
+the update is launched after them: a full launch queue would make the host wait for most of the update. Slots free at
+the end take the first chunks of the next step; these arrive behind forward and backward.
 
-Chunks whose states stay on the device, but whose gradients come in, pass through slots of their own, as long as these:
-such a slot is free long before one that a copy out still reads, and neither kind waits for the other's.
+Chunks of resident states with gradients from the host have slots of their own, as long as their gradients. Such a
+slot is free long before one read by a copy out, and neither kind waits for the other.
 
-The pipeline knows chunks and gradients. `share` decides which of them take part and who waits for the weights. Every
-slot is either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
+The pipeline knows chunks and gradients. `share` decides their part in a step and the waits for weights. Every slot is
+either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
 
 A step is planned (`plan`, which allocates and changes nothing) and begun (`begin`). Then its chunks are queued by
 whoever calls `advance`, `queue_for` or `finish`. The weights of a chunk may have to visit the device first: that may

@@ -164,8 +164,8 @@ class StreamedShare:
             raise torch.OutOfMemoryError(
                 f"the device has no memory for the chunks of states that it updates: {LEAST_SLOTS} slots of "
                 f"{largest.slot_bytes / 2**30:.2f} GiB, as large as the states of {shapes}, and scratch; expected it "
-                "free before the optimizer is made; try smaller chunk_bytes, or where one matrix is as large, AdamW "
-                f"for it, which cuts it ({error})"
+                "free before the optimizer is made; try smaller chunk_bytes, or AdamW for a matrix as large as a "
+                f"chunk: it cuts the matrix ({error})"
             ) from error
 
     def gradient_places(self, members: Iterable[Member]) -> dict[Piece, torch.Tensor]:
@@ -241,8 +241,7 @@ class StreamedShare:
 
         Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
         first that come in: their copies out and the next ones in begin at once. Elements behind the last matrix come
-        among matrices before it (`spread`). Where updates are collectives there is no order but the deadlines', which
-        all ranks have.
+        among matrices before it (`spread`). Collective updates follow the deadlines alone, the same on all ranks.
         """
         by_deadline = sorted(
             self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)

@@ -185,7 +185,7 @@ class StateFormat:
 
 
 class Kind(NamedTuple):
-    """Properties that chunks of members have in common: the form of states, and the longest unit that nothing cuts.
+    """Common properties of chunks: the form of states, and the longest uncut unit.
 
     `whole` counts the elements of a matrix shared by ranks, 0 without one.
     """

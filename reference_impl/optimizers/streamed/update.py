@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The update of one chunk on the device: its kernels, with their views and numbers.
 
-Where all states are fp32 while they are updated, torch's own fused kernel runs, between kernels that unpack hi/lo
-masters before it and pack them after it. Where moments have fewer bits one kernel does all of it; see `packing` and
-`compact`. Updates run one after the other, so one set of scratch buffers, allocated once, serves all chunks.
+If all states are fp32 during the update, torch's own fused kernel runs. Kernels before and after it unpack and pack
+hi/lo masters. Where moments have fewer bits one kernel does all of it; see `packing` and `compact`. Updates run one
+after the other, so one set of scratch buffers, allocated once, serves all chunks.
 
 The numbers of kernels that do everything are made before the step begins: from then on nothing is allocated.
 
@@ -58,7 +58,7 @@ class ChunkUpdate:
     def allocate(self, chunks: Sequence[Chunk]) -> None:
         """Allocate the scratch of `chunks`, all there are, on the live current stream. No update may be running.
 
-        Kernels that are compiled, which takes seconds, are built here and not in the first step.
+        Compiled kernels are built here, for seconds, and not in the first step.
         """
         self._scratch.allocate(chunks)
         self._masters.expect(chunks)
@@ -97,7 +97,7 @@ class ChunkUpdate:
             )
 
     def numbers(self, step: StreamedStep, chunks: Sequence[Chunk]) -> StepNumbers:
-        """Compute the numbers that `run` needs for `chunks`, on the live current stream, behind which all must run.
+        """Compute the numbers of `run` for `chunks`, on the live current stream. All later work must run behind it.
 
         They are kept until the next step has begun, which does so behind all updates of this one. Resident masters take
         over weights written by others.

@@ -67,7 +67,7 @@ def _bf16(weight_ptr, master_ptr, place, numel):
     inside = place < numel
     weight = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.int32) << 16
     master = tl.load(master_ptr + place, mask=inside, other=0)
-    # To nearest, ties to even; a master that is no number, or grows to be none, stays one where its weight is none.
+    # To nearest, ties to even; a NaN master, or one that becomes NaN, stays so if its weight is NaN.
     rounded = (master + 0x7FFF + ((master >> 16) & 1)) & -0x10000
     is_nan = (master & _MAGNITUDE) > _INFINITY
     differs = tl.where(is_nan, (weight & _MAGNITUDE) <= _INFINITY, rounded != weight)

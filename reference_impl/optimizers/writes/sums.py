@@ -110,7 +110,7 @@ class WeightSums(Generic[_Name]):
     def note(self, weights: Mapping[_Name, torch.Tensor]) -> None:
         """Add up `weights` as they are now: whatever is written from here on is somebody else's.
 
-        Where the sums are parked they stay: comparing finds later that each element is its master rounded.
+        Parked sums stay: a later comparison finds that each element is its master rounded.
         """
         for name, weight in weights.items():
             summed = self._summed.get(name)
