@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one name to import: `from cpu_offloading import HybridDeviceOptimizer`.
 
-The names live in `reference_impl`, which moves tensors and needs torch, in `skill_tools`, which knows configurations
-and needs no torch, and in `offload_watch` (`watch`). A package is loaded when one of its names is first used.
-`python -m cpu_offloading` is the command `offload`. `integrations` has the line for each trainer, `tiny` small models
-to try a line on.
+The names live in `reference_impl` (moves tensors, needs torch), in `skill_tools` (knows configurations, needs no torch)
+and in `offload_watch` (`watch`). A package is loaded when one of its names is first used. `python -m cpu_offloading` is
+the command `offload`. `integrations` has the line for each trainer, `tiny` small models to try a line on.
 """
 
 from importlib import import_module

@@ -68,7 +68,7 @@ def first_unit_streams(streamed: float, offloaded: float) -> bool:
 
 
 def most_of_a_cut_unit(unit: int, on_cpu: int) -> int:
-    """Return the most elements that the CPU updates of a unit of which a part streams; `on_cpu` are all of its share.
+    """Return the most elements of a partly streamed unit that the CPU updates; `on_cpu` are all of its share.
 
     At most one unit is cut, the one by which shares are exact.
     """
@@ -98,7 +98,7 @@ def alternate(units: Sequence[Sequence[Part]], streamed: float, ahead: int) -> N
 
 
 class _Moves(NamedTuple):
-    """Units that change sides as wholes, and how many elements more stream of the one that is `cut` then."""
+    """Units that change sides as wholes, and the number of further streamed elements of the `cut` one."""
 
     whole: list[Sequence[Part]]
     missing: int
@@ -109,7 +109,8 @@ def _move(units: Sequence[Sequence[Part]], missing: int) -> None:
     """Let `missing` more elements stream, or so many less if negative.
 
     The gradient of a part that is cut stays on the device as a whole, however much of it the CPU updates. So a small
-    one is cut: the smallest that is large enough, or if that is large, it changes sides too, and others go back for it.
+    unit is cut, the smallest with enough elements. If even this one is large, it changes sides too, and others go back
+    for it.
     """
     moves = _moves(units, missing)
     if moves.cut:

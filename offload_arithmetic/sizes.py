@@ -9,8 +9,8 @@ WIDENED_ELEMENTS = 64 * 2**20  # resident gradients that are widened to fp32 at 
 # Gradients that may wait for their copy to the host. More would raise the peak, and would not let the last gradient
 # arrive any earlier.
 GRADIENTS_IN_FLIGHT_BYTES = 512 * 2**20
-# Of the update's time, for which streaming and the CPU are worth mixing: threads, hooks and launches of a second share
-# cost something that the arithmetic does not count.
+# The share of the update's time that a mix of streaming and the CPU must save: the arithmetic does not count the second
+# share's threads, hooks and launches.
 LEAST_GAIN = 0.1
 
 # Of activations.
@@ -32,7 +32,7 @@ PREFETCHED_GATHERS = 1  # whose shards come in ahead; in forward one more
 LEAST_PINNED_LIMIT_BYTES = 2**20  # less holds no ring of buffers for copies of pageable memory
 
 # Of a plan.
-HEADROOM = 0.05  # of the GPU's budget that stays free: for fragmentation, and for bytes that no estimate sees
+HEADROOM = 0.05  # of the GPU's budget, left free for fragmentation and for unforeseen bytes
 FORMULA_ERROR = (
     0.08  # of the bytes of forward and backward by formula, for most Hugging Face models (docs/tracing.md)
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of an element's optimizer states: where they are held, and as they move, by the form in which they stream.
+"""Bytes of an element's optimizer states, at rest and on the link, by their streamed form.
 
 An fp32 parameter is its own master, so that its moments alone stream. The forms have the names of `reference_impl`'s
 `Streaming`, explained in docs/optimizer-state-offloading.md.
@@ -26,7 +26,7 @@ class Form(NamedTuple):
     is_compact: bool = False
 
     def bytes(self, moments: int, *, is_own_master: bool) -> float:
-        """Return the bytes that cross the link each way for one element, whose moments have a sign to spare."""
+        """Return the bytes on the link each way for one element with a free sign in its moments."""
         return self.moment_bytes * moments + (0 if is_own_master else self.master_bytes)
 
     def signed_bytes(self, moments: int, *, is_own_master: bool) -> float:

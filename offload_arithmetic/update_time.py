@@ -2,8 +2,8 @@
 """The seconds of an update, and which share of it the CPU should do: the least time of the slowest of three resources.
 
 The link, the host's memory and its cores each need a time that grows linearly with the shares. They work at the same
-time, so the update takes as long as the slowest of them. The least of that lies at an end of the range, or where two
-resources are equally slow. Explained in docs/optimizer-offloading.md.
+time, so the update takes as long as the slowest of them. The least time lies at an end of the range, or between two
+equally slow resources. Explained in docs/optimizer-offloading.md.
 """
 
 from collections.abc import Iterator, Sequence
@@ -68,7 +68,7 @@ def resources_of(
     step.
     """
     link, host = rates.link_bytes_per_s, rates.host_bytes_per_s
-    # Each byte that comes in passes through host memory once, and so does each byte that goes out.
+    # Each byte passes through host memory once on its way in, and once on its way out.
     return [
         Resource(
             (elements * each.streamed * leaving - hidden_bytes) / link,

@@ -6,8 +6,8 @@ loads in each process of the program, waits for torch and starts an `observer`. 
 owner of each storage and writes a sample to a file, which `report` turns into words. `inside` starts an observer for
 a program that asks for one itself. No object of the program gets a hook.
 
-The observer runs in the program's own Python, with its torch: this package imports only torch, those modules of
-`reference_impl` that the program itself has loaded, and the ledger where no GPU counts bytes.
+The observer runs in the program's own Python, with its torch: this package imports only torch, the modules of
+`reference_impl` already loaded by the program, and the ledger if no GPU counts bytes.
 
 - owner: the purpose of bytes: weights, gradients, optimizer states, activations, or a buffer of an offloader.
 - sample: the bytes of each owner in each tier at one moment.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`watch()`: the same observation from inside a program or a notebook, which says its lines where it is told to."""
+"""`watch()`: the same observation from inside a program or a notebook, with a given place for its lines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def watch(
         say: takes each line; None prints it on standard error.
 
     Raises:
-        ValueError: a plan that predicts nothing, or seconds that are not positive.
+        ValueError: a plan without predictions, or seconds not above 0.
     """
     if plan is not None and report.planned(plan) is None:
         raise ValueError(

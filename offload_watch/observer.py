@@ -210,7 +210,7 @@ def _device_name() -> str | None:
 
 
 def _most_resident_bytes() -> int:
-    """Return the most host memory that this process has had, files that it has mapped included (`ru_maxrss`)."""
+    """Return the peak of this process's host memory, mapped files included (`ru_maxrss`)."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024

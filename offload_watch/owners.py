@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose bytes are whose: the storages of weights, gradients, optimizer states and offload buffers, by tier.
+"""The owners of bytes: the storages of weights, gradients, optimizer states and offload buffers, by tier.
 
 Storages are found through the objects that hold them. Each counts once, for the first owner in this order: weights,
 gradients, optimizer states, buffers of `reference_impl`'s offloaders. Further bytes of the allocator are activations

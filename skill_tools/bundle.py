@@ -19,7 +19,7 @@ def root() -> Path:
 
 
 def to_install(extra: str) -> str:
-    """Return the command that installs `extra`: of this checkout, or the packages that an installed wheel names."""
+    """Return the command that installs `extra`: from this checkout, or the packages named by an installed wheel."""
     if not (_PACKAGE / "_bundle").is_dir():
         where = "the clone" if (root() / ".git").exists() else "the skill's folder"
         return f"pip install '.[{extra}]' -c constraints.txt in {where}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Standard output: whose eyes read it, whether it has colours, and how wide it is.
 
-`NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` hold in the order that Python's own command line takes them in, in
-pipes as on terminals: a CI's log is a pipe that people read.
+`NO_COLOR`, `FORCE_COLOR`, `TERM=dumb` and `COLUMNS` hold in the order of Python's own command line, in pipes as on
+terminals: people read a CI's log, a pipe.
 """
 
 import os

@@ -61,7 +61,7 @@ def gib(amount_bytes: float) -> str:
 
 
 def at_least_gib(amount_bytes: float) -> str:
-    """Write bytes that are needed as `gib` does, rounded up: who gives as many as are written has enough."""
+    """Write needed bytes as `gib` does, rounded up: the written number is enough."""
     unit_bytes, unit = _unit_of(amount_bytes)
     return f"{math.ceil(10 * amount_bytes / unit_bytes) / 10:.1f} {unit}"
 

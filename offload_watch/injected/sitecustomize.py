@@ -18,7 +18,7 @@ _OURS = ("offload_watch", "reference_impl", "offload_arithmetic")
 
 
 class _Finder:
-    """Finds our packages where the program has none of that name, and starts the observer behind torch's import."""
+    """Finds our packages unless the program has its own of the name, and starts the observer behind torch's import."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -108,7 +108,7 @@ def _section(card: Card, name: str, rows: Sequence[Row]) -> str:
 
 
 def _head(card: Card, name: str) -> str:
-    """Say where the rows of a setting were measured, by whom and when."""
+    """Say machine, measurer and date of a setting's rows."""
     setting = card["measured_settings"][name]
     who = "Published by the peer" if setting["origin"] == "published" else "Measured for this project"
     note = f" {setting['note']}" if "note" in setting else ""

@@ -8,8 +8,8 @@ Reads your own configuration (as `lint` does), a model's Hugging Face config.jso
   offload plan --model llama-3-8b --gpu rtx4090 --overrides seq_length=4096
   offload plan --list-models
 
-Exit codes: 0 a plan that fits, 2 unusable input or nothing that fits, 3 a fault of this tool. For an
-unknown model it prints the card's decision table and exits with 2.
+Exit codes: 0 a plan that fits, 2 unusable input or no fitting plan, 3 a fault of this tool. For an unknown model it
+prints the card's decision table and exits with 2.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def _texts(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
         return {}
     if args.what_if:
         raise UnusableInput(
-            "--write and --diff with --what-if, whose values are not in the files",
+            "--write and --diff with --what-if: its values are not in the files",
             expected="the files as they are",
             attempt="the plan of the files without --what-if",
         )

@@ -186,7 +186,7 @@ def make_plan(args: argparse.Namespace, inputs: Sequence[str]) -> Plan:
 
 
 def _release_notes(stated: Mapping[str, Stated], config: Config) -> Iterator[Assumption]:
-    """Yield a note for each release that the rules assume and that the command line does not name."""
+    """Yield a note for each release assumed by the rules and missing on the command line."""
     for name, each in releases.that_matter(stated, config).items():
         if each.where != "--target":
             yield Assumption(f"release: {name} {each.version} ({each.where}); --target names another")

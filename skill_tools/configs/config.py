@@ -76,15 +76,14 @@ class Config(NamedTuple):
     `torch`) to the release that the input states. `sources` keeps each file's text for fixes and
     suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
     `unresolved` holds keys set to a value that cannot be read statically (a shell variable, a computed value,
-    a missing file): they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may
-    set (a function of another module that gets the configuration, a missing sourced file): their value is
-    unknown, and so is whether they are set. `outside` holds those of them that only the environment of the
-    process may set: without it they have their default. `missing_files` holds the settings that name a
-    missing file, `unread_files` a script's words for configurations that are here and unread.
-    `embeds` names the dialects with a section of their own here: a canonical key in such a section begins
-    with the dialect's name. `faults` are those of an input's form, such as a repeated key. `shares` maps a
-    dialect to the paths of its program that this framework runs: the dialect's rules apply here, and its
-    defaults if the framework has none.
+    a missing file): they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may set
+    (another module's function called with the configuration, a missing sourced file): it is unknown whether they are
+    set, and their value. `outside` holds those of them that only the environment of the process may set: without it
+    they have their default. `missing_files` holds the settings that name a missing file, `unread_files` a script's
+    words for present but unread configurations. `embeds` names the dialects with a section of their own here: a
+    canonical key in such a section begins with the dialect's name. `faults` are those of an input's form, such as a
+    repeated key. `shares` maps a dialect to the paths of its program that this framework runs: the dialect's rules
+    apply here, and its defaults if the framework has none.
     """
 
     framework: str

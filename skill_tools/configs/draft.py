@@ -73,7 +73,7 @@ class Draft:
         self._unresolved.add(key)
 
     def may_be_set(self, prefix: str = "") -> None:
-        """Note that unfollowed code may set the keys whose spelling begins with `prefix`."""
+        """Note that unfollowed code may set the keys spelled with `prefix`."""
         spellings = self.table.by_spelling.get(self.framework, {})
         self._maybe_set |= {key.name for written, key in spellings.items() if written.startswith(prefix)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks beyond the file that was named: the configurations below a folder, and the checkout that a script lies in."""
+"""Looks beyond the named file: the configurations below a folder, and the checkout around a script."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ MAX_FILES = 20_000
 MAX_ENTRIES = 200_000
 MOST_LEVELS = 6  # from a script up to the root of its checkout
 
-# Folders whose files nobody trains from: caches of tools, and the packages that they install.
+# Folders without configurations to train from: tools' caches and installed packages.
 _LEFT_OUT = frozenset({"node_modules", "site-packages", "__pycache__"})
 _ENVIRONMENT = "pyvenv.cfg"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases that texts state: a configuration's comments and install lines, and the files beside it that pin packages.
+"""Releases stated in texts: a configuration's comments and install lines, and files with pinned packages beside it.
 
 Only an exact release counts, and only of a distribution that the rules know. A comment such as `# since axolotl 0.18`
 says nothing about installed releases.

@@ -27,10 +27,9 @@ def single_document(
 ) -> Node:
     """Return the root of a YAML or JSON source, an empty mapping if it holds nothing.
 
-    `loaders` are the framework's, several if its releases load differently; `which` says in a few words which
-    release uses which. A `draft` gets the faults of form that depend on the release of one. Raises
-    `UnusableInput` when the source holds several documents, or no mapping, or text that all `loaders` refuse:
-    no framework takes that.
+    `loaders` are the framework's, several if its releases load differently; `which` names each release's loader in a
+    few words. A `draft` gets the faults of form that depend on the release of one. Raises `UnusableInput` for several
+    documents, for no mapping, and for text refused by all `loaders`: no framework takes these.
     """
     documents = source.documents
     if source.kind is Kind.YAML and (documents.refusals or "<<" in source.text):

@@ -56,14 +56,14 @@ def _lines(dialect: str, settings: Mapping[str, object], config: Config | None) 
         *sections, last = key.split(".")
         if last not in written.replace("-", "_"):
             return ""
-        if written == last:  # of a file that ships with the trainer, whose keys stand in sections
+        if written == last:  # of a file in the trainer's package, with keys in sections
             written = ".".join((*sections[-1:], last))
         told.append(spell(dialect, written, given))
     return ", ".join(told)
 
 
 def dialects_of(config: Config | None, framework: str, seen: Iterable[str]) -> tuple[str, ...]:
-    """Return the dialects whose settings a user has: the configuration's, or those whose code the log shows."""
+    """Return the dialects of a user's settings: the configuration's, or those with code in the log."""
     if config is not None:
         own = [config.framework, *sorted(config.dialects() - {config.framework})]
         return tuple(own)

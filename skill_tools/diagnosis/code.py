@@ -74,7 +74,7 @@ def of(failure: Failure) -> Where | None:
 
 
 def offloads(config: Config | None, mechanisms: tuple[str, ...] = ()) -> tuple[Setting, ...]:
-    """Return the settings of `config` that offload something: by `mechanisms`, or where those set nothing, at all."""
+    """Return the settings of `config` that offload something: by `mechanisms`, or, without any of these, at all."""
     keys = load_keys()
     on = _switched_on(config)
     there = tuple(each for each in on if keys[each.key].mechanism in mechanisms)

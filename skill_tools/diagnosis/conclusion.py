@@ -250,7 +250,7 @@ def _of_a_tensor(message: Message) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
-    """Name the tensors that filled the GPU, by the run's offload and the place where memory ran out, and the change."""
+    """Name the tensors that filled the GPU, by the run's offload and the place of the failure, and the change."""
     because, less = no_effect.of_the_optimizer(evidence)
     if because:
         return because, less
@@ -273,7 +273,7 @@ def _by_residency(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
 
 
 def _what_stays(evidence: Evidence) -> str:
-    """Name the tensors that an offload of weights or states leaves, where a step of training ran out of memory."""
+    """Name the tensors left by an offload of weights or states, for a training step out of memory."""
     signs = [(name, evidence.offloads[name]) for name in _OF_STATES if name in evidence.offloads]
     others = evidence.out_of_memory is not None and evidence.out_of_memory.is_shared
     if not signs or others or not _ENGINES.isdisjoint(evidence.offloads):
@@ -282,8 +282,8 @@ def _what_stays(evidence: Evidence) -> str:
         return ""
     name, sign = signs[0]
     return (
-        f"; {symptoms.load_offloads()[name].name} ({sign}) frees weights or states alone: activations of all tokens "
-        "of a micro-batch, the logits, and gradients or gathered weights of the layer at work are what is there"
+        f"; {symptoms.load_offloads()[name].name} ({sign}) frees weights or states alone: activations "
+        "of all tokens of a micro-batch, the logits, and gradients or gathered weights of the layer at work stay"
     )
 
 
@@ -296,18 +296,15 @@ def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
             "awake beside this process, was not put to sleep or offloaded when its phase ended, or its release was late"
         )
     if not _ENGINES.isdisjoint(evidence.offloads):
-        return (
-            f"{held}: a rollout engine that is awake, of which a part does not sleep, or whose release returned before "
-            "its memory was given back"
-        )
-    return f"{held}: an earlier run that still lives, a notebook, a rollout engine, or ranks that all chose this GPU"
+        return f"{held}: a rollout engine awake or only partly asleep, or one still releasing its memory"
+    return f"{held}: an earlier run still alive, a notebook, a rollout engine, or several ranks on this GPU"
 
 
 def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
-    """Return the configuration's own finding that shows where this log ends.
+    """Return the configuration's own finding that shows at the end of this log.
 
-    With `needs_code`, only one about a mechanism whose code the exception was raised in, or about the states of an
-    optimizer that a load or a save was at.
+    With `needs_code`, only a finding about the mechanism that raised the exception, or about an optimizer's states
+    during their load or save.
     """
     where = code.of(evidence.failure) if evidence.failure is not None else None
     stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
@@ -349,13 +346,11 @@ def _of_pattern(evidence: Evidence) -> Conclusion | None:
 
 
 def _without_the_option(evidence: Evidence) -> tuple[str, ...]:
-    """Return the option of the run's own files, if there is one, that leads to the code that failed."""
+    """Return the option in the run's own files, if any, that leads to the failing code."""
     failure = evidence.failure
     named = None if failure is None else options.of_the_code(failure, evidence.texts)
     return (
-        ()
-        if named is None
-        else (f"or without {named.name} ({named.place}), which leads to the code that failed",)
+        () if named is None else (f"or without {named.name} ({named.place}): it leads to the failing code",)
     )
 
 
@@ -393,7 +388,7 @@ def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
 
 
 def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
-    """Return which tensor is not where the failing code expects it, by where the run's offloads keep theirs."""
+    """Return the tensor missing at the place that the failing code expects, by the places of the run's offloads."""
     found = rows.find(failure, evidence.said, evidence.phase, evidence.offloads, evidence.texts)
     if found is None:
         return None
@@ -482,7 +477,7 @@ _DECIDE_ELSEWHERE = (
 
 
 def _rule(name: str, evidence: Evidence) -> str:
-    """Return a message's rule where it is about a framework of this run, or where nobody knows the framework."""
+    """Return a message's rule if it is about a framework of this run, or if the framework is unknown."""
     if not name or not evidence.dialects:
         return name
     own = next((rule.dialects for rule in load_rules() if rule.id == name), ())

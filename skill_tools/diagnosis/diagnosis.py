@@ -154,7 +154,7 @@ def diagnose(
     times = steps.times_s(log)
     wrong = anomalies.find(log)
     texts = symptoms.read(log, (config.sources if config else unread).items())
-    # Where nothing is wrong the log is not asked: only facts of each such run count, which the files show.
+    # If nothing is wrong, only facts of each such run count. The files show them, and the log is not asked.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
     said = _said(log, failure) if failure else ""
     found = [each for each in messages.find(log, failure) if not _is_past(each, went_on_until)]

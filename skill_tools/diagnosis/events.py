@@ -34,7 +34,7 @@ def hang_at_the_start(evidence: Evidence) -> Conclusion:
 
 
 def hang_of_ranks(cause: str, rule: str, evidence: Evidence, change: Sequence[str]) -> Conclusion:
-    """Return a conclusion about ranks that wait for each other: for weights that all gather, if a run has such."""
+    """Return a conclusion about ranks that wait for each other: for gathered weights, if a run has any."""
     placed = rows.of_a_hang(evidence.phase, evidence.offloads)
     if placed is None:
         return Conclusion(cause, rule, tuple(change[:SHOWN]))

@@ -27,7 +27,7 @@ _PREFIX = re.compile(
     r"(?: ?\[rank\d+\]:)? ?"
     r"(?:(?:ERROR|CRITICAL) \d\d-\d\d [\d:]{8} (?:\[[\w./-]{1,60}:\d+\] ?)?)?"
 )
-# Python's own form, IPython's, and that of Colab and of rich, which draws a bar in front.
+# Python's own form, IPython's, Colab's and rich's; rich draws a bar in front.
 _FRAME = re.compile(r"""\s*(?:File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:,? in (?P<function>[^\s\n]+))?"""
                     r"""|File (?P<cell>[^\s",]+):(?P<cell_line>\d+), in (?P<cell_function>[\w.<>]+)"""
                     r"""|(?:│ )?(?P<bare>(?:/|[A-Za-z]:\\)[^\s:,"]+\.py)(?::(?P<bare_line>\d+))? in\b"""
@@ -238,7 +238,7 @@ def trained_until(log: Log, position: int) -> bool:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the lines that may belong to an exception: position, who wrote it, and the rest."""
+    """Yield possible lines of an exception: position, writer, and the rest."""
     end = -1
     for match in _INTERESTING.finditer(text):
         if match.start() < end:
@@ -268,7 +268,7 @@ def _frame(match: re.Match[str]) -> Frame:
 
 
 def _with_line(frame: Frame, text: str, start: int) -> Frame:
-    """Return a frame at `start` with the line that an arrow below it shows, where it names none itself."""
+    """Return a frame at `start`; without a line of its own it gets the line of the arrow below it."""
     arrow = None if frame.line else _ARROW.search(text, start, start + _TAIL)
     return frame._replace(line=int(arrow["line"])) if arrow else frame
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of libraries that a later release mends, and those that a failure shows.
+"""Libraries' faults mended by a later release, and the ones shown by a failure.
 
 Each was read from its fix: the changed code, the functions in the fault's traceback, the text of the failure, and the
 first release with the fix. A fault is told if all its signs are there and the run's release, if stated, is an older
@@ -104,7 +104,7 @@ def shown_by(
     texts: Iterable[tuple[str, str]],
     releases: Mapping[str, str],
 ) -> tuple[Shown, ...]:
-    """Return the faults that a failure with the text `said` shows: those that ask for most first.
+    """Return the faults shown by a failure with the text `said`, the most demanding first.
 
     Where nothing was raised (`failure` is None), `said` is the log. `texts` are the run's files and its log by name,
     `releases` those that ran.

@@ -72,8 +72,8 @@ def find(
 ) -> tuple[KnownError, ...]:
     """Return the known messages in `log`, in its order.
 
-    `broken` are ids that lint found in the configuration, `framework` is the dialect of the configuration. A text
-    that is no more than an exception's name says too little: it counts where the configuration breaks its rule.
+    `broken` are ids that lint found in the configuration, `framework` is the dialect of the configuration. An
+    exception's name alone says too little: it counts if the configuration breaks its rule.
     """
     confirmed_ids = set(broken)
     at: dict[int, list[Rule]] = {}  # by the place where the first of a line's texts begins
@@ -110,7 +110,7 @@ def _is_about(rule: Rule, log: Log, place: int, framework: str, confirmed: set[s
 
 
 def _place(log: Log, template: str, ended_by: Failure | None) -> int:
-    """Return where `template` stands: in the exception that ended the run, or else first; -1 where nowhere."""
+    """Return the place of `template`: in the exception that ended the run, or else its first; -1 where nowhere."""
     if ended_by is not None:
         start, end = span(log.text, template, ended_by.start)
         if start >= 0 and ended_by.meets(start, end):

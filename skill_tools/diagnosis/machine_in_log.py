@@ -49,7 +49,7 @@ def gpu_name(log: Log, known: Callable[[str], str | None]) -> str | None:
 
 
 def host_bytes(log: Log) -> int | None:
-    """Return the host memory that the run may take: its job's or container's limit, else all that the host has."""
+    """Return the run's host memory: the limit of its job or container, else all of the host's."""
     return _limit_bytes(log) or _all_bytes(log)
 
 

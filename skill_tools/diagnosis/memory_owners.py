@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who else takes memory beside the trainer: rollout engines, copies of weights, saves, workers, single processes.
 
-A trainer's prediction counts its own states. Where the host held far more, the rest belongs to the owners listed here,
-read from the configuration and the log where they name them; the user is asked for others.
+A trainer's prediction counts its own states. If the host held far more, the rest belongs to the owners listed here,
+read from the configuration and the log; the user is asked for others.
 """
 
 import re
@@ -20,8 +20,8 @@ _TABLE = re.compile(r"PID\s+MEM\(GB\)\s+COMMAND\s*$", re.MULTILINE)
 _ROW = re.compile(r"^\D*(?P<pid>\d{1,9})\s+(?P<gb>\d{1,6}(?:\.\d{1,3})?)\s+(?P<command>\S.{0,80})")
 _IN_USE = re.compile(r"was running was ([0-9.]{1,12})\s*GB / ([0-9.]{1,12})\s*GB")
 _OF_ONE = re.compile(r"name=(?P<command>[\w.]{1,60}),[^)\n]{0,80}memory used=(?P<gb>\d{1,6}(?:\.\d{1,3})?)GB")
-_COMMAND = 1 << 17  # characters at a log's start in which the command stands that began the run
-_END = 20_000  # characters at a log's end in which the bar of a load stands that was not finished
+_COMMAND = 1 << 17  # characters at a log's start with the run's command
+_END = 20_000  # characters at a log's end with the bar of an unfinished load
 _MOST = 0.5  # of the memory in use: a process above it is named as its owner
 
 
@@ -105,7 +105,7 @@ _LEAST_USES, _GROWN = 4, 1.3  # values of a series, and how much more the last i
 
 
 class Owners(NamedTuple):
-    """Who else takes memory: of the host in words, a change that takes less, and a rollout engine's share of each GPU.
+    """Other users of memory: of the host in words, a change that saves some, and a rollout engine's share of each GPU.
 
     `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much. `grew`
     says how the host's memory in use grew over the log, where it did with each value.

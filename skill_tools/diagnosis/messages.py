@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of a run that no rule about a configuration quotes: out of memory, hangs, builds, resumes, slow steps.
 
-They are data (`knowledge/messages/*.yaml`), each with where its text comes from: a public thread, or a file of a
-package with the releases that have it. Apart from `known_errors`, because a rule is about the user's input, and a
-message about an event.
+They are data (`knowledge/messages/*.yaml`), each with its text's source: a public thread, or a package's file with its
+releases. Apart from `known_errors`, because a rule is about the user's input, and a message about an event.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ class Message(NamedTuple):
     """One known text: its cause, the change, and rules that tell more.
 
     `role` is the part of the text: the `exception` that ended something, a `consequence` of a cause elsewhere, a
-    `notice` for runs with its subject (`needs`, a mechanism), or `chatter`, which only shows that a mechanism runs
+    `notice` for runs with its subject (`needs`, a mechanism), or `chatter`, a mere sign of a running mechanism
     (`shows`). An exception that `needs` pinned memory counts if the run offloads or pins anything. `frames` are
     required parts of files or functions in the traceback.
     """
@@ -126,7 +125,7 @@ def find(log: Log, ended_by: Failure | None = None) -> tuple[Seen, ...]:
 
 
 def _place(message: Message, log: Log, ended_by: Failure | None) -> tuple[int, bool]:
-    """Return where `message` stands (-1: nowhere), and whether that is in the exception that ended the run.
+    """Return the place of `message` (-1: nowhere), and whether the exception that ended the run contains it.
 
     One with frames has no other place.
     """

@@ -48,7 +48,7 @@ def _may_be_at_fault(evidence: Evidence) -> bool:
 
 
 def at_fault(evidence: Evidence) -> str:
-    """Return the distribution whose code may be at fault: that of an offload that failed, or the trainer; or ""."""
+    """Return the distribution that may be at fault: the failed offload's, or the trainer; or ""."""
     own = _of_the_offload(evidence)
     return own if own in knowledge.index()["releases"]["below_trainers"] else trainer(evidence) or own
 

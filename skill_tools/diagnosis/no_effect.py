@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs in a log of an offload that fails its purpose: a line that says so, or figures that stay."""
+"""Signs in a log of an offload without effect: a line that says so, or unchanged figures."""
 
 import re
 
@@ -75,11 +75,11 @@ def of_the_optimizer(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
             break
     file = frame.path.replace("\\", "/").rpartition("/")[2]
     return (
-        f"; {shown_by} asks for the offload of the optimizer, and the one that steps here is torch's own on the GPU "
-        f"({file}:{frame.line}): the setting is not carried out, as code that builds another optimizer, or another "
-        "backend, does not read it",
+        f"; {shown_by} asks for the offload of the optimizer, but torch's own optimizer steps on the GPU "
+        f"({file}:{frame.line}): the setting is not carried out. Another backend, or code that builds another "
+        "optimizer, does not read it",
         (
-            f"grep -rn {option.strip('-')} in the trainer's code says who reads it: that backend or optimizer, "
+            f"grep -rn {option.strip('-')} in the trainer's code shows its reader: use that backend or optimizer, "
             "or a newer release of the trainer",
         ),
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where in a run a log ends or a failure stands: at the start, in the first step, at a save, at a resume, or later.
 
-A fault of the configuration has its time too: one that is refused at startup does not stop a run that has trained, and
-a silent one ends none. So of the configuration's own findings those come first whose consequence fits the phase.
+A fault of the configuration has its time too: one refused at startup does not stop a training run, and a silent one
+ends none. So of the configuration's own findings those come first whose consequence fits the phase.
 """
 
 import re

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The releases that a log states: DeepSpeed's first line, Unsloth's banner, `pip freeze`, and reports of environments.
 
-Apart because no configuration is read for it. Only an exact release counts that the log does not contradict: where it
-states two of one distribution, neither does.
+Apart because no configuration is read for it. Only an exact, uncontradicted release counts: of two stated for one
+distribution, neither does.
 """
 
 import re
@@ -11,9 +11,7 @@ from skill_tools import knowledge
 from skill_tools.diagnosis.log import Log
 from skill_tools.rules.versions import canonical_name, is_version
 
-_EDGE = (
-    1 << 17
-)  # characters of a long log that are read, at its beginning and at its end: who states releases does there
+_EDGE = 1 << 17  # characters read of a long log, at its beginning and at its end: releases are stated there
 # Between a name and its release stand the word, a row of dots, two signs of equality, or a colon and all of it.
 _BETWEEN = (
     r"(?: info| api server)?:?[ ]{0,3}version(?: \(GPU\?\))?[ .:=]{1,40}|(?: info)? \.{3,40} |==|: ?(?=\d+\.\d+\.\d)"

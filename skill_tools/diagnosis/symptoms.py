@@ -228,7 +228,7 @@ def _off(value: object) -> object:
 
 
 def _setting(offload: Offload, config: Config | None) -> Setting | None:
-    """Return the setting of `config` that switches `offload` on: one that its signs name, or one of its mechanisms."""
+    """Return the setting of `config` that switches `offload` on: one named in its signs, or of its mechanisms."""
     if config is None:
         return None
     named = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds a text with holes in a log; the text between its pieces may differ, but has an end.
 
-Apart because rules' texts and messages are found alike. Some eight hundred are looked for, of which a log has few: one
-whose words are not among the log's is not looked for.
+Apart because rules' texts and messages are found alike. A log has few of some eight hundred texts: a text with words
+missing in the log is not looked for.
 """
 
 import re

@@ -301,7 +301,7 @@ class Dialect(ABC):
         }
 
     def change(self, patch: "Patch") -> str:
-        """Return the text of a patch that a reader is shown: exports, then the form that is shorter to carry out."""
+        """Return a patch's text for a reader: exports, then the shorter form of the change."""
         return "\n".join(part for part in (patch.environment, patch.overrides or patch.text) if part).rstrip()
 
     def execute(self, mode: "Mode", run: "TrainingRun", peak_bytes: int) -> dict[str, object] | None:

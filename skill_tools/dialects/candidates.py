@@ -106,7 +106,7 @@ def with_states(candidate: Candidate, *, resident: float, on_cpu: float) -> Cand
 
 
 def without_recomputation(run: TrainingRun) -> str:
-    """Return the words of a candidate that recomputes nothing: something only where the run does so now."""
+    """Return the words of a candidate without recomputation: none if the run has none now."""
     return "" if run.recompute.granularity == "none" else "no recomputation"
 
 

@@ -40,7 +40,7 @@ class MaxText(Dialect):
     form = "on the command line"
     assigns = "="
     takes_new_keys = False
-    no_plan = "MaxText trains with JAX, whose compiler chooses the tensors that a step keeps on a device"
+    no_plan = "MaxText trains with JAX; its compiler chooses the tensors kept on a device in a step"
 
     def evidence_in_text(self, text: str) -> Evidence:
         """Take one of its trainers."""

@@ -71,7 +71,7 @@ KNOWN = (
         (),
         "",
         names=frozenset({"swift_version", "global_world_size"}),
-        attempt=f"{COMMAND} lint on the script that started that run",
+        attempt=f"{COMMAND} lint on the script that started the run",
     ),
     Known(
         "Oumi",

@@ -2,8 +2,8 @@
 """The facts, as data, and the loader of their compiled form.
 
 People write YAML; the commands load the JSON in `index/`, because parsing the YAML would cost more than the
-lint or the plan itself. `rules/index.py` writes it. A framework that is not ours brings a folder of its own, which
-`add` registers. Nothing here interprets a fact.
+lint or the plan itself. `rules/index.py` writes it. `add` registers the folder of a framework that is not ours. Nothing
+here interprets a fact.
 
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), to detect misspelt ones

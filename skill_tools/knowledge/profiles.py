@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folds the model profiles that ship: the parts that a plan reads, in a sixth of the room.
+"""Folds the shipped model profiles: a plan's parts of them, in a sixth of the room.
 
 A profile is as `schema/model-profile.schema.json` says. Its blocks are alike, so each size of the spans and of the
 layers becomes one list: the first number, then the differences. A zip compresses a run of one number to

@@ -249,7 +249,7 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
 
 
 def left_out(plan: Plan) -> str:
-    """Return the mechanisms that the user excluded, and the plan that fits with them; empty for none."""
+    """Return the mechanisms excluded by the user, and the plan that fits with them; empty for none."""
     if not plan.search.left_out:
         return ""
     fits = plan.unrestricted.candidate.label if plan.unrestricted else "nothing either"

@@ -77,8 +77,8 @@ class Finding(NamedTuple):
     `effect` is the rule's, a key of `CONSEQUENCES`, and `text` the framework's own message, with `…` for its variable
     parts; empty where it prints nothing. `after` are the findings that its remedy leads to. `observed` maps each key
     that the condition read to the value it had (set or default). `depends_on` names the releases that would make it
-    hold when the version is not known, for example `megatron-core>=0.18`. `unless` names unset keys whose defaults
-    decide it: a recipe that is not seen may set them.
+    hold when the version is not known, for example `megatron-core>=0.18`. `unless` names unset keys with deciding
+    defaults: an unseen recipe may set them.
     """
 
     rule: str

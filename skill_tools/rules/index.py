@@ -2,9 +2,9 @@
 """Compiles the YAML into the JSON in `index/`, which the commands load, and `examples.json`.
 
 A lint loads keys and rules, a plan models and hardware, a diagnosis messages. Compiling also parses each rule's
-condition, finds version ranges that all known releases satisfy, and rules that cannot hold without one of their keys.
-So a lint parses no text, evaluates few rules and, without stated versions, compares none. `offload card render` writes
-the index; a test fails when it is stale.
+condition. It finds version ranges that all known releases satisfy, and rules that cannot hold without one of their
+keys. So a lint parses no text, evaluates few rules and, without stated versions, compares none. `offload card render`
+writes the index; a test fails when it is stale.
 """
 
 import json

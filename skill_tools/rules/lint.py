@@ -148,7 +148,7 @@ def _found_by_key(
 
 @knowledge.derived
 def _readers(dialects: frozenset[str], framework: str) -> tuple[dict[str, list[str]], frozenset[str]]:
-    """Return the rules that read each key, and the rules that may hold without any of their keys."""
+    """Return the readers of each key, and the rules that may hold without any of their keys."""
     readers: dict[str, list[str]] = {}
     for rule in _conditions(dialects).values():
         for key in rule.keys:

@@ -47,7 +47,7 @@ def observed_keys(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def place_of(keys: Iterable[str], config: Config) -> Place:
-    """Return where to point: the first of `keys` that the user set, else the start of the first input."""
+    """Return the place to point to: the first of `keys` set by the user, else the start of the first input."""
     for key in keys:
         if key in config.settings:
             return config.settings[key].place

@@ -97,7 +97,7 @@ class Scope(dict[str, object]):
         return UNKNOWN if key in self._maybe_set or self._left_to_recipe(key) else False
 
     def _decider(self, key: str) -> str:
-        """Return the dialect whose default an unset `key` has: its owner's, or that of shared code."""
+        """Return the dialect with the default of an unset `key`: its owner, or shared code's."""
         owner = self.config.owner(key)
         if owner in self.known_keys[key].default:
             return owner

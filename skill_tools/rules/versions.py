@@ -124,7 +124,7 @@ def in_range(package: str, specifier: str, versions: Versions, framework: str = 
 
 @cache
 def _meant(package: str, stated: str) -> tuple[str, ...]:
-    """Return the releases that a statement may mean: that of a checkout also the next known one, or the one before.
+    """Return the possible releases of a statement: for a checkout also the next known one, or the one before.
 
     The successor of a release from before the known ones is not known.
     """

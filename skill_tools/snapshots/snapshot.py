@@ -147,7 +147,7 @@ def _number(value: Any) -> int:
 def _held(
     device: int, trace: Sequence[Mapping[str, Any]], at_end: dict[int, _Block], frames: _Frames
 ) -> Held:
-    """Go back from the end to the moment that matters: the last time that memory ran out, else the peak."""
+    """Go back from the end to the deciding moment: the last time out of memory, else the peak."""
     moment, wanted = _moment(trace, sum(block.size_bytes for block in at_end.values()))
     alive = dict(at_end)
     for event in reversed(trace[moment:]):
@@ -250,7 +250,7 @@ def _in(pattern: str) -> Any:
     return lambda frame: path.search(f"{frame.file}:{frame.name}") is not None
 
 
-# Whose an allocation is: the first with a frame that its pattern finds, in the file, a colon and the function.
+# The owner of an allocation: the first whose pattern finds a frame, written as the file, a colon and the function.
 _OWNERS = tuple(
     (owner, re.compile("|".join(patterns)))
     for owner, patterns in {

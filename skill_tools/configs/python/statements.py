@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the statements of a Python recipe, and the functions of the same file that it calls.
 
-Nothing is imported or run. A branch that cannot be decided is followed with doubt: a value that it assigns becomes
-unreadable. The number of statements and the depth of calls are bounded.
+Nothing is imported or run. An undecidable branch is followed with doubt: a value assigned in it becomes unreadable. The
+number of statements and the depth of calls are bounded.
 """
 
 import ast

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that do not fit: a name or an argument that the called code lacks, or does not expect there.
+"""Calls that do not fit: a name or an argument missing or unexpected in the called code.
 
 An offload wraps and replaces other libraries' functions, so a release of either, or a script of the user, may call it
 with unknown arguments. No fact about a framework is needed: a traceback's exception, frames and line of source show the
@@ -55,11 +55,11 @@ def handed_on(failure: Failure, texts: Sequence[tuple[str, str]]) -> Said | None
     through = _package(failure.frames[-1]) if failure.frames else ""
     by = f", through {through}" if through else ""
     return Said(
-        f"{where} passes {match['name']}, which the called code does not take (any more) and hands on{by} to "
-        f"{match['called']}, which has no such argument",
+        f"{where} passes {match['name']}: the called code does not take it (any more) and hands it on{by} to "
+        f"{match['called']}, without such an argument",
         (
             f"without {match['name']} at {where}",
-            "or the argument's new place, which the release notes say",
+            "or the argument's new place, from the release notes",
         ),
     )
 
@@ -98,8 +98,8 @@ def _another_kind(failure: Failure) -> Said | None:
         return None
     package = trainer(failure) or "the library whose frame is innermost"
     return Said(
-        f"{place(failure.frames[-1])} holds a {match['kind']}, which has no {match['name']}: it stands where the call "
-        "expects another kind, as in an engine that was built without an optimizer or without this offload",
+        f"{place(failure.frames[-1])} holds a {match['kind']} without {match['name']}: the call expects another "
+        "kind there, as in an engine built without an optimizer or without this offload",
         (
             f"{match['name']} of the trained model alone, not of one without an optimizer (reference, reward model)",
             f"or a newer {package}",

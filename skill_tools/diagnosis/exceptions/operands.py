@@ -26,7 +26,7 @@ _PARTS = {
     ("addmm", "mat1"): (_INPUT, _WEIGHT),
     ("addmm", "mat2"): (_WEIGHT, _INPUT),
     ("addmm", "self"): ("the bias", _INPUT),
-    ("index_select", "index"): (_INDICES, "what they look up, such as an embedding's weight"),
+    ("index_select", "index"): (_INDICES, "the table looked up, such as an embedding's weight"),
     ("native_layer_norm", "weight"): (_WEIGHT, _INPUT),
     ("nll_loss_forward", "target"): ("the labels", "the logits"),
 }
@@ -85,7 +85,7 @@ def without_offload(failure: Failure, said: str) -> Said | None:
         return Said(
             cause,
             (
-                "that tensor moved to the model's device where the script makes it: x.to(model.device)",
+                "that tensor moved to the model's device once the script has made it: x.to(model.device)",
                 "or the script and the launcher's configuration given to diagnose too, if something offloads",
             ),
         )

@@ -81,7 +81,7 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
 
 
 def _one_of_two(words: str) -> str:
-    """Return the change where a refusal names two things that it does not take together."""
+    """Return the change for a refusal of two things together."""
     match = next((found for form in _APART if (found := form.search(words.partition(": ")[2]))), None)
     if match is None:
         return "one of the two without the other"

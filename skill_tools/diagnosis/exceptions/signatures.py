@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls whose arguments or results are not those of the called function: who was written for another release of whom.
+"""Calls with other arguments or results than the called function's: one library was written for another release of the
+other.
 
 Offloads call private functions of other libraries; their arguments change from release to release. The
 exception names the function and the missing argument, and the innermost frame is who called it.
@@ -44,7 +45,7 @@ _LEAST = 4  # letters of a folder's name that its checkout's name repeats
 
 
 def unfit(failure: Failure, source: str) -> Said | None:
-    """Return the caller and the installed function that does not take its call, or whose results it takes apart.
+    """Return the caller and the installed function that does not fit: in its arguments, or in its results.
 
     `source` is the line of source that the traceback shows last.
     """
@@ -78,8 +79,7 @@ def _told(failure: Failure, called: str, what: str) -> Said:
         f"releases that do not fit: {at} of {owner} {what}; {owner} was written for another release of the "
         f"library that {called} is from",
         (
-            f"the release of that library which this {owner} was written for (its requirements, or its submodule), "
-            f"or a newer {owner}",
+            f"that library's release named in the requirements or the submodule of this {owner}, or a newer {owner}",
             *off(failure),
         ),
     )
@@ -94,8 +94,8 @@ def _renamed(failure: Failure, source: str) -> Said | None:
     if not owner or owner == library or not (match["name"].startswith("_") and library):
         return None
     return Said(
-        f"releases that do not fit: {place(frame)} of {owner} was written for another release of {library}, in which a "
-        f"{match['kind']} has {match['name']}: private, and renamed or gone in the installed one",
+        f"releases that do not fit: {place(frame)} of {owner} was written for another release of {library}, with "
+        f"{match['name']} in a {match['kind']}: private, and renamed or gone in the installed release",
         (
             f"an older {library}, which this {owner} was written for (pip show {owner}), or a newer {owner}",
             *off(failure),

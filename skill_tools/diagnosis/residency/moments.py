@@ -41,7 +41,7 @@ _FUNCTIONS = tuple(
 _OF_CLIPPING = re.compile(r"clip|max_grad_norm")
 _RECOMPUTES = re.compile(r"recompute|unpack_hook")
 _OPTIMIZER = re.compile(r"[/_ ]optim(?!/lr_)|optimizer|adam|muon|lion|adafactor|zero/stage", re.IGNORECASE)
-_INNERMOST = 3  # frames of which one is an optimizer's where a save or a load is about its states
+_INNERMOST = 3  # frames with one of an optimizer's in a save or a load of its states
 _TOUCHED_BY = {
     "cache": ("rollout-memory",),
     "merge": ("weights",),

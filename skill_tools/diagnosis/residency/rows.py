@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a failure with where the run's offloads keep their tensors, and names the misplaced one.
 
-A failure says the fault of a tensor's place: that it lies on another device, has no elements, is in memory that
-is gone, that there was no room for it, or that the offload's record of it does not fit. Its frames say which tensor
-was used, and when. A row of `knowledge/residency.yaml` that has all of it for an offload of the run is the cause; a
-second one, of another offload, is told with the difference of the two.
+A failure states the fault of a tensor's place: another device, no elements, freed memory, no room, or a wrong record of
+the offload. Its frames say which tensor was used, and when. A row of `knowledge/residency.yaml` that has all of it for
+an offload of the run is the cause; a second one, of another offload, is told with the difference of the two.
 """
 
 import re
@@ -38,7 +37,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "states-that-differ": ("record",),
 }
 _NO_PLACES = ("record", "gpu", "collective")  # of rows without a place for a tensor itself
-# Of a library that nobody here has read: one sentence about a tensor that names the CPU and an accelerator.
+# Words of an unread library: one sentence about a tensor, the CPU and an accelerator.
 _OF_BOTH = re.compile(
     r"(?i)^(?=.*\b(?:tensor|device|weight|parameter|storage|buffer)s?\b)(?=.*\b(?:cuda|gpu|npu|xpu|hpu|musa)\b).*\bcpu\b"
 )
@@ -158,7 +157,7 @@ def of_moment(name: str, running: Mapping[str, str]) -> Placed | None:
 
 
 def of_a_hang(phase: Phase, running: Mapping[str, str]) -> Placed | None:
-    """Return the first row whose weights come with all ranks together where it hangs: in a save, a load or a step."""
+    """Return the first row with weights gathered by all ranks at the hanging moment: a save, a load or a step."""
     moment = {Phase.SAVE: "save", Phase.RESUME: "resume"}.get(phase, "forward")
     for row in load_rows():
         if row.lies == "collective" and moment in row.moments and _holds(row, running):

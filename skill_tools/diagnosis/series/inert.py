@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log's own words about an offload that does nothing: that it is disabled, ignored or not carried out, and why.
+"""A log's own words about an offload that does nothing: disabled, ignored or not carried out, and the reason.
 
 No fact about a framework is needed. Such a line is a cause only where the run asks for an offload.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known faults of an offload that give a log's numbers, and the experiments that tell them apart.
+"""The known faults of an offload behind a log's numbers, and the experiments that tell them apart.
 
-A fault counts where the run shows its conditions: the offload, words of its configuration, script or log, and releases
-that have it. Faults that need nothing but the offload are told as possible, never as certain. Facts are in
+A fault counts if the run shows its conditions: the offload, words of its configuration, script or log, and faulty
+releases. Faults that need nothing but the offload are told as possible, never as certain. Facts are in
 `knowledge/numbers.yaml`, which also has the numbers of rules about wrong numbers.
 """
 
@@ -102,7 +102,7 @@ def suspects(
 ) -> tuple[Found, ...]:
     """Return the run's possible faults that silently give wrong results, the likeliest first.
 
-    A run that shows nothing wrong may have none of them: they are the first suspects, where its results are wrong.
+    A run without a sign may have none of them: they are the first suspects for wrong results.
     """
     asked = [each for each in load_faults() if each.offload != ANYWHERE and (each.needs or each.quiet)]
     return _that_the_run_may_have(asked, running, tuple(texts), releases)

@@ -3,7 +3,7 @@
 
 - section: the settings of the file and of the launcher's options; its keys are canonical under `accelerate.` wherever
   they stand
-- active: describes the section of the file that the launcher reads: that of its distributed type, or of its flag
+- active: describes the section read by the launcher: that of its distributed type, or of its flag
 """
 
 ACCELERATE = "accelerate"

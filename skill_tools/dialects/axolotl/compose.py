@@ -30,7 +30,7 @@ _OVERRIDES = "<overrides>"
 _FSDP_TYPED = "0.13"  # before, fsdp_config was a dictionary of anything
 _YAML = (".yml", ".yaml")
 _NAMES_A_FILE = ("--cloud", "--sweep")
-# Options of its commands that are no keys: how to launch, over which configurations, how much of the data to show.
+# Options of its commands beside the keys: the launch, the configurations, the amount of data to show.
 _OF_COMMANDS = frozenset(
     {
         "launcher", "cloud", "sweep", "num_processes", "main_process_port", "debug", "debug_text_only",
@@ -165,7 +165,7 @@ def _launched_by(words: Sequence[Argument]) -> str:
 
 
 def _configuration(words: Sequence[Argument]) -> Argument | None:
-    """Return the YAML file that a command runs: the first that no option of its own names."""
+    """Return a command's YAML file: the first one that is no option's value."""
     before = (None, *(word.text for word in words))
     named = zip(before, words, strict=False)
     return next((word for option, word in named if _is_yaml(word) and option not in _NAMES_A_FILE), None)

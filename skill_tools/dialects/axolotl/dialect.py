@@ -69,8 +69,8 @@ class Axolotl(Dialect):
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for `base_model` with a key of training, or for several keys that only it has.
 
-        A model card has `base_model` and `datasets` too, but its data sets are names alone. One name, or names of
-        training that any program may have, count beside it only where most of the file are names of Axolotl.
+        A model card has `base_model` and `datasets` too, but its data sets are names alone. One name, or any program's
+        names of training, count beside it only if most of the file are names of Axolotl.
         """
         own = [name for name in _OWN if name in entries]
         training = [name for name in _TRAINING if name in entries]

@@ -50,7 +50,7 @@ def read(text: str, existing: object, release: str | None, *, through_fire: bool
 
 
 def literal(text: str) -> object:
-    """Return the value that Fire reads: a Python literal in which bare words are texts, else the text itself."""
+    """Return the value read by Fire: a Python literal with bare words as texts, else the text itself."""
     import ast  # a file without options needs no parser of Python
 
     class Words(ast.NodeTransformer):

@@ -71,7 +71,7 @@ def _layers_before(name: str, shape: ModelShape) -> int:
 
 
 def tensors(shape: ModelShape) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield a decoder's tensors, or groups that have one prefix: the names that each may go by, and its elements."""
+    """Yield a decoder's tensors, or groups with one prefix: the possible names of each, and its elements."""
     table = shape.vocab * shape.hidden
     yield ("model.embed_tokens.weight",), table
     if not shape.tied_embeddings:

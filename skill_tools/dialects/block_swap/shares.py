@@ -199,7 +199,7 @@ def _named_precision(config: Config) -> str:
 
 
 def _asked(config: Config, trainer: _Trainer) -> float:
-    """Return the share that the input moves: all of it where it is switched on and no share is set."""
+    """Return the share moved by the input: all of it if it is switched on without a share."""
     share = fields.number(config, trainer.share)
     if trainer.switch is None:
         return share or 0.0

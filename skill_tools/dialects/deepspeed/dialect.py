@@ -151,7 +151,7 @@ def _launches(line: str) -> bool:
 
 def _no_run() -> UnusableInput:
     return UnusableInput(
-        "a DeepSpeed configuration says neither which model is trained nor on which sequence length",
+        "a DeepSpeed configuration names neither the trained model nor its sequence length",
         expected="the trainer's own configuration, which names this file",
         attempt=f"the YAML or script that has `deepspeed:` or --deepspeed; for a loop of your own: {COMMAND} plan "
         "--framework pytorch --model NAME",

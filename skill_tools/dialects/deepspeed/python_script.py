@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the configuration that a Python script gives `deepspeed.initialize`: a dict that stands there, or a path.
+"""Reads a Python script's configuration for `deepspeed.initialize`: a dict in the script, or a path.
 
 `config` counts, and `config_params`, its older name, where `config` is None. A configuration that the script reads or
 computes is not known; an engine with one is left out. Source: deepspeed/__init__.py, initialize, of 0.17.0 to 0.19.8.

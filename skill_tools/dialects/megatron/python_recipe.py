@@ -56,7 +56,7 @@ def recipes(source: Source) -> list[Source]:
 
 
 def _candidates(functions: dict[str, Function]) -> list[str]:
-    """Return the functions that are recipes: those named so, else those that set a configuration."""
+    """Return the recipes among the functions: by their names, else by setting a configuration."""
     own = {name: node for name, node in functions.items() if not _translates(node)}
     names = [name for name, node in own.items() if _returns_container(node)]
     names = names or [name for name, node in own.items() if name != "main" and _sets_config(node)]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the arguments of `swift` and `megatron`: a script's command, YAML or JSON of the same names, FSDP files.
 
-An argument is a key under its flag; those of `megatron` stand behind that word, because the two programs do not take
-the same ones. argparse lets a flag be cut short where only one fits. The values of --deepspeed, --fsdp and
---fsdp_config are a preset's name, a path, or JSON, whose fields are written under their own keys.
+An argument is a key under its flag; those of `megatron` stand behind that word, because the two programs take different
+ones. argparse lets a flag be cut short if it stays unique. The values of --deepspeed, --fsdp and --fsdp_config are a
+preset's name, a path, or JSON, whose fields are written under their own keys.
 """
 
 import json

@@ -68,7 +68,7 @@ def candidates(run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
 
 
 def _trained_layers(run: TrainingRun) -> Iterator[Candidate]:
-    """Yield the model whose trained layers stream: full training of blocks on one GPU alone, which has no shards.
+    """Yield the model with streamed trained layers: full training of blocks on one GPU, without shards.
 
     Where states are, the search decides.
     """

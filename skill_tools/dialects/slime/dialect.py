@@ -41,7 +41,7 @@ class Slime(MegatronLM):
     decided: tuple[str, ...] = ("load_optim", "finetune", "dist_ckpt_optim_fully_reshardable")
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take two options that only slime and miles have, and the sign that distinguishes them."""
+        """Take two options of slime and miles alone, and the sign that distinguishes these two."""
         found = [
             name for name in OWN_OPTIONS if name in text and re.search(rf"(?<![\w-]){name}(?![\w-])", text)
         ]

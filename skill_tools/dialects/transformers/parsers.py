@@ -24,7 +24,7 @@ _NUMBER = "a number without quotes, since nothing converts text here"
 
 
 class Parser(Enum):
-    """Who reads a value: argparse, a call that takes it unchanged, or a recipe with an unknown parser."""
+    """A value's reader: argparse, a call that takes it unchanged, or a recipe with an unknown parser."""
 
     ARGPARSE = "argparse"
     CALL = "call"

@@ -34,7 +34,7 @@ _OF_ROLE = re.compile(
     r"(?:(?:actor_rollout_ref\.(?:actor|ref)|critic)\.(?P<engine>megatron|veomni|torchtitan|mindspeed)"
     r"|actor_rollout_ref\.(?:actor|ref)\.fsdp_config|critic\.(?:model\.fsdp_config|fsdp))(?=[.=]|$)"
 )
-# Keys beside the sections that were FSDP's alone, with the first release that has them for each engine.
+# Keys beside the sections, once FSDP's alone, with the first release that has them for each engine.
 _FSDP_ALONE = {
     **{
         f"actor_rollout_ref.model.enable_{name}": "0.7.0"
@@ -61,8 +61,8 @@ class Base(NamedTuple):
     """The configuration below the overrides, of verl itself or of the `fork` with files here.
 
     `engine` is the engine of its sections, None if not plain. `release` is None in a fork and if not stated.
-    `knows_values`: its keys with a value are known. `removed` are the names that a `~` has removed so far, and with a
-    dot at the end the section that a value replaced. `added` are keys in sections of other engines, added by a plus.
+    `knows_values`: its keys with a value are known. `removed` are the names removed by a `~` so far, and, with a dot at
+    the end, a section replaced by a value. `added` are keys in sections of other engines, added by a plus.
     """
 
     engine: str | None
@@ -103,7 +103,7 @@ def note_refused(draft: Draft, word: Argument, place: Place, base: Base) -> bool
 
 
 def _follow(word: Argument, base: Base) -> None:
-    """Note the keys that an override removes, and those that a plus brings back."""
+    """Note the keys removed by an override, and the keys brought back by a plus."""
     sign, written = _split(word.text)
     name, _, value = written.partition("=")
     if sign == "~":

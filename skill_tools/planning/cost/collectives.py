@@ -130,7 +130,7 @@ def _beside(run: TrainingRun, name: str, work_s: float, compute_s: float) -> Cos
 
 
 def left_for_copies(speed: Pace, found: Collectives | None, machine: Machine) -> Pace:
-    """Return the pace that copies to the host hide behind: without the time in which collectives use their link."""
+    """Return the pace that hides copies to the host: without the collectives' time on their link."""
     if found is None or not machine.peers_on_link:
         return speed
     return speed._replace(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine that a plan is made for: rates of GPU, link and host, and where each came from.
+"""The machine of a plan: rates of GPU, link and host, each with its source.
 
 Either a known GPU out of `knowledge/hardware.yaml`, the four numbers of an unknown one, or a profile that
 was measured on the machine itself. Rates are per GPU; resources that a node's ranks share are divided here, once.
@@ -242,7 +242,7 @@ def from_profile(data: Mapping[str, Any], *, name: str, source: str) -> Machine:
 
 
 def _peer_gbs(data: Mapping[str, Any]) -> float | None:
-    """Return a profile's rate of collectives, which a probe of one GPU does not find: else that of the known GPU."""
+    """Return a profile's rate of collectives, else the known GPU's: a probe of one GPU does not find it."""
     if "peer_GBs" in data:
         return float(data["peer_GBs"])
     rate: float | None = _known_gpu(data).get("peer_gbs")

@@ -316,7 +316,7 @@ def _components(
 def _layer(
     run: TrainingRun, mode: Mode, recompute: Recompute, parts: tuple[Part, ...], position: int
 ) -> tuple[float, float, float]:
-    """Return the bytes a token that stay, that move, and the second copies of moved ones."""
+    """Return the bytes a token that stay, the moved bytes, and the second copies of moved bytes."""
     dropped = recompute.modules if recompute.granularity == "selective" else ()
     stay, moved = stays_and_moves(parts, dropped, mode.modules)
     if recompute.granularity == "full" and (recompute.method == "uniform" or position < recompute.layers):

@@ -53,7 +53,7 @@ def similar(text: str) -> str | None:
 
 
 def _names_in(text: str) -> Iterator[tuple[str, ...]]:
-    """Yield the words of the part of `text` that is a model's name: of a path, the last that is not all neutral."""
+    """Yield the words of the model's name in `text`: of a path, the last part that is not all neutral."""
     for part in reversed(re.split(r"[/\\]+", text.lower().strip())):
         words = tuple(filter(None, re.split(r"[-_:@\s]+", re.sub(_FILE_ENDING, "", part))))
         if not all(map(_is_neutral, words)):

@@ -154,7 +154,7 @@ def _gradients(run: TrainingRun, mode: Mode, made: int) -> Line:
 
 
 def _leaving(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
-    """Return the gradients of the CPU's share that wait for their copy: the host, which is ahead, frees no more.
+    """Return the gradients of the CPU's share that wait for their copy: the host, far ahead, frees no more.
 
     One that is longer waits alone: the embedding's, the last of all, if the CPU updates it.
     """

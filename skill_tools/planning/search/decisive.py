@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one assumption that changes a plan's answer most (`About`), with the command that replaces it by a fact.
+"""The one most decisive assumption of a plan's answer (`About`), with the command that replaces it by a fact.
 
 Apart because the reports of plans and of diagnoses both print it.
 """

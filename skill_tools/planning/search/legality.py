@@ -29,7 +29,7 @@ class RuledOut(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """A rule that stays open: it would rule the candidate out, depending on keys that nobody set."""
+    """An open rule: it would rule the candidate out, depending on unset keys."""
 
     rule: str
     title: str
@@ -37,7 +37,7 @@ class Condition(NamedTuple):
 
 
 class Legality(NamedTuple):
-    """The rules' answer: rules that exclude a candidate, rules to watch, and the unset keys that decide."""
+    """The rules' answer: rules that exclude a candidate, rules to watch, and the deciding unset keys."""
 
     ruled_out: tuple[RuledOut, ...]
     watch: tuple[RuledOut, ...]

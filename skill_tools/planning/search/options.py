@@ -69,7 +69,7 @@ class Option(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way that fits: its `levers`, the `option` of the changed `run`, and the lines that make it.
+    """One fitting way: its `levers`, the `option` of the changed `run`, and the lines that make it.
 
     `needs_host_bytes` is the least memory of a node, where the host lacks it.
     """

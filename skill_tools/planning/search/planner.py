@@ -180,7 +180,7 @@ def _how_to_fuse(dialect: Dialect, config: Config, run: TrainingRun) -> str:
 
 
 def _floor(options: Sequence[Option]) -> Option:
-    """Return the option that comes nearest to fitting: by pinned or host memory where the GPU would do, else by it."""
+    """Return the option nearest to fitting: by pinned or host memory if the GPU suffices, else by the GPU."""
     short_of_pinned = [option for option in options if option.limit == PINNED_MEMORY]
     if short_of_pinned:
         return min(short_of_pinned, key=lambda option: option.memory.pinned_bytes_per_node)

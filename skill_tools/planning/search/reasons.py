@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a plan keeps attention, runs in tiles or in groups of heads: the same plan without, in memory and time.
 
-Apart because `sensitivity` changes the run, and this the plan. All are for long sequences, where none is better in
-everything: attention that is kept takes host memory in place of time, tiles and groups of heads take time in place of
-GPU memory. Explained in docs/long-sequences.md.
+Apart because `sensitivity` changes the run, and this the plan. All are for long sequences, and none is better in
+everything: kept attention takes host memory in place of time, tiles and groups of heads take time in place of GPU
+memory. Explained in docs/long-sequences.md.
 """
 
 from collections.abc import Callable, Iterator

@@ -71,6 +71,6 @@ RuntimeError: Expected all tensors to be on the same device, but found at least 
     files = {"run.sh": "train.py offload_params=True sync.sliced_gather=True sync.other_way=False\n"}
     conclusion = diagnose(Log("log", failed), unread=files).conclusion
     assert conclusion is not None
-    assert conclusion.change[-1] == "or without sliced_gather (run.sh:1), which leads to the code that failed"
+    assert conclusion.change[-1] == "or without sliced_gather (run.sh:1): it leads to the failing code"
     off = {"run.sh": files["run.sh"].replace("sliced_gather=True", "sliced_gather=False")}
     assert "sliced_gather" not in str(diagnose(Log("log", failed), unread=off).conclusion)

@@ -67,7 +67,7 @@ def test_an_object_of_another_kind_is_told_with_who_holds_it() -> None:
         "AttributeError: 'ParamOffload' object has no attribute 'offload_states'\n"
     )
     found = concluded(log)
-    assert "offload_states (engine.py:7) holds a ParamOffload, which has no offload_states" in found.cause
+    assert "offload_states (engine.py:7) holds a ParamOffload without offload_states" in found.cause
     assert found.change[1] == "or a newer mine"
     assert not concluded(log.replace("ParamOffload", "NoneType")).is_known
 

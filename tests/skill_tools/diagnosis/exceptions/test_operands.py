@@ -23,7 +23,7 @@ NEW += "(when checking argument in method wrapper_CUDA_{})"
         (OLD.format("cpu", "cuda:0", "mat1", "addmm"), "the weight"),
         (
             NEW.format("index", "cuda:0", "cpu", "_index_select"),
-            "what they look up, such as an embedding's weight",
+            "the table looked up, such as an embedding's weight",
         ),
         (NEW.format("index", "cpu", "cuda:0", "_index_select"), "the indices"),
         (NEW.format("tensors", "cpu", "cuda:0", "cat"), ""),

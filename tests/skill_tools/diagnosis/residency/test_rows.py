@@ -174,7 +174,7 @@ def test_a_save_beside_an_awake_engine_names_the_engine() -> None:
         full, (("mine/worker.py", "save_checkpoint"), ("mine/worker.py", "backload_to_gpu")), file
     )
     assert "the rollout engine was awake beside them" in found.cause
-    assert "a rollout engine that is awake" in found.cause
+    assert "a rollout engine awake" in found.cause
     assert any("put to sleep before the save" in each for each in found.change)
 
 
