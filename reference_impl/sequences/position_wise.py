@@ -173,8 +173,8 @@ def _refuse_kept(name: str, module: nn.Module, call: Call, inputs: Sequence[Any]
         if not storage.expired():
             raise ValueError(
                 f"the output of {name}.{inner} is kept, by a hook or by a module, when {name} has returned: in tiles "
-                f"that would be of one tile and without a gradient; expected nothing to leave {name} but what it "
-                f"returns; try output_router_logits=False, or leaving {name} out of tiles"
+                f"that would be of one tile and without a gradient; expected nothing to leave {name} but its "
+                f"results; try output_router_logits=False, or leaving {name} out of tiles"
             )
 
 

@@ -2,9 +2,9 @@
 """A Llama-style decoder, the one model that verify, the tests and the benchmarks train, and adapters for it.
 
 It is plain PyTorch without an offload idea in it, so that every mechanism is attached from outside, as users
-attach it to theirs. It does not tie weights, rotate positions or cache keys: none of these changes what is
-saved for backward. The low-rank adapters are plain and minimal, so that tests and benchmarks need no adapter library;
-they do not merge, scale or save.
+attach it to theirs. It does not tie weights, rotate positions or cache keys: none of these changes the tensors saved
+for backward. The low-rank adapters are plain and minimal, so that tests and benchmarks need no adapter library; they do
+not merge, scale or save.
 """
 
 from __future__ import annotations

@@ -296,7 +296,10 @@ def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
             "awake beside this process, was not put to sleep or offloaded when its phase ended, or its release was late"
         )
     if not _ENGINES.isdisjoint(evidence.offloads):
-        return f"{held}: a rollout engine awake or only partly asleep, or one still releasing its memory"
+        return (
+            f"{held}: a rollout engine awake or only partly asleep, or a release that returned before the memory was "
+            "given back"
+        )
     return f"{held}: an earlier run still alive, a notebook, a rollout engine, or several ranks on this GPU"
 
 
