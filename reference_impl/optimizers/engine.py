@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes the steps of an optimizer with states on the host, and makes readers of its weights wait for them.
 
-A step is prepared, which may raise and changes nothing, and begun; `status` says how far an error has let it come. The
-next call finishes a step begun in backward, or a load cut short by an error. `Shares` holds the states, and carries the
-step out. `StepGradients` says which gradients it uses.
+A step is prepared, then begun. Preparing may raise and changes nothing. `status` tells the fate of the step after an
+error. The next call finishes a step begun in backward, or a load cut short by an error. `Shares` holds the states, and
+carries the step out. `StepGradients` has the step's gradients.
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
@@ -54,11 +54,11 @@ class Engine:
     """The steps of one optimizer, from `start` to `close`; before and after these it is closed.
 
     Args:
-        owner: a weak proxy of the optimizer, whose groups and GradScaler's scale a step uses.
-        members: its trained parameters, to which it adds.
+        owner: a weak proxy of the optimizer; a step uses its groups and GradScaler's scale.
+        members: the optimizer's trained parameters; it adds new ones.
         max_grad_norm: see `HostedOptimizer`.
-        follows_writes: masters follow weights that somebody else has written.
-        overlaps_forward: the update runs on behind `step()`, where a model waits for its weights.
+        follows_writes: masters follow weights written by other code.
+        overlaps_forward: the update runs on behind `step()`, if a model is attached and waits for its weights.
     """
 
     shares: Shares | None = None
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether there are no states."""
+        """Whether it has no states: before `start`, or after `close`."""
         return self.shares is None
 
     @property
@@ -161,7 +161,7 @@ class Engine:
             self._refused_in_between = True
             raise refusal()
 
-    # A step ends one that has begun, is prepared, and begins.
+    # A step finishes an earlier one, is prepared, and begins.
 
     def ready(self) -> None:
         """Finish a load, or the rest of a step. Raises as `check`."""
@@ -194,7 +194,7 @@ class Engine:
         self.take()
 
     def take(self) -> None:
-        """Prepare a step with the gradients that there are, and begin it."""
+        """Prepare a step with the present gradients, and begin it."""
         gradients = self.gradients.to_use(self.members.values(), self.wait_in_step)
         plan = self._plan(gradients)
         members = [*self.gradients.used_in_backward, *gradients]
@@ -239,9 +239,10 @@ class Engine:
 
     @contextmanager
     def _beginning(self, standing: Mapping[Member, torch.Tensor]) -> Iterator[None]:
-        """Begin a step inside, as one or not at all, with gradients that are `standing`; none: all left unseen."""
+        """Begin a step inside, whole or not at all; `standing` are its gradients, empty if all were offloaded
+        unseen."""
         with deferred_interrupts():
-            # Noted only inside: where the region does not begin, no step has.
+            # Noted inside `as_one` only: if the region does not begin, no step has begun.
             stream, noted = self.device.current_stream(), noted_of(standing)
             with as_one():
                 self.used.note(noted, all_offloaded=not standing)
@@ -261,17 +262,17 @@ class Engine:
         rest = self.gradients.rest
         if rest is not None:
             rest.be_awaited()
-        # First, because `synchronize` may fail as the step has, and no module waits for weights; where modules do, the
-        # begun step may have failed as it let users wait.
+        # First: without an attached model no module waits for weights, and `synchronize` may fail as the step did. With
+        # one, the begun step may have failed while it let users wait.
         self.let_users_wait(self.members.values())
         if rest is not None or not self.returns_early:
             with suppress(Exception):
                 self.synchronize()
 
     def drop_gradients(self, *, to_zero: bool) -> None:
-        """Forget unused gradients; if they are set `to_zero`, nothing reads them any more.
+        """Forget unused gradients; if they are set `to_zero`, wait for updates that read them.
 
-        Raises RuntimeError where backward has begun to use them and no step came since.
+        Raises RuntimeError between a backward that has begun to use them and its step.
         """
         self.check_between_steps(checks.dropped_in_between)
         self.ready()
@@ -310,13 +311,13 @@ class Engine:
     def wait_for(self, members: Iterable[Member]) -> None:
         """Make the live current stream wait for the updates of `members`."""
         if self.shares is None:
-            # While this waited for its turn somebody has closed it, and finished all.
+            # Closed while this call waited for its turn: all updates are finished.
             return
         part = self.gradients.backward_part
         if self.site.is_elsewhere and part is not None and part.queued and self.gradients.rest is None:
-            # Of the CPU's share weights stay old until step(), or are new: nothing can be waited for meanwhile.
+            # Before step() a weight of the CPU share stays old, or is new already: there is nothing to wait for.
             return
-        # Of the checks only these: every module of a model comes here in its forward.
+        # Only these checks: every module of a model comes here in its forward.
         self._failures.check()
         self.shares.check()
         if self.writes or self.gradients.rest is not None:
@@ -338,8 +339,8 @@ class Engine:
             self.check_between_steps(lambda: checks.used_in_between(found))
 
     def wait_for_forward(self, members: Iterable[Member]) -> None:
-        """Wait as `wait_for_use`, for the model, which backward may run again."""
-        # There it may gather ahead weights that backward has done with.
+        """Wait as `wait_for_use`, for a forward of the model, also for its recomputation in backward."""
+        # Gathers ahead in backward may read weights with a begun update.
         is_in_backward = torch._C._current_graph_task_id() != -1
         (self.wait_for if is_in_backward else self.wait_for_use)(members)
 
@@ -378,10 +379,10 @@ class Engine:
         if not self.attached.has_compiled:
             let_wait((member.param for member in members if member.pending), self)
 
-    # Masters follow weights that others write, and are read and written once no update runs.
+    # Masters follow weights written by other code; they are read and written while no update runs.
 
     def follow_writes(self) -> None:
-        """Let masters follow the weights that somebody else has written.
+        """Let masters follow the weights written by other code.
 
         Raises RuntimeError for a weight whose new value is on its way.
         """
@@ -410,7 +411,7 @@ class Engine:
         self.writes.make(lambda: self.open.refresh_masters(members))
 
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` with masters on the CPU that others have written past every counter."""
+        """Return the `members` with masters on the CPU and weights written past every counter."""
         return self.finished(members).written_uncounted(members) if self._follows_writes else ()
 
     def parts_of(self, members: Iterable[Member]) -> Shares:
@@ -421,7 +422,7 @@ class Engine:
 
     @in_turn
     def finished(self, members: Iterable[Member]) -> Shares:
-        """Return where states are, once no update of `members` runs. Raises RuntimeError when closed."""
+        """Return the shares, once no update of `members` runs. Raises RuntimeError when closed."""
         self.check()
         self.wait_for([member for member in members if member.pending])
         self.attached.order_gathers(all_are_new=False)

@@ -44,13 +44,13 @@ class ForwardWaits:
     """Hooks on a model: each module's forward waits for the weights that this module reads, or FSDP2's gather for them.
 
     Saving and loading its state_dict wait too, and loading calls `refresh_masters`. Each forward also teaches the
-    members their `order`. A weight that somebody reads without its module's forward, as fused losses read a head's, is
-    updated first of all, and the next forward begins by waiting for it. The owner of both methods is not kept
-    alive, and neither is the model. Make it where interrupts are deferred, because the model has hooks before the owner
-    has this. Raises ValueError for members that the model does not have; no hook stays where it raises.
+    members their `order`. A weight read without its module's forward, as fused losses read a head's, is updated first
+    of all, and the next forward begins by waiting for it. Neither the methods' owner nor the model is kept alive.
+    Construct it with interrupts deferred: the model has its hooks before the owner has this object. Raises ValueError
+    for members missing in the model; then no hook stays.
 
-    A compiled model waits at its begin for all weights, and a compiled module of it for those inside, if it is compiled
-    when the model's first forward starts. Order inside of one is not learnt.
+    A compiled model waits for all weights at its begin. A compiled module in it waits for its own, if it is compiled
+    when the model's first forward starts. The order inside compiled code is not learnt.
 
     `has_run_since_step`: a forward of the stepping thread has begun since its last step; `has_compiled`: compiled code
     has read weights.

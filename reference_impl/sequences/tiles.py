@@ -2,7 +2,7 @@
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
 Unnamed modules are found by their operations, in the blocks and beside them: the outermost position-wise modules that
-save more than their inputs. Attention is not, and the norms in it are.
+save more than their inputs. Attention is not one of them; the norms inside it are.
 
 Explained in docs/long-sequences.md.
 """
@@ -33,16 +33,16 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class SequenceTiles(DividedCalls):
-    """Attached to `model` from its construction to `close()`; a context manager.
+    """Modules of `model` run a tile of positions at a time, from the construction to `close()`; a context manager.
 
     >>> with SequenceTiles(model):
     ...     train(model)
 
-    A module that is named or found runs `tile_tokens` positions at a time, forward and backward: one tile's
-    intermediates live. Backward computes each tile again, with its own random numbers and autocast, as recomputation
-    of a layer does. Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient is refused.
-    The formula of a position is the module's without tiles; kernels may round otherwise for other
-    sizes. Dropout takes other random numbers than without tiles.
+    A module that is named or found runs `tile_tokens` positions at a time, forward and backward: only one tile's
+    intermediates are alive. Backward computes each tile again, with its own random numbers and autocast, as
+    recomputation of a layer does. Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient
+    is refused. The formula of a position is the module's without tiles; kernels may round otherwise for other sizes.
+    Dropout takes other random numbers than without tiles.
 
     A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
 
@@ -55,8 +55,8 @@ class SequenceTiles(DividedCalls):
         model: any module.
         tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
             positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
-            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them, as a final norm
-            is, each when it is first called for training with more positions than a tile: one that is not
+            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them, such as a final
+            norm. Each is tried at its first training call with more positions than a tile. A module that is not
             position-wise, or saves no more than its inputs, runs as it is, and the modules inside it are tried.
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
             matrices, as norms, have up to four times as many, where they still have four tiles.
@@ -79,14 +79,14 @@ class SequenceTiles(DividedCalls):
             _refuse_nested({module: names[module] for module in modules})
         self.tile_tokens = tile_tokens
         self._finds, self._in_blocks = tiles is None, frozenset(in_blocks)
-        # Of modules that have been tried, whether they run in tiles; named ones are.
+        # Whether each tried module runs in tiles; a named one does.
         self._runs_in_tiles: dict[nn.Module, bool] = {}
         self._named = 0 if tiles is None else len(modules)
         super().__init__(model, modules, longer_than=tile_tokens)
 
     @property
     def modules_in_tiles(self) -> int:
-        """How many modules run in tiles; of those that are looked for, as many as have been found by now."""
+        """How many modules run in tiles; without names, the number found by now."""
         return self._named or sum(self._runs_in_tiles.values())
 
     @property
@@ -159,7 +159,7 @@ def _modules_in(blocks: Iterable[nn.Module]) -> list[nn.Module]:
 def _parametrised(beside: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with parameters among those `beside` the blocks.
 
-    One without, as rotary positions are, may count on the lengths that it is called with.
+    A module without any, such as rotary positions, may depend on the lengths of its calls.
     """
     found = {each: None for other in beside for each in other.modules()}
     return [
@@ -168,7 +168,7 @@ def _parametrised(beside: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _refuse_nested(named: Mapping[nn.Module, str]) -> None:
-    """Raise ValueError for modules that have nothing to run, and for one inside another."""
+    """Raise ValueError for modules without a forward, and for one inside another."""
     for module, name in named.items():
         if isinstance(module, _LISTS):
             raise ValueError(

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards that are kept on the host and visit the device for FSDP2's gathers, and for their updates.
 
-The shards that one gather reads are a `ShardBlock`: one home on the host, and while they visit one slot of device
-memory. A window brings the next block while FSDP2 gathers this one, in forward and in backward, in the order that it
-has learnt from the last step. A gather's input is handed over inside the gather itself, on its stream, so whatever
-starts it (a forward, backward, a prefetch, recomputation, `unshard()`) finds the right memory.
+The shards of one gather are a `ShardBlock`: one home on the host, and during a visit one slot of device memory. A
+window brings the next block while FSDP2 gathers this one, in forward and in backward, in the order of the last step. A
+gather gets its input inside the gather itself, on its stream. So it finds the right memory however it starts: by a
+forward, backward, a prefetch, recomputation, or `unshard()`.
 
-Forward has one slot more than backward, for the block that is updated while the next one comes. Between them, when the
-loss often takes the most memory of a step, there is none.
+Forward has one slot more than backward, for the block that is updated while the next one comes. Between forward and
+backward there is none: the loss often takes the most memory of a step.
 
 Explained in docs/distributed.md.
 """
@@ -40,12 +40,12 @@ _ON_HOST = (
     "whose shards are on the host, or `with streamer.gathered():` around this"
 )
 
-# Makes the weights of parameters new, as far as an update of them has begun; others that come next are passed too.
+# Finishes begun updates of some parameters; also passed are the next parameters in order.
 FinishUpdate = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 
 class ShardBlock(VisitingBlock):
-    """The shards that one gather reads: those of `shards`, side by side, in a slot of `slots` while they visit.
+    """The `shards` of one gather, side by side in one of the `slots` during a visit.
 
     `take` returns a slot.
     """
@@ -71,7 +71,7 @@ class ShardBlock(VisitingBlock):
         self._offsets, self.size_bytes = layout(storages_of(shards))
         homes.keep(index, [bytes_of(shard.memory) for shard in shards], self._offsets, self.size_bytes)
         self._slot: Slot | None = None
-        # Where gathers have read them since they came.
+        # The streams of gathers that have read the shards since they came.
         self._read_on: list[object] = []
 
     def load(self) -> None:
@@ -91,11 +91,11 @@ class ShardBlock(VisitingBlock):
             self._slot, self._memory, self._started = slot, slot.bytes, lambda: arrived
 
     def wait(self) -> None:
-        """Make the live current stream wait until they are there."""
+        """Make the live current stream wait until the shards are on the device."""
         self._device.wait(self._started())
 
     def rest(self) -> None:
-        """Do nothing: their parameters always refuse, and gathers read their memory."""
+        """Do nothing: the parameters always refuse uses, and gathers read the slot."""
 
     def evict(self) -> None:
         """Give the slot back, behind the gathers that read it and the copies in and home."""
@@ -118,15 +118,15 @@ class ShardBlock(VisitingBlock):
         return self.at(self._offsets[index], self._sizes[index]).view(self.shards[index].memory.dtype)
 
     def home_of(self, index: int, visit: Callable[[], Event]) -> Home:
-        """Return where the parameter of shard `index` lives."""
+        """Return the home of the parameter of shard `index`."""
         return Home(self._homes, self, self._offsets[index], self.shards[index].local, visit)
 
     def leave(self, index: int, *, read: Read, after: Callable[[], None], name: str) -> None:
-        """Free the memory of shard `index`, whose home has it all.
+        """Free the memory of shard `index`; its home has all bytes.
 
-        Gathers call `read`, and `after` once they have read it; everybody else gets an error.
+        A gather calls `read`, and then `after`; any other use is an error.
 
-        One element stays: FSDP2 takes a parameter without any memory for one that was replaced.
+        One element stays: FSDP2 would take a parameter without memory for a replaced one.
         """
         shard = self.shards[index]
         with deferred_interrupts():
@@ -162,8 +162,8 @@ class ShardBlock(VisitingBlock):
 class StreamedShards:
     """All blocks of a model, at most `prefetch` of them on the device in backward, one more in forward.
 
-    The optimizer sees the homes of its parameters, and those that are on the device or on their way (`ahead`). `names`
-    are those of all parameters. A gather runs inside `noting_status_on_error`, so that the optimizer hears of a lost
+    The optimizer sees the homes of its parameters, and the parameters on the device or on their way (`ahead`). `names`
+    has each parameter's name. A gather runs inside `noting_status_on_error`, so that the optimizer hears of a lost
     device. Raises HostMemoryError. It changes nothing of the model until it is attached.
     """
 
@@ -202,7 +202,7 @@ class StreamedShards:
         }
         self._lent = set(self._places)
         self._is_closed = False
-        # Of each module that has some of them.
+        # One for each module with such parameters.
         self.loads: list[Load] = []
 
     def attach(self, *, prefetch: int) -> None:
@@ -249,7 +249,7 @@ class StreamedShards:
                 self._slots.free()
 
     def reload(self) -> None:
-        """Bring the shards anew that are on the device before they are used next: somebody has written their homes."""
+        """Bring the shards on the device again before their next use: their homes have been written."""
         self._is_stale = True
 
     def end_failed_loads(self) -> None:
@@ -266,7 +266,7 @@ class StreamedShards:
             return param.detach()
         self._finish_update_at_home([param])
         local = self.home_of[param].host
-        # numpy has no strides for nothing.
+        # numpy has no strides for empty tensors.
         own = torch.from_numpy(local.view(torch.uint8).numpy()).view(local.dtype) if local.numel() else local
         return shard_like(param, own.view(local_of(param).shape))
 
@@ -276,14 +276,14 @@ class StreamedShards:
         return [shard.param for block in blocks for shard in block.shards]
 
     def lend(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Make `params` ordinary device tensors, once their updates are done; return those that were not."""
+        """Make `params` ordinary device tensors, once their updates are done; return the ones that were away."""
         away = [param for param in params if param not in self._lent]
         self._finish_update_at_home(away)
         self._lend(away)
         return away
 
     def take_back(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Let lent `params` leave the device again, unless this was closed; return those that have been written."""
+        """Let lent `params` leave the device again, unless this was closed; return the written ones."""
         if self._is_closed:
             return []
         listed = [param for param in params if param in self._lent]
@@ -314,7 +314,7 @@ class StreamedShards:
     def _leave(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
             block, index = self._places[param]
-            # First: whatever is raised below, `close` brings it back from its home, which has it all.
+            # First: after any error below, `close` brings the shard back from its home.
             self._lent.discard(param)
             block.leave(
                 index,
@@ -349,7 +349,7 @@ class StreamedShards:
         return block.hold()
 
     def _gather(self, block: ShardBlock, index: int) -> torch.Tensor:
-        """Return a shard to a gather, whose first one says that its block is needed."""
+        """Return a shard to a gather; the first shard tells the window that its block is needed."""
         with self._noting_status_on_error():
             if index == 0:
                 self._reload_stale()
@@ -360,7 +360,7 @@ class StreamedShards:
             return block.gather(index)
 
     def _after_gather(self, block: ShardBlock) -> None:
-        """Let the next block have the memory of `block`, which its gather has read."""
+        """Let the next block have the memory of `block`: its gather has read it."""
         with self._noting_status_on_error():
             self.window.after_forward(block)
 
