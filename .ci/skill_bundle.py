@@ -65,6 +65,7 @@ LEFT_OUT = (
             "code",
             "changes",
             "offloads",
+            "neighbours",
             "builds",
         )
     ),

@@ -93,6 +93,20 @@ def set_for(config: Config, mechanisms: frozenset[str]) -> tuple[Setting, ...]:
     return tuple(each for each in _switched_on(config) if keys[each.key].mechanism in mechanisms)
 
 
+def set_off(config: Config | None, mechanisms: tuple[str, ...] = ()) -> tuple[Setting, ...]:
+    """Return the settings of `config` that switch an offload off, by `mechanisms` if there are any."""
+    keys = load_keys()
+    return tuple(
+        setting
+        for key, setting in (config.settings if config is not None else {}).items()
+        if key in keys
+        and "offload" in key
+        and isinstance(setting.value, str | bool | int | float | None)
+        and setting.value in _OFF
+        and (not mechanisms or keys[key].mechanism in mechanisms)
+    )[:_MOST]
+
+
 def _switched_on(config: Config | None) -> tuple[Setting, ...]:
     if config is None:
         return ()

@@ -11,10 +11,10 @@ of its code and the deciding experiment.
 import re
 from collections.abc import Sequence
 
-from skill_tools.diagnosis import code, events, no_effect, options, phases, symptoms
+from skill_tools.diagnosis import code, events, no_effect, phases, symptoms
 from skill_tools.diagnosis.changes import told
-from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, of_rule
-from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding
+from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words, ways_around
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -83,6 +83,8 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
             else _of_words(operands.without_offload(evidence.failure, evidence.said))
         )
         or _of_a_crash(evidence, evidence.failure)
+        or ways_around.of_own_code(evidence, evidence.failure)
+        or ways_around.of_code_that_is_off(evidence, evidence.failure)
         or _unknown(evidence, evidence.failure)
     )
 
@@ -103,8 +105,10 @@ def _of_what_ended_it(evidence: Evidence) -> Conclusion | None:
     mended = evidence.mended[0] if evidence.mended else None
     if exact is not None and not (mended and mended.fix.asked > _OF_A_MESSAGE):
         return _of_message(exact.message, evidence, errors)
-    if evidence.mended and evidence.mended[0].fix.is_exact:
-        return _of_mended(evidence.mended[0], evidence.mended[1:], evidence)
+    # A rule's text without the rule's settings is less than a fault with its own words in the run's files.
+    outweighs = mended is not None and mended.fix.needs and errors and evidence.config is not None
+    if mended is not None and (mended.fix.is_exact or outweighs):
+        return _of_mended(mended, evidence.mended[1:], evidence)
     return _of_another_offload(errors, seen, evidence) or _known(errors, seen, evidence)
 
 
@@ -167,7 +171,7 @@ def _known(errors: Sequence[KnownError], seen: Sequence[Seen], evidence: Evidenc
     """Return the meaning by rules' texts (`errors`) or by messages, whichever know more of the run."""
     same_text = [error for error in errors if error.of_the_run and seen and error.line == seen[0].line]
     if same_text:
-        return of_rule(same_text[0].rules[0])
+        return ways_around.of_text(same_text[0].rules[0], evidence)
     if seen and (seen[0].message.kind not in _LATE or not errors):
         return _of_message(seen[0].message, evidence, errors)
     return _of_error(errors, evidence) if errors else None
@@ -177,7 +181,7 @@ def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
     """Return the meaning of a rule's text; the change of a rule about another framework is none for this run."""
     own = next((error for error in errors if error.is_about(evidence.dialects)), None)
     if own is not None or not evidence.dialects:
-        return of_rule((own or errors[0]).rules[0])
+        return ways_around.of_text((own or errors[0]).rules[0], evidence)
     rule = errors[0].rules[0]
     if said := evidence.failure and own_words.refusal(evidence.failure, evidence.said, evidence.texts):
         return Conclusion(f"{rule.title}; {said.cause}", "", said.change)
@@ -348,15 +352,6 @@ def _of_pattern(evidence: Evidence) -> Conclusion | None:
     return None
 
 
-def _without_the_option(evidence: Evidence) -> tuple[str, ...]:
-    """Return the option in the run's own files, if any, that leads to the failing code."""
-    failure = evidence.failure
-    named = None if failure is None else options.of_the_code(failure, evidence.texts)
-    return (
-        () if named is None else (f"or without {named.name} ({named.place}): it leads to the failing code",)
-    )
-
-
 def _of_mended(shown: Shown, others: Sequence[Shown], evidence: Evidence) -> Conclusion:
     """Return a conclusion about a fault of a library that a later release mends."""
     fix = shown.fix
@@ -366,7 +361,7 @@ def _of_mended(shown: Shown, others: Sequence[Shown], evidence: Evidence) -> Con
     return Conclusion(
         f"{sure} a fault of {fix.package}: {fix.cause}{by}",
         "",
-        (*change, *_without_the_option(evidence)),
+        (*change, *ways_around.without_the_option(evidence)),
         others=tuple(f"or {each.fix.cause} ({each.fix.change})" for each in others[:_MOST_OTHERS]),
     )
 
@@ -387,7 +382,9 @@ def _of_symptom(evidence: Evidence, failure: Failure) -> Conclusion | None:
     change = _told(found.change, evidence, failure)
     off = symptoms.switched_off(found.offload, evidence.config)
     cause = f"most likely {found.offload.name}, which {found.shown_by} shows: {found.cause.cause}"
-    return Conclusion(cause, "", (*change[:1], f"or {off}", *_without_the_option(evidence)))
+    beside, without = ("", ()) if found.cause.is_exact else ways_around.of_a_neighbour(evidence, failure)
+    change = (*change[:1], *without, f"or {off}", *ways_around.without_the_option(evidence))
+    return Conclusion(cause + beside, "", change)
 
 
 def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
@@ -398,7 +395,12 @@ def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
     row, offload = found.first.row, found.first.offload
     shown = f"most likely {offload.name}, which {found.first.shown_by} shows"
     cause = f"{shown}: {row.where}; {_at(found.moment)}{row.past}"
-    change = (*_told(row.change, evidence, failure), f"or {symptoms.switched_off(offload, evidence.config)}")
+    beside, without = ways_around.of_a_neighbour(evidence, failure)
+    change = (
+        *_told(row.change, evidence, failure),
+        *without,
+        f"or {symptoms.switched_off(offload, evidence.config)}",
+    )
     other = found.other
     others = (
         ()
@@ -408,7 +410,7 @@ def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
             f"{symptoms.switched_off(other.offload, evidence.config)}",
         )
     )
-    return Conclusion(cause, "", (*change, *_without_the_option(evidence)), others=others)
+    return Conclusion(cause + beside, "", (*change, *ways_around.without_the_option(evidence)), others=others)
 
 
 def _at(moment: Moment) -> str:
@@ -459,7 +461,8 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
     if (kept := rows.there(failure, evidence.phase, evidence.offloads)) is not None:
         cause += f"; at that moment, under {kept.offload.name} ({kept.shown_by}), {kept.row.where}"
     named_option = tuple(
-        each.replace("or without", "the same run without") for each in _without_the_option(evidence)
+        each.replace("or without", "the same run without")
+        for each in ways_around.without_the_option(evidence)
     )
     may_be_an_offload = offloads or named or evidence.offloads or evidence.config is None
     if where is not None and (where.code.mechanisms or may_be_an_offload):

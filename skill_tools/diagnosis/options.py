@@ -77,12 +77,13 @@ def kinds(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
         f"{file}:{number}": line for file, text in texts for number, line in enumerate(text.splitlines(), 1)
     }
     for option in of_offloads(texts):
-        kind = _kind(option.name) or _kind(lines.get(option.place, ""))
-        if kind:
-            shown.setdefault(kind, f"{option.name} ({option.place})")
+        named = kind(option.name) or kind(lines.get(option.place, ""))
+        if named:
+            shown.setdefault(named, f"{option.name} ({option.place})")
     return shown
 
 
-def _kind(words: str) -> str:
+def kind(words: str) -> str:
+    """Return the kind of offload that words about one name; "" if none."""
     words = words.lower()
     return next((kind for kind, pattern in _KINDS if pattern.search(words)), "")

@@ -53,6 +53,7 @@ def build() -> dict[str, Any]:
         "code": knowledge.load_yaml("code.yaml"),
         "builds": knowledge.load_yaml("builds.yaml"),
         "offloads": knowledge.load_yaml("offloads.yaml"),
+        "neighbours": knowledge.load_yaml("neighbours.yaml"),
         "symptoms": [
             {**entry, "causes": [_without(cause, "source") for cause in entry["causes"]]}
             for entry in knowledge.load_yaml("symptoms.yaml")

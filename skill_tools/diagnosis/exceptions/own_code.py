@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Python error inside of a library's own code: what the code met there, and the feature that meets the offload.
+
+No user passes a None into a library's private record. Such an error is the library's own: of one release, or of two
+features that nobody ran together. No fact about the library is needed: the exception and its line of source tell what
+was met, and the frames whose code it is and which neighbour was there.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from skill_tools import knowledge
+from skill_tools.diagnosis.exceptions.signatures import home, place
+from skill_tools.diagnosis.failures import Failure, Frame
+from skill_tools.diagnosis.symptoms import sign_in
+
+_ERRORS = frozenset(
+    (
+        "AttributeError",
+        "TypeError",
+        "KeyError",
+        "IndexError",
+        "NameError",
+        "UnboundLocalError",
+        "AssertionError",
+    )
+)
+_OF_DATA = re.compile(
+    r"(?i)dataset|datasets/|dataloader|collat|tokeniz|/data/|processing_|templates?/|reward_func"
+)
+_LACKS = re.compile(r"'(?P<kind>\w+)' object has no attribute '(?P<name>\w+)'")
+_BELOW = ("torch", "ray", "numpy")  # packages with the innermost frames of any library
+_INNERMOST = 6  # frames of a failure among which a neighbour's code counts
+_LONGEST = 160
+
+
+class Neighbour(NamedTuple):
+    """A feature, the parts of frames that show its code, its options, and the run without it.
+
+    One that `is_set` needs an option in the run's files: its code runs without it too.
+    """
+
+    name: str
+    code: tuple[str, ...]
+    options: tuple[str, ...]
+    is_set: bool
+    without: str
+
+
+class Met(NamedTuple):
+    """A neighbour in a failure's frames, and the run without it; `shown_by` is its option with its place, or ""."""
+
+    name: str
+    without: str
+    shown_by: str
+
+    @property
+    def told(self) -> str:
+        """The run without it, as a change."""
+        return f"{self.without}: {self.shown_by}" if self.shown_by else self.without
+
+
+@knowledge.derived
+def load_neighbours() -> tuple[Neighbour, ...]:
+    """Return every feature, in the file's order."""
+    return tuple(
+        Neighbour(
+            entry["neighbour"],
+            tuple(entry["code"]),
+            tuple(entry["options"]),
+            entry.get("set", False),
+            entry["without"],
+        )
+        for entry in knowledge.index()["neighbours"]
+    )
+
+
+def neighbour(failure: Failure, texts: Sequence[tuple[str, str]], innermost: int = _INNERMOST) -> Met | None:
+    """Return the feature whose code is innermost in `failure`; `texts` are the run's files by name."""
+    for frame in reversed(failure.frames[-innermost:]):
+        words = f"{frame.path} {frame.function}".replace("\\", "/").lower()
+        for each in load_neighbours():
+            if any(part.lower() in words for part in each.code):
+                sign = sign_in(each.options, texts) or ""
+                if sign or not each.is_set:
+                    return Met(each.name, each.without, sign)
+    return None
+
+
+def met(failure: Failure, source: str) -> str:
+    """Return what a library's code met, in words: `reset (cache.py:7) has a list in cache, which has no zero_`.
+
+    `source` is the line of source that the traceback shows last. "" for an error of another kind, of a script of the
+    user's own, or among the run's data.
+    """
+    error = failure.error.rpartition(".")[2]
+    frames = [frame for frame in failure.frames if home(frame) not in _BELOW]
+    if error not in _ERRORS or not frames or _is_of_data(failure.frames):
+        return ""
+    inner, said = frames[-1], failure.text.partition(": ")[2].strip()[:_LONGEST]
+    if match := _LACKS.search(failure.text):
+        what = _before(source, f".{match['name']}")
+        if match["kind"] == "NoneType":
+            return f"{place(inner)} finds None in {what or 'a place'} where it expects something with {match['name']}"
+        return f"{place(inner)} has a {match['kind']} in {what or 'a place'}, which has no {match['name']}"
+    if error in ("KeyError", "IndexError"):
+        record = _before(source, "[") or "a record"
+        return f"{place(inner)} looks {said or 'a number'} up in {record}, which does not have it"
+    if error == "AssertionError" and not said:
+        said = source.removeprefix("assert ")[:_LONGEST]
+        return f"{place(inner)} asserts {said}, which does not hold" if said else ""
+    return f"{place(inner)} says {said}" if said else ""
+
+
+def _is_of_data(frames: Sequence[Frame]) -> bool:
+    return any(_OF_DATA.search(f"{frame.path} {frame.function}".replace("\\", "/")) for frame in frames[-3:])
+
+
+def _before(source: str, mark: str) -> str:
+    """Return the expression of a line of source that stands before `mark`."""
+    match = re.search(rf"(?P<what>[A-Za-z_][\w.]*(?:\([\w., ]*\)[\w.]*)?){re.escape(mark)}", source)
+    return match["what"] if match else ""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways around a failure in the run's own files: the offload off, a neighbour off, an option that counts as set.
+
+Apart because every answer needs them, whatever told its cause. Each follows from a frame, or a line of those files.
+"""
+
+from skill_tools import knowledge
+from skill_tools.diagnosis import code, options, symptoms
+from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_rule
+from skill_tools.diagnosis.exceptions import interfaces, own_code
+from skill_tools.diagnosis.exceptions.signatures import place
+from skill_tools.diagnosis.failures import Failure
+from skill_tools.rules.knowledge import Rule
+
+_AT_ITS_END = 3  # innermost frames of a failure, of which one is a neighbour's where the offload is the cause
+
+
+def without_the_option(evidence: Evidence) -> tuple[str, ...]:
+    """Return the option in the run's own files, if any, that leads to the failing code."""
+    failure = evidence.failure
+    named = None if failure is None else options.of_the_code(failure, evidence.texts)
+    if named is None:
+        return ()
+    return (f"or without {named.name} ({named.place}): it leads to the failing code",)
+
+
+def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str, ...]]:
+    """Return the feature whose own code is innermost, as an addition to a cause, and the run without it.
+
+    Where the cause is an offload's, only one that the run's files switch on counts.
+    """
+    beside = own_code.neighbour(failure, evidence.texts, innermost=_AT_ITS_END)
+    option = beside.shown_by.partition(" (")[0] if beside else ""
+    if beside is None or not option or any(option in shown for shown in evidence.offloads.values()):
+        return "", ()
+    return f"; it met {beside.name} there ({beside.shown_by})", (f"or {beside.told}",)
+
+
+def of_own_code(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return the library whose own code met what it does not expect, under an offload, and each way around it."""
+    met, library = own_code.met(failure, evidence.source), interfaces.trainer(failure)
+    is_known = code.of(failure) is not None or library in knowledge.index()["releases"]["known"]
+    if not (met and library and is_known and evidence.offloads):
+        return None
+    inner = symptoms.of_the_code(failure)
+    name = next((each for each in evidence.offloads if each in inner), next(iter(evidence.offloads)))
+    offload = symptoms.load_offloads()[name]
+    beside = own_code.neighbour(failure, evidence.texts)
+    meets = f", where it meets {beside.name}" if beside else ""
+    whose = "a check of" if failure.error.endswith("AssertionError") else "most likely a fault of"
+    return Conclusion(
+        f"{whose} {library}, under {offload.name} ({evidence.offloads[name]}){meets}: {met}",
+        "",
+        (
+            f"a newer {library}, or a release of it from the time of the libraries that it calls",
+            *([f"or {beside.told}"] if beside else []),
+            f"or {symptoms.switched_off(offload, evidence.config)}",
+            *without_the_option(evidence),
+        ),
+    )
+
+
+def of_code_that_is_off(evidence: Evidence, failure: Failure) -> Conclusion | None:
+    """Return the offload's code that failed although the configuration has that offload off."""
+    where, library = code.of(failure), interfaces.trainer(failure)
+    if where is None or not where.code.mechanisms or evidence.offloads or not library:
+        return None
+    off = code.set_off(evidence.config, where.code.mechanisms)
+    if not off:
+        return None
+    told = ", ".join(f"{each.written}={each.value}" for each in off)
+    return Conclusion(
+        f"{where.code.name} ran all the same ({place(where.frame)}), though {told} switches it off: it brings back, or "
+        "frees, copies on the host that were never made",
+        "",
+        (
+            f"a newer {library}, which may not run it there",
+            f"or the offload switched on, so that its copies are there: {off[0].written}",
+        ),
+    )
+
+
+def of_text(rule: Rule, evidence: Evidence) -> Conclusion:
+    """Return the conclusion of a rule with its text in the log, and of a setting that the text does not fit.
+
+    The text says that an offload is on; where the run's files switch it off, its option counts as set all the same.
+    """
+    conclusion, failure = of_rule(rule), evidence.failure
+    if failure is None or any(finding.rule == rule.id for finding in evidence.findings):
+        return conclusion
+    kind = options.kind(failure.text)
+    for each in code.set_off(evidence.config):
+        named = next(part for part in each.key.split(".") if "offload" in part)
+        if not kind or options.kind(named) in ("", kind):
+            given = f"{each.written}={each.value} ({each.place.file}:{each.place.line})"
+            return conclusion._replace(
+                cause=f"{conclusion.cause}; here {given} switches it off, and the text says that it is on: the option, "
+                "or its section, counts as set wherever it is given",
+                change=(f"leave out {each.written}, with its section", *conclusion.change),
+            )
+    return conclusion

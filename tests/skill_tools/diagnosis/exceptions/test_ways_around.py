@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways around a failure that the run's own files have."""
+
+from skill_tools.configs.source import Source
+from skill_tools.diagnosis.diagnosis import diagnose
+from skill_tools.diagnosis.evidence import Conclusion
+from skill_tools.diagnosis.log import Log
+from skill_tools.dialects import registry
+
+REFUSES = """Traceback (most recent call last):
+  File "/e/site-packages/deepspeed/runtime/engine.py", line 3736, in offload_states
+    assert not self.zero_offload_param(), "Moving states across devices is not supported for offloaded parameters."
+AssertionError: Moving states across devices is not supported for offloaded parameters.
+"""
+BRINGS_BACK = """Traceback (most recent call last):
+  File "/opt/verl/verl/utils/megatron_utils.py", line 492, in load_megatron_model_to_gpu
+    buffer.copy_(buffer.cpu_data)
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+"""
+TWO_DEVICES = """Traceback (most recent call last):
+  File "/opt/ai-toolkit/toolkit/memory_management/manager.py", line 40, in forward
+    return self.inner(x)
+  File "/e/site-packages/transformers/models/umt5/modeling_umt5.py", line 62, in forward
+    return self.weight * hidden
+RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!
+"""
+
+
+def concluded(log: str, dialect: str, file: str, text: str) -> Conclusion:
+    config = registry.named(dialect).compose([Source(file, text)], [])
+    found = diagnose(Log("train.log", log), framework=dialect, config=config).conclusion
+    assert found is not None
+    return found
+
+
+def zero3(offload: str) -> Conclusion:
+    return concluded(REFUSES, "deepspeed", "ds.json", f'{{"zero_optimization": {{"stage": 3, {offload}}}}}')
+
+
+def test_an_option_that_is_off_and_that_the_text_says_is_on_counts_as_set() -> None:
+    found = zero3('"offload_param": {"device": "none"}')
+    assert "offload_param.device=none (ds.json:1) switches it off" in found.cause
+    assert found.change[0] == "leave out zero_optimization.offload_param.device, with its section"
+
+
+def test_an_option_that_is_on_or_of_another_offload_does_not() -> None:
+    for offload in ('"offload_param": {"device": "cpu"}', '"offload_optimizer": {"device": "none"}'):
+        assert "counts as set" not in zero3(offload).cause
+
+
+def test_the_code_of_an_offload_that_is_off_names_the_setting() -> None:
+    text = "torchrun -m verl.trainer.sft_trainer engine=megatron engine.param_offload=False model.path=m\n"
+    found = concluded(BRINGS_BACK, "verl", "run.sh", text)
+    assert found.is_known
+    assert "though engine.param_offload=False switches it off" in found.cause
+    assert found.change[0].startswith("a newer verl")
+
+
+def test_the_feature_whose_code_is_innermost_is_told_where_the_run_s_files_have_it() -> None:
+    text = "job: extension\nconfig:\n  process:\n    - type: sd_trainer\n      model: {layer_offloading: true, %s}\n"
+    found = concluded(TWO_DEVICES, "ai-toolkit", "wan.yaml", text % "quantize_te: true")
+    assert "it met a quantized text encoder there" in found.cause
+    assert any(line.endswith("quantize_te (wan.yaml:5)") for line in found.change)
+    plain = concluded(TWO_DEVICES, "ai-toolkit", "wan.yaml", text % "quantize_te: false")
+    assert "text encoder" not in plain.cause
