@@ -2,9 +2,9 @@
 
     python3 evals/benchmark.py RESULTS.jsonl [--output FILE]
 
-The page also has what `triggers_observed.jsonl` holds: a line a run, which queries of `triggers.json` loaded the skill.
-A line of RESULTS is one run: {"task", "arm": "with" or "without", "run": 1, "answer": {...} or "answer_path" (relative
-to RESULTS), "tool_calls", "tokens", "minutes", "model", "date"}. A run that gave no answer has the answer {}.
+The page also has the rows of `triggers_observed.jsonl`: for each run the queries of `triggers.json` that loaded the
+skill. A line of RESULTS is one run: {"task", "arm": "with" or "without", "run": 1, "answer": {...} or "answer_path"
+(relative to RESULTS), "tool_calls", "tokens", "minutes", "model", "date"}. A run that gave no answer has the answer {}.
 Exit codes: 0 written, 2 a line cannot be used.
 """
 

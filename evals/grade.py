@@ -131,7 +131,7 @@ def grade_choice(check: Check, answer: Answer) -> Result:
 
 
 def grade_patch(check: Check, answer: Answer) -> Result:
-    """Whether a patched file starts and trains right, keeps what it must keep and holds what it must hold.
+    """Whether a patched file starts and trains right, keeps the settings to keep and holds the required ones.
 
     A setting that is left and does nothing, or a slow one, is a matter of taste: only errors and wrong numbers fail.
     """
@@ -187,7 +187,7 @@ def grade_triggers(observed: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Grade what the command line names; return the exit code."""
+    """Grade the answers named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

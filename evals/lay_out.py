@@ -39,7 +39,7 @@ def lay_out(task: str, folder: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lay out what the command line names; return the exit code."""
+    """Lay out the task named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

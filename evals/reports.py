@@ -1,13 +1,13 @@
-"""Asks `diagnose` about public reports of failed runs and grades what it says.
+"""Asks `diagnose` about public reports of failed runs and grades its answers.
 
     python3 evals/reports.py                # one line a report, and how many were right
     python3 evals/reports.py --show ID      # the answer to one
     python3 evals/reports.py --write        # evals/reports.md, with the column "now"
-    python3 evals/reports.py --without-own  # each without what its own thread taught the tool
+    python3 evals/reports.py --without-own  # each without the lessons of its own thread
 
-`evals/reports.yaml` holds the reports. An answer is right where it names the cause and what to change, partly right
-where it names one of them, silent where it says that nothing is known, and wrong otherwise; one that holds a `never`
-misleads. Ten reports, drawn by a fixed seed, were not looked at while the tool was mended: they measure.
+`evals/reports.yaml` holds the reports. An answer is right if it names the cause and the change, partly right if it
+names one of them, silent if it says that nothing is known, and wrong otherwise; one that holds a `never` misleads. Ten
+reports, drawn by a fixed seed, were not looked at while the tool was mended: they measure.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 from skill_tools import knowledge  # noqa: E402 - found by the line above
 from skill_tools.__main__ import main as offload  # noqa: E402
 
-NOTHING = "no failure"  # what is right where nothing failed
+NOTHING = "no failure"  # the right answer if nothing failed
 FAULT = 3  # the exit code of an internal error, which is no answer
 GRADES = ("right", "partly", "silent", "wrong", "misleading")
 PREFACE = """\
@@ -35,39 +35,39 @@ PREFACE = """\
 
 What does `offload diagnose` say to people with a failed run? Each report is a public thread, rebuilt in our own words
 as a small log and configuration ([reports.yaml](reports.yaml)); cause and fix were written down from the thread's
-resolution, or from the source, before the tool was asked. `python3 evals/reports.py` asks it, and `--write` writes
-this page.
+resolution, or from the source, before the tool was asked. `python3 evals/reports.py` asks it, and `--write` writes this
+page.
 
-An answer is right where it names the cause and what to change, partly right where it names one of them, silent where
-it says that it does not know (or, where nothing failed, has other suspects), wrong otherwise, and misleading where it
-advises what does harm. "Before" is the tool of 2026-11-28, before it was mended on the others; of the fourth and later
-collections it is the tool of the day before they were collected.
+An answer is right if it names the cause and the change, partly right if it names one of them, silent if it says that it
+does not know (or, if nothing failed, has other suspects), wrong otherwise, and misleading if its advice does harm.
+"Before" is the tool of 2026-11-28, before it was mended on the others; of the fourth and later collections it is the
+tool of the day before they were collected.
 
 The ten that measure are the first of a fixed shuffle (seed 71, the sources in alphabetical order) of the twelfth
 collection: 24 threads of 19 repositories, found by the words that an engineer types about offload, host memory and
-states, over the mainstream frameworks and the tail, with at most three of one repository. Somebody wrote them down who
-had not read what the tool knows, and kept them from whoever mended it meanwhile. Meanwhile the tool learnt to read more
+states, over the mainstream frameworks and the tail, with at most three of one repository. They were written down by
+somebody without the tool's knowledge, and kept from whoever mended it meanwhile. Meanwhile the tool learnt to read more
 texts, tensors and ends of runs, from the frameworks' sources. Asked for the first time, 4 of the ten were right, 4
 partly and 2 silent; none was wrong or misleading (of all 24: 10, 11, 3 and 0). The tool of the day before answered the
-same of the ten, and one of the others wrong. Two misses have been mended since, by what they had in common with others:
-a configuration's warning of wrong numbers is the cause where numbers are wrong and nothing else is known, and no
-setting is advised that is on already. So "now" measures nothing.
+same of the ten, and one of the others wrong. Two misses have been mended since, by a trait common with others: a
+configuration's warning of wrong numbers is the cause where numbers are wrong and nothing else is known, and no setting
+is advised that is on already. So "now" measures nothing.
 
-What measures too, on all others: each is answered without anything that the tool has from its own thread or from the
-change that mends it (`--without-own`): 119 of the 166 older ones were then right before the work on the twelfth
-collection, 20 partly, 23 silent and 4 wrong, and after it 120, 21, 21 and 4.
+A second measure, on all others: each is answered without the facts from its own thread or from the change that mends it
+(`--without-own`): 119 of the 166 older ones were then right before the work on the twelfth collection, 20 partly, 23
+silent and 4 wrong, and after it 120, 21, 21 and 4.
 
 The other collections stand among the others now. When they were asked for the first time, 7, 2, 1, 3, 2, 0, 0, 4, 2, 4
 and 5 of their ten were right (of the fifth 6 more partly and none wrong, of the sixth 5, of the seventh 3, of the
-eighth 1, of the ninth 3, of the tenth 3 and of the eleventh 1 more partly): what is right among them now is what the
-work was done on. Of all, the patterns of fifteen and the configurations of three were corrected once an answer showed
-that they did not say what the thread says. At most four reports count of one repository: nine more of DeepSpeed's,
-eight of verl's, five of ms-swift's, two each of PyTorch's, Megatron-LM's, NeMo-RL's, Transformers', torchtune's, TRL's
-and Axolotl's and one of vLLM's are graded with the rest (`counted: false`) and left out here.
+eighth 1, of the ninth 3, of the tenth 3 and of the eleventh 1 more partly): the right ones among them now are those
+that the work was done on. Of all, the patterns of fifteen and the configurations of three were corrected once an answer
+showed that they differed from the thread. At most four reports count of one repository: nine more of DeepSpeed's, eight
+of verl's, five of ms-swift's, two each of PyTorch's, Megatron-LM's, NeMo-RL's, Transformers', torchtune's, TRL's and
+Axolotl's and one of vLLM's are graded with the rest (`counted: false`) and left out here.
 """
-_NUMBER = re.compile(r"#(\d{2,6})\b")  # of a change, in the words of what is right
+_NUMBER = re.compile(r"#(\d{2,6})\b")  # of a change, in the words of the right answer
 SILENT = re.compile(r"no problem that this tool knows|^cause: not known", re.MULTILINE)
-# It claims no cause: what it has to look at first, where results are wrong, is right or nothing.
+# It claims no cause: its first suspects, for wrong results, are right or nothing.
 QUIET = re.compile(r": no failure in this log$", re.MULTILINE)
 
 
@@ -88,9 +88,9 @@ def _collection(report: Mapping[str, Any]) -> int:
 
 
 def without_its_own(report: Mapping[str, Any]) -> None:
-    """Take from what the tool knows all that was read from the thread of `report`, or from the change that mends it.
+    """Take from the tool's knowledge all facts read from the thread of `report`, or from the change that mends it.
 
-    What is left answers as to somebody whose fault nobody here has looked at.
+    The rest answers as to somebody with a fault unknown here.
     """
     numbers = {report["source"].rpartition("/")[2], *_NUMBER.findall(report["right"])}
     own = re.compile(rf"(?:(?:issues|pull)/|#)(?:{'|'.join(numbers)})\b")
@@ -113,7 +113,7 @@ def _others(entries: Iterable[Any], own: re.Pattern[str]) -> list[Any]:
 
 
 def answer(report: Mapping[str, Any]) -> str:
-    """Return what `diagnose` prints of a report's log and files, laid out in an empty folder."""
+    """Return the answer of `diagnose` to a report's log and files, laid out in an empty folder."""
     with tempfile.TemporaryDirectory() as name, contextlib.chdir(name):
         Path("train.log").write_text(report["log"], encoding="utf-8")
         for file, text in report["files"].items():
@@ -153,7 +153,7 @@ def grade(report: Mapping[str, Any], said: str) -> str:
 
 
 def _part(said: str, *, change: bool) -> str:
-    """Return what the answer says of the cause, or of what to change: a change begins where it says so."""
+    """Return the answer's cause, or its change: a change begins with that word."""
     _, found, lines = said.partition("cause:")
     if not found:
         return said
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write evals/reports.md")
     parser.add_argument("--open", action="store_true", help="leave out the ten that measure")
     parser.add_argument(
-        "--without-own", action="store_true", help="answer each without what its own thread taught the tool"
+        "--without-own", action="store_true", help="answer each without the lessons of its own thread"
     )
     args = parser.parse_args(arguments)
     reports = load()

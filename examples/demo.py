@@ -43,9 +43,7 @@ def demo() -> int:
     for number, (question, command, expected) in enumerate(STEPS, start=1):
         print(f"\n== {number} of {len(STEPS)}: {question}\n$ offload {' '.join(command)}\n", flush=True)
         as_expected &= main(command) == expected
-    print(
-        f"\n== {'lint, plan and verify did what they should' if as_expected else 'a step failed, see above'}"
-    )
+    print(f"\n== {'lint, plan and verify worked as expected' if as_expected else 'a step failed, see above'}")
     return 0 if as_expected else 1
 
 

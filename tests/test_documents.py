@@ -143,6 +143,6 @@ def test_the_changelog_is_short_dated_releases() -> None:
     assert releases == sorted(set(releases), reverse=True)
     assert ".".join(map(str, releases[0])) == __version__
     long = [line for section in sections for line in section.splitlines() if len(line) > 300]
-    assert not long, f"tell a user what changed in one line of 300 characters, the docs the rest: {long}"
+    assert not long, f"tell a user the change in one line of 300 characters, the docs the rest: {long}"
     many = [section.splitlines()[0] for section in sections if section.count("\n- ") > 40]
     assert not many, f"at most 40 lines a release: {many}"

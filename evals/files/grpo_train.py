@@ -12,7 +12,7 @@ SYSTEM = "Think step by step. Put the final answer into \\boxed{}."
 
 
 def boxed(text: str) -> str | None:
-    """Return what stands in the last box of a completion."""
+    """Return the text in the last box of a completion."""
     found = re.findall(r"\\boxed\{([^{}]*)\}", text)
     return found[-1].strip() if found else None
 

@@ -51,7 +51,7 @@ class Witness:
         assert "self.model_config.quantize and not self.model_config.layer_offloading" in save
         (rule,) = (each for each in load_rules_yaml() if each.id == "at-no-offload")
         wrong = [each for each in FAMILIES if self._moves(each) is not (f'"{each}"' in rule.when)]
-        assert not wrong, f"what moves their layers is not what {rule.id} says: {wrong}"
+        assert not wrong, f"their layers move otherwise than {rule.id} says: {wrong}"
 
     def ask(self, process: dict[str, Any]) -> None:
         """Build the configurations of a process, and raise their error."""

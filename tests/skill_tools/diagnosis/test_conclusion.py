@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is named as the cause: the run's own exception and configuration before notices, others and stock advice."""
+"""The cause that is named: the run's own exception and configuration before notices, others and stock advice."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What in a log is evidence: not an exception that was caught, not memory where none ran out, and a loss that leaps."""
+"""Evidence in a log: a loss that leaps; no caught exception, and no memory unless it ran out."""
 
 from collections.abc import Callable
 from pathlib import Path
