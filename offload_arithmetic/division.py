@@ -132,7 +132,7 @@ def _move(units: Sequence[Sequence[Part]], missing: int) -> None:
 def _moves(units: Sequence[Sequence[Part]], missing: int) -> _Moves:
     """Return how `missing` more elements stream: by the largest units that fit, and the smallest one to be cut."""
     streams = missing < 0
-    # The last first, of those that are as large.
+    # Of equally large ones the last first.
     movable = sorted(
         (unit for unit in reversed(units) if _streams(unit) == streams), key=_numel, reverse=True
     )

@@ -73,7 +73,7 @@ class Geometry:
         return empty.set_(storage, start, self.shape, self.strides)
 
     def spread(self, compact: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with these strides whose elements are those of `compact`, flat uint8."""
+        """Return a new tensor with these strides and the elements of `compact`, flat uint8."""
         strided = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=compact.device)
         return strided.copy_(compact.view(self.dtype).view(self.shape))
 

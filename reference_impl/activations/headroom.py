@@ -33,7 +33,7 @@ SegmentPeaks = dict[Phase, list[int]]
 
 
 class MeasuredStep:
-    """Bytes that one run needs on the device, segment by segment, beyond those that were there when it began."""
+    """Bytes that one run needs on the device, segment by segment, beyond the bytes that were there when it began."""
 
     def __init__(self, device: Device, run: ForwardPass, start_bytes: int) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class MeasuredStep:
     def end_span(self, movable_bytes: int, *, left_bytes: int = 0) -> None:
         """End the running part of a segment; `movable_bytes` are there by the engine's choice alone.
 
-        No movable bytes are freed between two calls: those that were there at the start were there at the peak.
+        No movable bytes are freed between two calls: bytes there at the start were there at the peak.
         """
         seen_bytes = marked_peak_bytes(self._device) or 0
         self.seen_peak_bytes = max(self.seen_peak_bytes, seen_bytes)

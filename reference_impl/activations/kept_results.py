@@ -129,5 +129,5 @@ def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _generator_of(tensor: torch.Tensor) -> Any:
-    """Return the module whose `get_rng_state` and `set_rng_state` are those of the tensor's current device."""
+    """Return the module with `get_rng_state` and `set_rng_state` of the tensor's current device."""
     return torch if tensor.device.type == "cpu" else torch.get_device_module(tensor.device)

@@ -5,8 +5,8 @@ Checkpointing recomputes whole layers. With the tape a single saved tensor is re
 made it: a norm's output, an activation function, a product of two saved factors cost little more than reading
 their inputs. An operation is replayed below autograd with the same inputs, so the result has the same bits.
 
-Some results cannot be recomputed: those of custom kernels, compiled code, random operations and in-place writes. A
-kernel that writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
+The results of custom kernels, compiled code, random operations and in-place writes cannot be recomputed. A kernel that
+writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
 
 To record an operation takes the host longer than many a kernel runs. A plan recomputes the same results in every run.
 So a run records only the operations that recipes of earlier runs have used, found by their number. If a model calls

@@ -49,7 +49,7 @@ REACHED = Reached()
 
 
 class EventGroup:
-    """Several events as one: a device waits for those of its own work, a thread for all."""
+    """Several events as one: a device waits for the events of its own work, a thread for all."""
 
     __slots__ = ("events",)
 
@@ -280,7 +280,7 @@ class Device(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Make the live current stream wait for `event`, or for those of one that are its own; the host goes on."""
+        """Make the live current stream wait for `event`, or for the device's own part of several; the host goes on."""
 
     @abstractmethod
     def on_d2h(self, size_bytes: int = 0) -> AbstractContextManager[object]:

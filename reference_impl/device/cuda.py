@@ -158,7 +158,7 @@ class CachingAllocator:
         return int(torch.cuda.memory_stats_as_nested_dict(self._torch_device)["num_alloc_retries"])
 
     def let_segments_grow(self) -> Callable[[], None]:
-        """Add the setting to those that the environment variable has."""
+        """Add the setting to the environment variable's."""
         settings = _allocator_settings()
         if self.segments_grow or _GROWING in settings or torch.cuda.get_allocator_backend() != "native":
             return lambda: None

@@ -182,7 +182,7 @@ def _views(bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def _at_end_of_backward(call: Callable[[], None]) -> None:
     """Let `call` run when backward is over and DDP has put all gradients on their parameters.
 
-    DDP does so in a callback of its own, which stands behind those of its buckets, and before theirs.
+    DDP does so in a callback of its own, behind its buckets' callbacks and before theirs.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(partial(queue, call))

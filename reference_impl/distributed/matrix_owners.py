@@ -128,7 +128,7 @@ class Exchange:
     has whole, each with the shards of all ranks.
 
     Args:
-        cuts: those of the parameters, all with one `key`.
+        cuts: the parameters' cuts, all with one `key`.
         loads: by `key` the FLOP of each rank so far; the FLOP of these matrices are added.
     """
 

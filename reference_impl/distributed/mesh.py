@@ -90,7 +90,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return `local` as a shard like that of `param`, so that a distributed checkpoint saves those of all ranks.
+    """Return `local` as a shard like `param`'s, so that a distributed checkpoint saves all ranks' shards.
 
     Where `param` is not sharded this is `local` itself.
     """

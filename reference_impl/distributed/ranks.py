@@ -26,7 +26,7 @@ class RankGroup:
 
     @staticmethod
     def of(params: Iterable[torch.Tensor], group: dist.ProcessGroup | None = None) -> RankGroup | None:
-        """Return the ranks of `group`, or else those that hold the shards of `params`.
+        """Return the ranks of `group`, or else the ranks with the shards of `params`.
 
         None where it is one rank, or not one mesh.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offloading in Transformers' `Trainer` and those of TRL, with PEFT's adapters or without: one line, or a callback.
+"""Offloading in Transformers' and TRL's trainers, with PEFT's adapters or without: one line, or a callback.
 
 The trainer clips, accumulates, schedules, saves and resumes; its arguments are taken from it. Explained in
 docs/trainers.md.

@@ -35,11 +35,11 @@ class Wanted:
     """The options of each mechanism; None where it is not wanted.
 
     Args:
-        optimizer: those of `HybridDeviceOptimizer`, without those that the trainer has already.
+        optimizer: options of `HybridDeviceOptimizer`, without the ones that the trainer has already.
         activations: `mode` (`layers`, `checkpoint`, `recompute`, `budget`), and options of its offloader.
-        weights: those of `FrozenLayerStreamer`.
-        tiles: those of `SequenceTiles`, from a plan.
-        head_groups: those of `HeadGroups`, from a plan.
+        weights: options of `FrozenLayerStreamer`.
+        tiles: options of `SequenceTiles`, from a plan.
+        head_groups: options of `HeadGroups`, from a plan.
         planned_for: the document of a plan, which says its model's size.
         formula: the plan's formula for matrices, such as `muon`; None for AdamW alone, or without a plan.
     """

@@ -156,7 +156,7 @@ class Copiers:
             raise copy.error
 
     def stop_writing(self, copies: Iterable[Copy]) -> None:
-        """Have none of `copies` write any more: those that have not begun never will."""
+        """Stop `copies`: one that has not begun never begins."""
         for copy in copies:
             with self._lock:
                 self._withdraw(copy, CancelledError())
@@ -176,7 +176,7 @@ class Copiers:
             raise
 
     def close(self) -> None:
-        """Forget queued copies and wait for those that have begun. Calling it again does nothing."""
+        """Forget queued copies and wait for begun ones. Calling it again does nothing."""
         self._worker.close()
         self._lose(RuntimeError("the threads that copy within host memory are closed; expected open ones"))
 

@@ -41,8 +41,8 @@ def local_ranks() -> int:
 def own_cores() -> int:
     """Return this rank's share of the cores that it may run on.
 
-    Unbound ranks share all cores of their launching process. Of those that are bound to fewer cores, so many share a
-    set as its part of all cores says.
+    Unbound ranks share all cores of their launching process. Ranks bound to fewer cores share a set; its part of all
+    cores tells their number.
     """
     ours = os.sched_getaffinity(0)
     try:

@@ -42,7 +42,7 @@ _main_thread = threading.main_thread().ident
 _depth = 0
 # Whether every handler is replaced: not while the outermost region begins or ends, where finalizers may run.
 _is_deferring = False
-# The handlers of all signals when a region last looked, and those of them that are Python's.
+# The handlers of all signals when a region last looked, and Python's own among them.
 _seen: list[Any] = []
 _handlers: dict[int, Any] = {}
 _noted: list[tuple[int, Any]] = []
@@ -199,7 +199,7 @@ def _begin() -> None:
 
 
 def _end() -> None:
-    """Give each signal its own handler again, then run those of the signals that were noted.
+    """Give each signal its own handler again, then run the handlers of noted signals.
 
     Only handlers raise in the loop, each for a signal that comes in these few lines: `_raise_limit` has seen to the
     room, and `_set_handler` does all or nothing. So the loop ends.

@@ -151,7 +151,7 @@ def limit_pinned_memory(limit_bytes: int) -> PinnedLimit:
     >>> with limit_pinned_memory(2**30):
     ...     train()
 
-    Values are those of a run without it, to the bit; copies take longer. Raises TypeError for other types than an
-    integer, ValueError for less than 1 MiB, and RuntimeError where there is a limit already, or more is pinned.
+    Values equal a run's without it, to the bit; copies take longer. Raises TypeError for other types than an integer,
+    ValueError for less than 1 MiB, and RuntimeError where there is a limit already, or more is pinned.
     """
     return PinnedLimit(limit_bytes)

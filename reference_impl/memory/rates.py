@@ -2,7 +2,7 @@
 """The rates of copies, host memory, matrix products and a disk on this machine, each the best of a few tries.
 
 Every function returns a rate a second: bytes, or floating point operations. The first try warms up and does not
-count. On the CPU twin the copies are those between its two tiers.
+count. On the CPU twin the copies run between its two tiers.
 """
 
 from __future__ import annotations

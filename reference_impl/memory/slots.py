@@ -30,7 +30,7 @@ class Slot:
 class Slots:
     """Slots of one size. `idle` ones may be taken, the first one first; each is written behind its own event.
 
-    Copies in run one after the other, so a copy into a slot that becomes free late would delay those behind it.
+    Copies in run one after the other, so a copy into a slot that becomes free late would delay the copies behind it.
     Therefore `idle` is in the order in which slots become free, and the early ones are kept.
     """
 

@@ -117,7 +117,7 @@ class SpillFile:
     def read(self, offset: int, target: torch.Tensor) -> None:
         """Fill `target`, whole pages of host memory, with the bytes that were written at `offset`.
 
-        Raises DiskError, also when the bytes are not those that were written.
+        Raises DiskError, also for other bytes than the written ones.
         """
         self._transfer(lambda fd, view, at: os.preadv(fd, [view], at), "read", offset, target)
         written, read = self._checksums.get(offset), _checksum(target)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between the device and pageable memory, through a ring of pinned buffers.
 
-Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the
-buffers (`copiers`), first those that somebody needs. On the way in the calling thread waits until they are full, one
-after the other, and starts the H2D copy of each; half of them are filled while the link reads the others. On the way
-out the D2H copy into a buffer starts at once, and threads empty the buffer after its end. So a training thread waits
-only if all buffers are on their way. Events of the device mean the same as for pinned memory; who reads the host's
-side waits for the threads too (`Landing`).
+Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the buffers
+(`copiers`), awaited ones first. On the way in the calling thread waits until they are full, one after the other, and
+starts the H2D copy of each; half of them are filled while the link reads the others. On the way out the D2H copy into a
+buffer starts at once, and threads empty the buffer after its end. So a training thread waits only if all buffers are on
+their way. Events of the device mean the same as for pinned memory; who reads the host's side waits for the threads too
+(`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.
 A device has one ring, from its first pageable slab to the end of the limit.

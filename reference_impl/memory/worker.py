@@ -106,7 +106,7 @@ class Worker:
             self._tasks.put(None)
 
     def close(self) -> None:
-        """Forget queued tasks and wait for those that run. Calling it again does nothing."""
+        """Forget queued tasks and wait for running ones. Calling it again does nothing."""
         with self._lock:
             self._is_closed = True
             # A forked child has none of the threads, and perhaps a future that one of them has locked.

@@ -197,7 +197,7 @@ def _own_rates(device: Device, profile: Profile | None, probed: Callable[[], Mac
 
 
 def _rates_of(hardware: Mapping[str, Any]) -> MachineRates:
-    """Return the rates that a profile's whole updates have shown, those of bf16 weights with fp32 states."""
+    """Return the rates shown by a profile's whole updates, of bf16 weights with fp32 states."""
     each = state_bytes([(1, 2)], moments=2)
     cpu, streamed, both, share = (hardware[name] for name in _UPDATES)
     host = host_bytes_per_s(each, cpu_per_s=cpu, streamed_per_s=streamed, both_per_s=both, cpu_share=share)

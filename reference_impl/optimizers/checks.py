@@ -455,7 +455,7 @@ def warn_kept_gradients() -> None:
 
 
 def warn_accumulated() -> None:
-    """Warn that gradients stay until `step()`, since the loop adds up those of several backwards."""
+    """Warn that gradients stay until `step()`, since the loop adds up several backwards' gradients."""
     warnings.warn(
         "a second backward has added to gradients that had been offloaded; they came back, and from now on gradients "
         "stay on param.grad until step(); to let them leave during the last backward of a step, put the others in "

@@ -360,7 +360,7 @@ class Engine:
             )
 
     def wait_for_all(self) -> None:
-        """Make the live current stream wait for all updates; the host waits for those of the CPU."""
+        """Make the live current stream wait for all updates; the host waits for the CPU's updates."""
         self._wait([member for member in self.members.values() if member.pending])
         self.attached.order_gathers(all_are_new=True)
         self.open.drain()

@@ -51,7 +51,7 @@ def is_of_matrices(algorithm: Algorithm | MatrixAlgorithm | object) -> bool:
 
 
 def known_options(algorithm: AnyAlgorithm, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that a formula has."""
+    """Return the `options` of a formula."""
     known = {*algorithm.defaults, *algorithm.fixed, *algorithm.kernels}
     return {name: value for name, value in options.items() if name in known}
 
@@ -101,8 +101,8 @@ class GroupFormulas:
     ) -> tuple[MatrixAlgorithm | None, dict[str, Any]]:
         """Return a new group's formula of matrices (None without one), and the group with all its keys.
 
-        A group has the hyper-parameters of its formula alone, as in torch's class; `options` are those of groups that
-        lack them.
+        A group has the hyper-parameters of its formula alone, as in torch's class; `options` fill groups that lack
+        them.
         """
         matrices = matrices_of(group, self.default)
         algorithm = matrices or self.elements

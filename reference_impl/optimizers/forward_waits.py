@@ -2,9 +2,9 @@
 """Each module's forward waits for the weights that it reads; under FSDP2 its gather does.
 
 A module reads its own parameters, and those in containers without a forward (`ParameterList`, `ParameterDict`). FSDP2
-reads those of a whole group before the group's forward, on a stream of its own: there the wait is a hook of the
-sharded module, before FSDP's hook, and it makes that stream wait. So a gather waits for its own shards, and not for
-those of later modules.
+reads a whole group's parameters before the group's forward, on a stream of its own. There the wait is a hook of the
+sharded module, before FSDP's hook, and makes that stream wait. So a gather waits for its own shards, and not for later
+modules' shards.
 
 Explained in docs/optimizer-offloading.md and docs/distributed.md.
 """
@@ -241,7 +241,7 @@ class ForwardWaits:
     def on_step(self, members: Iterable[Member]) -> None:
         """Note that a step begins: weights gathered before are old.
 
-        It uses new gradients of `members`: note those whose modules no forward since the last step has run.
+        It uses new gradients of `members`: note the members of modules without a forward since the last step.
         """
         self._teacher, self.has_run_since_step = threading.get_ident(), False
         self._gates.on_step()
@@ -421,7 +421,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _read_in_forward(module: nn.Module, members: Mapping[torch.Tensor, Member]) -> list[Member]:
-    """Return the members that the forward of `module` reads itself: its own, and those of children without one."""
+    """Return the members that the forward of `module` reads itself: its own, and its children's without a forward."""
     return list(dict.fromkeys(member for each in _without_forward(module) for member in owned(each, members)))
 
 

@@ -61,7 +61,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
     """
 
-    # Megatron's form says itself where it writes parameters, and trains those without a gradient and another's.
+    # Megatron's form says itself where it writes parameters, and trains parameters without a gradient and another's.
     _follows_writes, _trains_frozen, _trains_others = True, False, False
 
     # GradScaler hands over its scale and overflow flag instead of touching the gradients itself.
@@ -304,7 +304,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients, those that have left and were not used included, or set them to zero.
+        """Drop gradients, unused offloaded ones included, or set them to zero.
 
         A step that has begun is finished first, and the scale of GradScaler is forgotten. Raises RuntimeError where
         backward has begun to use gradients and no step() came since.
@@ -364,7 +364,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @in_turn
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` with masters on the CPU that others have written past every counter.
+        """Return the `members` with masters on the CPU and weights written past every counter.
 
         Other masters show it themselves. The weights are about to leave the device, for which this waits.
         """

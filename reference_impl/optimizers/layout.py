@@ -127,7 +127,7 @@ class Member:
         return max(self.param_local.shape[-2:].numel(), 1)
 
     def matrices_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of `flat`, or the shards of those that ranks share, with the strides of the parameter."""
+        """Return the matrices of `flat`, or the shards of shared ones, with the strides of the parameter."""
         shape = self.param_local.shape
         if self.cut is not None and len(shape) == 3:
             return list(flat.as_strided(shape, self.stride).unbind())
@@ -245,9 +245,9 @@ def members_of(
 
     `offload` decides whole parameters; without it the last `fraction` of all elements is offloaded. The share
     `streamed` of these streams, the CPU updates the rest. The first `ahead` elements stream, because they come in
-    before the update: that is how long a start the CPU has on the forward. `reductions` are those of the parameters
-    whose gradients are reduced with others. `matrices` has the formula of each group that updates matrices: of these
-    the last `fraction` is offloaded, too, in whole ones, and all of it streams. Matrices shared by ranks are divided
+    before the update: that is how long a start the CPU has on the forward. `reductions` has the reduction of each
+    parameter reduced together with others. `matrices` has the formula of each group that updates matrices: of these the
+    last `fraction` is offloaded, too, in whole ones, and all of it streams. Matrices shared by ranks are divided
     separately, by numbers known to every rank.
     """
     members = [

@@ -6,7 +6,7 @@
 >>> from reference_impl.optimizers.megatron import HybridDeviceOptimizer
 >>> theirs.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = HybridDeviceOptimizer
 
-Arguments, defaults and methods are those that megatron-core 0.16.1 to 0.20.0 use (`core/optimizer/__init__.py`,
+Arguments, defaults and methods are as in megatron-core 0.16.1 to 0.20.0 (`core/optimizer/__init__.py`,
 `core/optimizer/distrib_optimizer.py`). Differences from theirs:
 
 - Gradients cross the link in the parameter's dtype: an fp32 `decoupled_grad` of a bf16 parameter is rounded.
@@ -230,7 +230,7 @@ def _formula(optimizer_class: type, options: Mapping[str, Any]) -> Algorithm:
 
 
 def hyper_parameters_of(algorithm: Algorithm, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `options` that `algorithm` reads.
+    """Return the `options` that `algorithm` reads.
 
     Raises ValueError for an option that would change the numbers, and TypeError for an unknown one.
     """

@@ -28,7 +28,7 @@ class Streaming:
 
     Args:
         chunk_bytes: most bytes of states that one copy moves.
-        states: their form. Bytes a parameter are those of bf16 weights, each way; an fp32 weight is its own master.
+        states: their form. Bytes a parameter are for bf16 weights, each way; an fp32 weight is its own master.
 
             - `exact` (10): bitwise. The upper half of a master is the weight itself, so the lower half crosses the
               link; the whole master (12) of an fp16 weight, for SGD, and on a GPU without triton.
@@ -79,8 +79,8 @@ class CpuUpdate:
     """How the CPU share is updated.
 
     Args:
-        threads: update threads; by default this rank's share of the node's cores less two, or where states stream
-            beside the update, as many as are done when those are, and a third of the cores at least.
+        threads: update threads; by default this rank's share of the node's cores less two. If states stream beside the
+            update, enough threads to be done with them, and at least a third of the cores.
         bucket_elements: elements of one bucket, which is updated and copied as one.
         pinned: pin the staging buffers, through which gradients come and new weights go.
         overlap_forward: False means that `step()` returns finished, whether or not a model is attached.

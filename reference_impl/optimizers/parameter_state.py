@@ -37,7 +37,7 @@ class StateParts(Protocol):
         """Yield (first element, flat fp32 values) of each part that streams."""
 
     def write_streamed(self, member: Member, name: str, value: torch.Tensor) -> None:
-        """Replace the parts that stream by those of `value` (fp32, of the member's shape)."""
+        """Replace the streamed parts by parts of `value` (fp32, of the member's shape)."""
 
     def follow_weight(self, member: Member) -> None:
         """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
@@ -46,10 +46,10 @@ class StateParts(Protocol):
         """Note that the master equals the weight now: a later write is seen."""
 
     def written_uncounted(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` with masters on the CPU that others have written past every counter."""
+        """Return the `members` with masters on the CPU and weights written past every counter."""
 
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` that others have written past every counter; waits for the device.
+        """Return the `members` with weights written past every counter; waits for the device.
 
         Masters that stay on the device follow at once.
         """
@@ -304,7 +304,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self.replace({})
 
     def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Replace all states; those of parameters that are not in `states` start anew. Raises as `__setitem__`."""
+        """Replace all states; states of parameters missing in `states` start anew. Raises as `__setitem__`."""
         checked = {
             param: self.checked(f"the state of a parameter of shape {tuple(param.shape)}", param, values)
             for param, values in states.items()
@@ -378,7 +378,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         return member is not None and (self.lists_everyone or bool(self._stepped([member])))
 
     def _stepped(self, members: Sequence[Member]) -> set[Member]:
-        """Return those of `members` that have taken a step."""
+        """Return the `members` that have taken a step."""
         parts = self._finished(members)
         counters: defaultdict[torch.device, list[tuple[Member, torch.Tensor]]] = defaultdict(list)
         for member in members:

@@ -43,7 +43,8 @@ class Placement(Protocol):
         before: Collection[Member],
         matrices: Sequence[MatrixAlgorithm | None],
     ) -> list[Member]:
-        """Return members of `params`, each with its group; they come behind those of `before` in the forward."""
+        """Return members of `params`, each with its group; they come behind the parameters of `before` in the
+        forward."""
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
         """Return the elements of `members` in the streamed share; other members have none there."""
@@ -59,7 +60,7 @@ class Placement(Protocol):
 
 
 class SplitPlacement:
-    """A split of all elements: those that the forward uses first stay, the others leave the device.
+    """A split of all elements: the forward's first elements stay, the others leave the device.
 
     Args:
         split: the shares (resident, streamed, CPU).
@@ -202,7 +203,7 @@ def placed(
             hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(cut) else 2),
             ranks=RankGroup.of(cut, ranks),
         )
-    # So many elements may come in during backward, or stay: those that the next forward needs first.
+    # So many elements may come in during backward, or stay: the first elements of the next forward.
     ahead = int(options.streaming.prefetch_bytes / max(each.streamed, 1))
     return SplitPlacement(Split(*split), ahead=ahead, offload=offload, ranks=ranks), streamed
 

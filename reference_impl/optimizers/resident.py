@@ -242,7 +242,7 @@ class ResidentUpdate:
 
 
 class _Part(NamedTuple):
-    """The elements that one launch of the kernel updates: those `where` of each state of a chunk, or all of them.
+    """The elements updated in one launch of the kernel: the range `where` of each state of a chunk, or all of them.
 
     Those of the `gradients` that are `copied`, by index, go to `copies` in scratch: `sizes` elements, each with a gap
     behind it.
@@ -256,7 +256,7 @@ class _Part(NamedTuple):
 
 
 def _with_masters(states: Iterable[ResidentState]) -> list[ResidentState]:
-    """Return those of `states` whose masters are not their weights, and follow them."""
+    """Return the `states` with masters beside the weights; these follow the weights."""
     return [s for s in states if s.master is not s.weight and not s.member.is_apart]
 
 

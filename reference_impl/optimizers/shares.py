@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class PreparedStep:
     """A step that can begin: the CPU's part, the gradients, and the prepared updates of the shares.
 
-    `arrivals` are those of the gradients that the CPU's part takes at the begin. `streamed` are the members that have a
-    streamed part. The CPU updates the buckets `first`, by deadline, then `last`, with partly streamed members. `split`
-    updates the resident part of members shared with the CPU, `whole` that of all others. Others have `written` weights
-    of the CPU's part.
+    `arrivals` are the events of the gradients that the CPU's part takes at the begin. `streamed` are the members that
+    have a streamed part. The CPU updates the buckets `first`, by deadline, then `last`, with partly streamed members.
+    `split` updates the resident part of members shared with the CPU, `whole` that of all others. Others have `written`
+    weights of the CPU's part.
     """
 
     step: CpuStep
@@ -66,7 +66,7 @@ class Shares:
         streamed: holds the streamed states, and resident ones beside them; None without any.
         cpu: how the CPU updates its share. It has no threads before the first member of it.
         whole_members: never split a member between buckets of the CPU share.
-        gradients: brings the gradients of all members to the host, if those of a streamed share leave, too.
+        gradients: brings the gradients of all members to the host, if gradients of a streamed share leave, too.
         follows_writes: see `CpuShare`.
         publishes_at_once: whoever waits for a weight publishes all parts of it, whichever share has written them.
     """
@@ -340,12 +340,12 @@ class Shares:
         self.cpu.note_weight(member)
 
     def written_uncounted(self, members: Sequence[Member]) -> frozenset[Member]:
-        """Return those of `members` whose weights differ from the noted ones, see `StateParts`."""
+        """Return the `members` with other weights than the noted ones, see `StateParts`."""
         compared = self.cpu.compare(members)
         return frozenset() if compared is None else compared.read()
 
     def written(self, members: Sequence[Member]) -> Iterable[Member]:
-        """Return those of `members` that others have written past every counter, see `StateParts`."""
+        """Return the `members` with weights written past every counter, see `StateParts`."""
         self._resident.take_over(members)
         found = set(self.written_uncounted(members))
         if self._streamed is not None:

@@ -125,7 +125,7 @@ class StateWrites:
         self.go_on()
 
     def make(self, write: Callable[[], None]) -> None:
-        """Make one write, behind those that an error has left."""
+        """Make one write, behind the ones left by an error."""
         self._writes.append(write)
         self.go_on()
 

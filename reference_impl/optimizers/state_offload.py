@@ -44,14 +44,14 @@ class OptimizerStateOffloader(HostedOptimizer):
     ...     model(batch).backward()
     ...     optimizer.step()
 
-    Parameters that are not fp32 get fp32 masters. The parameter groups stay those of the wrapped optimizer, so that a
+    Parameters that are not fp32 get fp32 masters. The parameter groups stay the wrapped optimizer's, so that a
     learning-rate scheduler of either works; its states are taken over.
 
     Args:
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
             of the others, which this steps together; with or without states.
-        fraction: share of the elements whose states are offloaded, exact to 64; those that the forward uses last are
-            offloaded first.
+        fraction: share of the elements whose states are offloaded, exact to 64; the forward's last ones are offloaded
+            first.
         chunk_bytes: most bytes of states that one copy moves.
         device_budget_bytes: device memory for slots of a chunk each, and for the scratch of one chunk (fp32
             gradients, unpacked states); by default three slots. With a model attached, extra slots take memory that
@@ -63,9 +63,8 @@ class OptimizerStateOffloader(HostedOptimizer):
         reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks. Not needed for
             DTensors of one mesh, whose norm is summed over it.
 
-    Bitwise contract: states and fp32 weights equal those of the wrapped optimizer over fp32 (master) parameters,
-    and other weights are their masters rounded to nearest even. A step whose gradients are not finite changes
-    nothing.
+    Bitwise contract: states and fp32 weights equal the wrapped optimizer's over fp32 (master) parameters, and other
+    weights are their masters rounded to nearest even. A step whose gradients are not finite changes nothing.
 
     After `step()` gradients stay on the parameters until `zero_grad()`, as torch leaves them. With a model attached the
     update still reads them until the forward has waited for it: whoever writes into `param.grad` before that waits for

@@ -27,7 +27,7 @@ from reference_impl.optimizers.saved_checks import check_document
 
 
 class Wrapped(NamedTuple):
-    """The replaced optimizers, the formula of those that update elements, and all groups.
+    """The replaced optimizers, the formula of the elementwise ones, and all groups.
 
     `matrices` has the formula of each group that is updated in matrices.
     """
@@ -59,7 +59,7 @@ class Wrapped(NamedTuple):
 def wrapped_in(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> Wrapped:
     """Return the formulas and groups of one optimizer, or of several that are stepped together.
 
-    Raises TypeError and ValueError for those that cannot be wrapped, or not together.
+    Raises TypeError and ValueError for optimizers that cannot be wrapped, or not together.
     """
     optimizers = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     others = [each for each in optimizers if type(each) is not torch.optim.Muon]

@@ -65,7 +65,7 @@ class StepPlan:
     flushes_denormals: bool = field(default_factory=flushes_denormals)
 
     def check_unchanged(self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
-        """Raise RuntimeError when the hyper-parameters `names` in `groups` are not those of this plan.
+        """Raise RuntimeError if the hyper-parameters `names` in `groups` differ from this plan's.
 
         They belong to `step()`, so they may not change once backward has used them. Other entries of a group are
         somebody else's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of an optimizer's groups: those with states, and frozen ones.
+"""The parameters of an optimizer's groups: trained ones, with states, and frozen ones.
 
 Explained in docs/optimizer-offloading.md.
 """

@@ -112,7 +112,7 @@ class _GuardedOutput:
 
 
 def _hook_first(tensor: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """Have a backward call `hook` before the other hooks of `tensor`: those of FSDP2 gather shards."""
+    """Have a backward call `hook` before the other hooks of `tensor`: FSDP2's hooks gather shards."""
     tensor.register_hook(hook)
     hooks: dict[int, Any] = tensor._backward_hooks  # type: ignore[assignment]
     for before in list(hooks)[:-1]:

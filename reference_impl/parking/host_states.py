@@ -41,7 +41,7 @@ class HostStates:
     def copied(self) -> dict[str, Any]:
         """Return `{"model": ..., "optimizer": ...}`, each a list where there are several, as copies on the CPU.
 
-        A shard is a DTensor whose part is on the CPU, as those of torch's `StateDictOptions(cpu_offload=True)`.
+        A shard is a DTensor with its part on the CPU, as with torch's `StateDictOptions(cpu_offload=True)`.
         """
         copies = {key: tree_map(_copied, states) for key, states in self._where_they_are().items()}
         return {key: each[0] if len(each) == 1 else each for key, each in copies.items()}
@@ -113,7 +113,7 @@ class _OnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _given(self, argument: Any) -> Any:
-        # Most calls have none but numbers, those of grad mode nothing else; a walk of a tree costs ten times as much.
+        # Most calls have only numbers, calls of grad mode nothing else; a walk of a tree costs ten times as much.
         if isinstance(argument, torch.Tensor):
             return self._read(argument)
         return tree_map(self._read, argument) if isinstance(argument, list | tuple | dict) else argument

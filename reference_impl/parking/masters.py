@@ -39,7 +39,7 @@ class MastersOfParked:
         self._unwritten = unwritten
 
     def weights_are_back(self) -> None:
-        """Note those that are present at their address of now."""
+        """Note the present weights with their addresses."""
         for member in self._unwritten:
             if not is_absent(member.param_local):
                 member.note_weight()

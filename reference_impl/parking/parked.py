@@ -61,7 +61,7 @@ def park(
 
     Args:
         model: a module, or several. Under FSDP2 the sharded module, under DistributedDataParallel the wrapped one.
-        optimizer: those that train it: any `torch.optim.Optimizer`, ours among them.
+        optimizer: the optimizers that train it: any `torch.optim.Optimizer`, ours among them.
         also: more to park: tensors, containers, modules, streamers and offloaders of this package.
         gradients: `keep` parks them, `drop` sets them to None at each `park()`.
         host_limit_bytes: the most host memory to take; memory beyond the limit of pinning (`limit_pinned_memory`) is
@@ -465,7 +465,7 @@ def _parked_error(action: str) -> RuntimeError:
 
 
 def _finish(optimizer: torch.optim.Optimizer) -> None:
-    """Finish the update that one of our optimizers still runs. Raises RuntimeError when it is closed or broken."""
+    """Finish the running update of one of our optimizers. Raises RuntimeError when it is closed or broken."""
     if isinstance(optimizer, HostedOptimizer):
         optimizer.synchronize()
 

@@ -5,8 +5,8 @@ The bytes are copied out first. Only then is the storage emptied, and its tensor
 way back the storage gets memory again and the bytes are copied in; tensors, views, version counters and autograd's
 leaves never learn of it.
 
-A frozen weight whose bytes are those of the last parking is not copied again. A fingerprint says so that the device
-computes, because no version counter sees fused kernels, `.data` and writes to the storage itself.
+A frozen weight with the bytes of the last parking is not copied again. A fingerprint says so that the device computes,
+because no version counter sees fused kernels, `.data` and writes to the storage itself.
 
 Explained in docs/parking.md.
 """
@@ -133,7 +133,7 @@ class ParkedStorage:
     def free_device(self) -> None:
         """Take the memory from under the tensors: they are absent, with their bytes on the host."""
         assert self.found is not None
-        # First: from here on the host's bytes are those that count.
+        # First: from here on the host's bytes count.
         self.is_parked = True
         resize_storage(self.found.storage, 0)
 

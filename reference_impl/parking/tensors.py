@@ -43,8 +43,8 @@ _NOT_FOLLOWED = (nn.Module, Device, HostArena, Task, type, types.ModuleType)
 class FoundStorage:
     """One storage of `size_bytes` on the device, and the tensors of training that lie on it, each with its name.
 
-    `may_change` says that training writes it: a trained weight, a gradient, a state. `wrappers` are the tensors that
-    have one of those for a part, as DTensors and quantized weights do: they have no memory of their own.
+    `may_change` says that training writes it: a trained weight, a gradient, a state. `wrappers` are the tensors with
+    one of these for a part, such as DTensors and quantized weights: they have no memory of their own.
     """
 
     kind: Kind

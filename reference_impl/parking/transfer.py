@@ -62,7 +62,7 @@ class Transfer:
             self._preparing = worker, worker.submit(partial(self._reserved, list(sizes)))
 
     def take(self, found: Sequence[FoundStorage]) -> list[ParkedStorage]:
-        """Return `found` with host memory, those of the last time with the same. Raises HostMemoryError."""
+        """Return `found` with host memory; storages of the last time keep theirs. Raises HostMemoryError."""
         known = {key: each for key, each in self._known.items() if each.is_parked}
         for each in found:
             before = self._known.get(each.storage._cdata)
@@ -102,7 +102,7 @@ class Transfer:
         return copied_bytes
 
     def leave_to_graphs(self, storages: list[ParkedStorage]) -> Mapping[str, str]:
-        """Take out of `storages` those whose address a graph may know, and return their names with the reason."""
+        """Take out of `storages` the ones whose address a graph may know, and return their names with the reason."""
         pools = self._pools()
         left: dict[str, str] = {}
         for each in list(storages) if pools else ():

@@ -3,7 +3,7 @@
 
 How many tensors lie on a storage torch counts. Where there are more than training memory has named, the interpreter's
 own list of objects has the others, and they refuse to be computed with as the named ones do: a kernel would read
-address 0. Looking takes a tenth of a second in a large process, while copies run, and is left out where those of the
+address 0. The search takes a tenth of a second in a large process, while copies run. It is left out if the views of the
 last time are all. References of C++ alone, as a graph's or DLPack's, are not among them.
 
 Explained in docs/parking.md. Apart because it knows the interpreter, and the search for training memory does not.
@@ -60,7 +60,7 @@ class UnnamedViews:
         self._note(by_key)
 
     def _add_wrappers(self, by_key: Mapping[int, FoundStorage], wrappers: Iterable[torch.Tensor]) -> None:
-        """Add `wrappers` to the storages of which they have a part, and keep those in mind."""
+        """Add `wrappers` to the storages of their parts, and remember the wrappers."""
         self._wrappers = []
         for each in wrappers:
             # Somebody may have left one half made.
@@ -90,7 +90,7 @@ def _add(found: FoundStorage, tensor: torch.Tensor) -> None:
 
 
 def _references(found: FoundStorage) -> int:
-    """Return how many references to the storage there are beside those of its tensors and of `found`."""
+    """Return how many references to the storage there are beyond its tensors and `found`."""
     return int(torch._C._storage_Use_Count(found.storage._cdata)) - len(found.tensors) - 1
 
 

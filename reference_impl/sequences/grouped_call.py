@@ -185,7 +185,7 @@ class _Grouped(torch.autograd.Function):
         outputs, structure, kernels = call.output(tensors[:count])
         made += (outputs, structure)
         ctx.call, ctx.count = call, count
-        # In place of tensors their number among those that are saved.
+        # In place of tensors their number among the saved ones.
         saved: list[torch.Tensor] = []
         ctx.kernels = [
             (operation, tuple(_numbered(each, saved) for each in results)) for operation, results in kernels

@@ -59,8 +59,8 @@ class HeadGroups(DividedCalls):
             outermost `nn.ModuleList`), each when it is first called for training with so many positions; one that
             cannot be divided runs as it is.
         groups: of heads; a divisor of the number of heads of keys and values, or for found attention the next one.
-            By default a group's tensors are no larger than those of all heads for `longer_than` positions: of twice as
-            many positions there are two groups, of eight times as many eight.
+            By default a group's tensors are no larger than all heads' tensors for `longer_than` positions: twice as
+            many positions have two groups, eight times as many eight.
         longer_than: positions of a sequence.
 
     Raises ValueError for an ending that matches nothing, a model without blocks to find attention in, `groups` below 2

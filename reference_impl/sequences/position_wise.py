@@ -2,7 +2,7 @@
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
 One position's input is changed, then that of the first half: no other position's output may. The halves are computed
-apart: their results must be those of both together. So it finds a normalisation over the batch, a router that ranks
+apart: their results must equal both halves' together. So it finds a normalisation over the batch, a router that ranks
 tokens, attention, a convolution, and a count of positions. It does not find a router's capacity beyond these few
 tokens.
 
@@ -94,8 +94,9 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
     """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
 
     A module that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has
-    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond those few. Nor is
-    one with an object of another kind: trials would add to a cache of keys and values before the call itself.
+    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond these few
+    positions. Nor is one with an object of another kind: trials would add to a cache of keys and values before the call
+    itself.
     """
     if not all(
         leading.is_cut(each) if isinstance(each, torch.Tensor) else _is_plain(each) for each in leaves

@@ -51,7 +51,7 @@ class TiledCall:
         self._places = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         # Of each tile.
         self._surroundings: list[Surroundings] = []
-        # How outputs are put together; those that are no tensors, of the first tile.
+        # How outputs are put together; outputs other than tensors, of the first tile.
         self._made: tuple[list[Any], TreeSpec] | None = None
         # Of each tensor among the outputs, from the second node to the first.
         self._gradients: Sequence[torch.Tensor | None] = ()

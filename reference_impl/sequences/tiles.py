@@ -173,7 +173,7 @@ def _refuse_nested(named: Mapping[nn.Module, str]) -> None:
         if isinstance(module, _LISTS):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which has no forward; expected modules that are called; try "
-                "naming those inside it"
+                "naming the modules inside it"
             )
         for inner in module.modules():
             if inner is not module and inner in named:

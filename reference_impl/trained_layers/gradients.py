@@ -37,7 +37,7 @@ class BlockGradients(LeavingGradients):
     """The gradients of one optimizer, on the host from backward on; see `optimizers.gradients.of_step.StepGradients`.
 
     Args:
-        mover: copies them, those of the CPU's members too.
+        mover: copies them, also the gradients of the CPU's members.
     """
 
     def __init__(self, mover: GradientMover) -> None:
@@ -61,7 +61,7 @@ class BlockGradients(LeavingGradients):
         return member.home is not None and not isinstance(member.param, DTensor)
 
     def note_final(self, member: Member, send: Callable[[], None]) -> None:
-        """Note a final gradient of a block; `send` is called once those of the block are all there, or can be."""
+        """Note a final gradient of a block; `send` is called once all gradients of the block are there, or can be."""
         assert member.home is not None
         block = member.home.block_index
         before = next(iter(self._final), member)
@@ -82,7 +82,7 @@ class BlockGradients(LeavingGradients):
         return bool(self._final)
 
     def send_final(self) -> None:
-        """Send those of a block that are final, unless they have been dropped."""
+        """Send the final gradients of a block, unless they have been dropped."""
         self.send_together(self._final)
         self._final.clear()
 
@@ -191,7 +191,7 @@ class PassedGradients(LeavingGradients):
         return {m: g for m, g in self._final.items() if _stands(m) or self.backward_part is not None}
 
     def begin_passed(self, part: CpuStep, gradients: Iterable[Member]) -> None:
-        """Let the step's `part` own `gradients`; those that were dropped before are forgotten."""
+        """Let the step's `part` own `gradients`; gradients dropped before are forgotten."""
         part.arrivals.update(dict.fromkeys(gradients, REACHED))
         self.backward_part = part
         self._final.clear()

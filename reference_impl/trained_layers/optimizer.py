@@ -57,11 +57,11 @@ def pending(members: Mapping[torch.Tensor, Member], params: Iterable[torch.Tenso
 class TrainedLayersOptimizer(HostedOptimizer):
     """The optimizer of `TrainableLayerStreamer` or `ShardStreamer`: use it in the wrapped one's place.
 
-    Its groups stay those of the wrapped optimizer. `step()` returns when the update is prepared; the next forward
-    carries it out, block by block, with the global norm of all gradients. Of shards the step is a collective wherever
-    gradients are clipped or checked for overflow: no rank may leave it out. Gradients are on the host from backward on:
-    a stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second
-    backward adds to its gradient. docs/reliability.md has the promise for a step that raises.
+    Its groups stay the wrapped optimizer's. `step()` returns when the update is prepared; the next forward carries it
+    out, block by block, with the global norm of all gradients. Of shards the step is a collective wherever gradients
+    are clipped or checked for overflow: no rank may leave it out. Gradients are on the host from backward on: a
+    stand-in on `param.grad` answers `clip_grad_norm_` and GradScaler, is dropped by `zero_grad`, and a second backward
+    adds to its gradient. docs/reliability.md has the promise for a step that raises.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.
@@ -112,7 +112,8 @@ class TrainedLayersOptimizer(HostedOptimizer):
         return self._failures.noting_status_on_error()
 
     def finish_update(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
-        """Make the live current stream see new weights of `params`; queue the updates of those that come `ahead`."""
+        """Make the live current stream see new weights of `params`; queue the updates of the parameters that come
+        `ahead`."""
         members = pending(self._members, params)
         if members or self.streamed.unqueued:
             self._finish_update(members, ahead)
@@ -131,7 +132,7 @@ class TrainedLayersOptimizer(HostedOptimizer):
 
     @in_turn
     def _on_final(self, param: torch.Tensor) -> None:
-        """Send a gradient that is final to the host: those of a block together."""
+        """Send a final gradient to the host: a block's gradients together."""
         member = self._members[param]
         if self._leaving.leaves_with_block(member):
             self._leaving.note_final(member, self._send_final)
@@ -152,8 +153,8 @@ class TrainedLayersOptimizer(HostedOptimizer):
     def accumulate(self) -> Iterator[None]:
         """Let gradients of shards add up, on the host: run all backwards of a step but the last inside.
 
-        Those that FSDP2 does not reduce add up without it, those of `model.set_requires_gradient_sync(False)` among
-        them, on the device.
+        Gradients that FSDP2 does not reduce add up without it on the device, among them gradients under
+        `model.set_requires_gradient_sync(False)`.
         """
         self._leaving.adds_shards = True
         yield

@@ -4,7 +4,7 @@
 It takes the place of torch's CPUOffloadPolicy. A gather finds its shards on the device, where they have been copied a
 module ahead, in forward and in backward. Reduced gradients are copied out as they arise. In the next forward each
 shard is updated on the device just before its gather. It changes no arithmetic: with exact states all weights, masters,
-moments and losses are bitwise those of FSDP2 without offload.
+moments and losses are bitwise equal to FSDP2's without offload.
 
 Explained in docs/distributed.md.
 """
@@ -61,7 +61,7 @@ class ShardStreamer(Shown, ClosedAtExit):
             `torch.optim.Muon`, which has whole matrices by turns, see `distributed.matrix_owners`.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
-        prefetch: how many modules' shards may wait on the device, or be on their way, beside those being gathered.
+        prefetch: how many modules' shards may wait on the device, or be on their way, beside the module being gathered.
 
     Raises on every rank, before anything is moved: ValueError for an unsharded model, an offload policy, a smaller mesh
     after forward, a trained parameter without a group or an option out of range; TypeError for an optimizer other than

@@ -4,8 +4,8 @@
 The weights, gradients and optimizer states of all blocks are kept on the host. A block's weights are prefetched one
 layer ahead of its forward; there its states stream through the device and are updated. They are copied in again for
 backward, where the block is recomputed and its gradients are offloaded. It does not shard, and it does not change the
-arithmetic: with exact states all weights, masters, moments and losses are bitwise those of the same model without
-offload, with the same recomputation.
+arithmetic: with exact states all weights, masters, moments and losses bitwise equal the same model's without offload,
+with the same recomputation.
 
 Explained in docs/larger-than-gpu.md.
 """
@@ -85,10 +85,10 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
             clipped or added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
-        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident ones are first those of
-            weights outside the blocks, then of parameters all along, in the format of streamed ones. Of the rest some
-            whole parameters are updated on the CPU, with exact fp32 masters and moments whatever `streaming` says, but
-            not with `backward_overlap="update"`.
+        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident states belong first to weights
+            outside the blocks, then to parameters all along, in the format of streamed ones. The CPU share is some
+            whole parameters of the rest, with exact fp32 masters and moments whatever `streaming` says, and not with
+            `backward_overlap="update"`.
         cpu: threads and buckets of the CPU share, see `CpuUpdate`; `overlap_forward` is not used here.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
         resident_layers: keep so many layers' worth of weights on the device, spread evenly: every block keeps the same
@@ -304,7 +304,7 @@ def _checked(layers: object) -> list[nn.Module]:
 
 
 def _check_options(*, inputs: str, backward_overlap: str, streaming: object, cpu: object) -> None:
-    """Raise ValueError for an option that is none of those there are."""
+    """Raise ValueError for an unknown value of an option."""
     if backward_overlap not in ("gradients", "update"):
         raise ValueError(
             f"backward_overlap={backward_overlap!r}; expected 'gradients' or 'update'; try 'gradients'"

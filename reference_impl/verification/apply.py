@@ -97,7 +97,7 @@ class AppliedPlan(Shown, ClosedAtExit):
     def close(self) -> None:
         """Leave the model as it was and give the host memory back.
 
-        All mechanisms are closed, and the first error is raised at the end. Again, it closes those that have failed.
+        All mechanisms are closed, and the first error is raised at the end. Again, it closes the ones that have failed.
         """
         undo_all(self._undo)
 
@@ -215,7 +215,7 @@ def apply_plan(
         close_behind(error, lambda: undo_all(undo))
         raise
     if isinstance(stepped, HostedOptimizer) and _formula(execute) is None:
-        # States would stay on the device beside those that have taken their place.
+        # States would stay on the device beside the ones that have taken their place.
         optimizer.state.clear()
         stepped.take_place_of(optimizer)
     return applied
@@ -302,7 +302,7 @@ def _spread(ranks: int) -> str:
 
 
 def activation_offloader(model: nn.Module, *, mode: str, **options: Any) -> Offloader:
-    """Attach the offloader that a plan calls `mode` to `model`; `options` are those of its class."""
+    """Attach the offloader that a plan calls `mode` to `model`; `options` are its class's."""
     match mode:
         case "checkpoint":
             return CheckpointOffloader(model, **options)

@@ -27,7 +27,7 @@ class PlainAdamW:
     """
 
     def __init__(self, model: nn.Module, *, max_grad_norm: float | None = None, **options: Any) -> None:
-        """Copy the masters; `options` are those of `torch.optim.AdamW`."""
+        """Copy the masters; `options` are `torch.optim.AdamW`'s."""
         self._params = [param for param in model.parameters() if param.requires_grad]
         self._max_grad_norm = max_grad_norm
         self._chunks = [_Chunk(params, options) for params in _cut(self._params)]

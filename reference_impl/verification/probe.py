@@ -143,7 +143,7 @@ def _memory(device: Device, sizes: ProbeSizes) -> dict[str, Any]:
 def launch_s(device: Device) -> float:
     """Return the seconds that the host takes to launch a kernel of an eager forward and backward, the median of steps.
 
-    Kernels are those that a trace counts, so that a step of a traced model takes at least as many times this.
+    Kernels are counted as in a trace, so that a step of a traced model takes at least as many times this.
     """
     model = Decoder(_NARROW).to(device.torch_device, torch.bfloat16)
     ids = torch.zeros(1, 64, dtype=torch.int64, device=device.torch_device)

@@ -44,7 +44,7 @@ class RealWorkload(Workload):
         return loss
 
     def _with_images(self, ids: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return `ids` (int64, sequences and tokens) that begin with those of LLaVA's images, and the images' noise."""
+        """Return `ids` (int64, sequences and tokens) that begin with LLaVA's image ids, and the images' noise."""
         size, patch = (self.config["vision_config"][name] for name in ("image_size", "patch_size"))
         token = self.config["image_token_index"]
         count = self.images * (size // patch) ** 2

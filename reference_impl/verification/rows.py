@@ -141,7 +141,7 @@ def weight_rows(scale: Scale) -> Iterator[Mechanism]:
     with torch.device("meta"):
         block = workload.new_model().layers[0]
     frozen = sum(param.numel() for param in block.parameters() if not param.requires_grad)
-    # The block in use and those ahead of it lie on the device.
+    # The block in use and the blocks ahead of it lie on the device.
     away = workload.shape.layers - 1 - _PREFETCH
     yield Mechanism(
         name=f"LoRA, frozen weights of {workload.shape.layers} layers streamed",

@@ -29,7 +29,7 @@ def saved_bytes(
 ) -> int:
     """Return the bytes that only the first `layers`, or only the modules called `inputs_of`, save.
 
-    Of those modules only the inputs count. Storages below `min_bytes` and parameters never do.
+    Of these modules only the inputs count. Storages below `min_bytes` and parameters never do.
     """
     model = workload.model(device)
     ids = next(workload.batches(device))[0]

@@ -54,16 +54,16 @@ class TracedStep:
     """Memory and work of one step of a model beside its weights, its optimizer and the inputs, in bytes.
 
     `weights_bytes` are the bytes of the weights, `weights_allocated_bytes` CUDA's allocation for them.
-    `gradients_bytes` are those of the trained weights' gradients, if each has one; `without_gradients` counts elements
-    without one. `blocks_without_backward` stand before the first trained block. `layer_bytes` stay alive of each block
-    after its forward. `peaks` are the most bytes alive in each span: "forward and loss" ends at the begin of the last
-    block's backward, each block's backward is one span, and "end of backward" follows the first block's. Finished
-    gradients count in `peaks`, and not in `peaks_without_gradients`: there each gradient leaves once it is finished,
-    as under `HybridDeviceOptimizer`. `flops` counts matrix products and attention, `moved_bytes` the reads and writes
-    of all other kernels, `kernels` both. `saved_by` are the bytes alive behind the loss, by the operation that made
-    them. `alive_at_peak` are those of the highest peak, the largest first, by the modules in whose forward they were
-    made: "gradients" are the finished ones, and "backward" made all others. `assumptions` lists the statements that
-    were taken for granted.
+    `gradients_bytes` are the trained weights' gradients, if each has one; `without_gradients` counts elements without
+    one. `blocks_without_backward` stand before the first trained block. `layer_bytes` stay alive of each block after
+    its forward. `peaks` are the most bytes alive in each span: "forward and loss" ends at the begin of the last block's
+    backward, each block's backward is one span, and "end of backward" follows the first block's. Finished gradients
+    count in `peaks`, and not in `peaks_without_gradients`: there each gradient leaves once it is finished, as under
+    `HybridDeviceOptimizer`. `flops` counts matrix products and attention, `moved_bytes` the reads and writes of all
+    other kernels, `kernels` both. `saved_by` are the bytes alive behind the loss, by the operation that made them.
+    `alive_at_peak` are the bytes of the highest peak, the largest first, by the modules whose forward made them:
+    "gradients" are the finished ones, and "backward" made all others. `assumptions` lists the statements that were
+    taken for granted.
     """
 
     weights_bytes: int

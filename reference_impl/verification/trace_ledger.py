@@ -165,7 +165,8 @@ class TraceLedger(TorchDispatchMode):
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
     def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
-        """Record the results of `operation`: first the storages that it has freed already, then those of `tensors`."""
+        """Record the results of `operation`: first the storages that it has freed already, then the storages of
+        `tensors`."""
         module = self.modules[-1] if self.modules else ""
         if temporary_bytes:
             now = self._operations
@@ -277,7 +278,7 @@ def _registered(packet: Any) -> Callable[..., int]:
 
 
 def _attention(query: int, causal: int, *, score_products: int, value_products: int) -> Callable[..., int]:
-    """Return the counter of an attention kernel, by the heads of its query, which may be more than those of its keys.
+    """Return the counter of an attention kernel, by the heads of its query: its keys may have fewer.
 
     Torch's registry refuses such shapes before 2.12, and counts causal attention in full; a kernel leaves out the pairs
     that the mask hides. `query` and `causal` are the places of the arguments, by the schemas of

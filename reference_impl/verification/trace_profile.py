@@ -123,7 +123,7 @@ def _frozen_layers(model: nn.Module) -> list[int]:
 def _step(
     checkpointing: bool, traces: Sequence[TracedStep], grows: Callable[..., dict[str, float]]
 ) -> dict[str, Any]:
-    """Return a step whose sizes `grows` makes of those in each of `traces`."""
+    """Return a step with sizes made by `grows` from the sizes in each of `traces`."""
     one = traces[0]
 
     def each(name: str) -> dict[str, dict[str, float]]:

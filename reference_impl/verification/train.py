@@ -64,9 +64,9 @@ def train(
 ) -> Trained:
     """Train from the first weights with `attach`'s optimizer and leave nothing behind; `on_step` follows each step.
 
-    Without `fixed_order` the kernels are those that users get: faster, and no two runs need be bitwise the same.
-    `steps` ends the run early. Where it is not timed, the ledger counts the last steps too, as a budget of activations
-    on the CPU twin needs.
+    Without `fixed_order` the kernels are as for users: faster, and no two runs need be bitwise the same. `steps` ends
+    the run early. Where it is not timed, the ledger counts the last steps too, as a budget of activations on the CPU
+    twin needs.
     """
     gc.collect()
     batches = islice(workload.batches(device), steps)

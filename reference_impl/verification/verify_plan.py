@@ -148,7 +148,7 @@ class PlanVerification:
 
 @dataclass(frozen=True)
 class _Run:
-    """One training of a plan's model: with the plan or without it, for `steps` or those of the workload.
+    """One training of a plan's model: with the plan or without it, for `steps` or the workload's steps.
 
     Without `fixed_order` it is about the kernels that users get, so the order of additions is left to them.
     """
@@ -315,7 +315,7 @@ def _quantity(name: str, predicted: float, measured: float) -> Quantity:
 
 
 def _needed_bytes(device: Device, planned: PlannedRun, predicted: Predicted) -> int:
-    """The device memory of a run; the CPU twin's two tiers, and those of all ranks, are one memory."""
+    """The device memory of a run; the two tiers of all ranks' CPU twins are one memory."""
     if device.is_accelerator:
         return predicted.peak_device_bytes
     spread = planned.workload.spread

@@ -27,8 +27,8 @@ class StepWatch:
     """Reads peak and time after each of the first `STEPS` steps of `optimizer`, and then reports them in one line.
 
     `plan` is a planner's document; of one without a recommendation, or with other entries than the planner's, there is
-    nothing to compare with. On the CPU twin peaks are those of an open ledger. `summary` is None until then.
-    `offload watch` reads `plan`.
+    nothing to compare with. On the CPU twin peaks come from an open ledger. `summary` is None until then. `offload
+    watch` reads `plan`.
     """
 
     def __init__(self, optimizer: Any, device: Device, plan: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from reference_impl.device import Device
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from reference_impl.verification.spread import Spread
 
-# Peaks are those of the third to fifth step: states exist and the activation engine has learnt its headroom. The
-# ledger of the CPU twin slows every operation down, so the steps after them are timed.
+# Peaks are taken in the third to fifth step: states exist and the activation engine has learnt its headroom. The ledger
+# of the CPU twin slows every operation down, so the steps after them are timed.
 FIRST_MEASURED, FIRST_TIMED = 2, 5
 
 

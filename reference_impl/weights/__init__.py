@@ -8,7 +8,7 @@
 - host copy: a block's bytes on the host, pinned, or in ordinary memory (mapped files) behind pinned staging buffers.
 - absent: describes a tensor without its bytes on the device; it refuses computation.
 - visit: a block's turn in forward, backward or evaluation; the learnt order of visits is the forecast.
-- window: the blocks on the device: those in use and the next few.
+- window: the blocks on the device: the ones in use and the next few.
 - resident: frozen bytes that stay on the device for good.
 
 Explained in docs/layer-streaming.md and docs/larger-than-gpu.md.

@@ -89,7 +89,7 @@ class Loader:
         return lambda: event
 
     def in_turn(self, start: Callable[[], Event]) -> Started:
-        """Have the thread `start` a copy behind those that it was given before."""
+        """Have the thread `start` a copy behind its earlier copies."""
         return functools.partial(self._thread.wait, self._thread.submit(start), deadline_s=_DEADLINE_S)
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class PageableCopy:
     """The bytes as they lie in ordinary memory, mapped files included; nothing is copied on the host for good."""
 
     def __init__(self, staging: Staging, sources: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
-        """Keep `sources`, or copies of those on the device."""
+        """Keep `sources`, or copies of them if they are on the device."""
         self._staging = staging
         self._offsets = offsets
         self.parts = [source.cpu() for source in sources]

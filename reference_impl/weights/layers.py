@@ -60,7 +60,7 @@ class LayerStreamer(Shown, ClosedAtExit):
     Args:
         model: whose other tensors are moved to the device.
         modules: the blocks, in the order of the forward.
-        storages: for each block those that may stream; of these it keeps `allowances` bytes on the device.
+        storages: for each block the storages that may stream; of these it keeps `allowances` bytes on the device.
         host: keeps the bytes; closed with this.
 
     It touches nothing until it is attached, so that whoever closes it knows it by then.
@@ -100,7 +100,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         """Take the storages of each block over that are `streamed`. After an error `close` leaves the model as it was.
 
         Args:
-            streamed: for each block those beyond its allowance, see `beyond`.
+            streamed: for each block the storages beyond its allowance, see `beyond`.
             prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
             lingering: how many more stay there that have been used.
 
@@ -143,7 +143,7 @@ class LayerStreamer(Shown, ClosedAtExit):
     def gathered(self, layer: nn.Module | None = None) -> Iterator[None]:
         """Have the weights of `layer`, or of all blocks, as ordinary device tensors, to read or change them.
 
-        Afterwards they are taken over again as they are then, except those that were moved off the device.
+        Afterwards they are taken over again as they are then, except weights moved off the device.
         """
         # Somebody may have kept a method that gathers first.
         blocks = [
@@ -282,7 +282,7 @@ class LayerStreamer(Shown, ClosedAtExit):
 
 
 def beyond(storages: Sequence[BlockStorage], allowance_bytes: int) -> list[BlockStorage]:
-    """Return those of a block's storages that do not stay on the device."""
+    """Return the storages of a block that do not stay on the device."""
     keep = kept([storage.size_bytes for storage in storages], allowance_bytes)
     return [storage for storage, is_kept in zip(storages, keep, strict=True) if not is_kept]
 

@@ -170,7 +170,7 @@ def _owners(blocks: Iterable[nn.Module]) -> dict[int, int]:
 
 
 def plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor, bool]]:
-    """Yield every strided tensor of `model`, those inside packed ones too: its module, name, and whether it trains.
+    """Yield every strided tensor of `model`, also inside packed ones: its module, name, and whether it trains.
 
     Raises ValueError for a sharded parameter, and for a packed one that does not name its tensors.
     """
@@ -236,7 +236,7 @@ def placed(flat: torch.Tensor, tensor: torch.Tensor, shift_bytes: int) -> torch.
 def move(model: nn.Module, device: torch.device) -> None:
     """Move the storages of the model's tensors to `device`, as far as they are elsewhere.
 
-    The tensors stay the same objects; those that share a storage still do, and gradients go along.
+    The tensors stay the same objects; tensors that share a storage still do, and gradients go along.
     """
     by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
     for _, _, tensor, _ in plain_tensors(model):

@@ -140,7 +140,7 @@ class Homes:
     ) -> HomeCopy:
         """Return the home of block `index`, with the elements of `sources`. Raises HostMemoryError, RuntimeError.
 
-        RuntimeError: the block's weights are not those that were lent.
+        RuntimeError: the block's weights differ from the lent ones.
         """
         shape = list(offsets), size_bytes
         if index not in self._copies:
@@ -171,8 +171,8 @@ class TrainedWeights(LayerStreamer):
         model, modules, storages, device, allowances: see `LayerStreamer`.
         homes: the host memory of the weights.
         finish_update: makes the weights of trained parameters new, on the device and at home, as far as the optimizer
-            has begun to change them; called with those of one block before anybody reads them. If the block is on the
-            device for its forward, parameters of the next blocks are passed too, as `ahead`.
+            has begun to change them; called with one block's parameters before anybody reads them. If the block is on
+            the device for its forward, parameters of the next blocks are passed too, as `ahead`.
         changed: is told which parameters the user has changed while they were lent.
         noting_status_on_error: weights come and go inside it, so that the optimizer hears of a lost device.
         passed: hears that backward is about to begin another block. A block that it has passed then lingers for the

@@ -161,7 +161,7 @@ class Window:
         return [block for block in upcoming[: self.capacity] if block.is_loaded]
 
     def _hold(self, wanted: list[VisitingBlock]) -> None:
-        """Have `wanted` on the device, and of the others as many as fit, those that are needed first."""
+        """Have `wanted` on the device, and as many others as fit, the first needed first."""
         loaded = self.loaded
         missing = [block for block in wanted if not block.is_loaded]
         excess = len(loaded) + len(missing) - max(self.capacity, len(wanted))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol of an update formula, and helpers that its forms share.
 
-An algorithm of elements says one formula in three forms, all over fp32 (`matrices` has those of whole matrices):
+An algorithm of elements says one formula in three forms, all over fp32 (`matrices` has algorithms of whole matrices):
 
 - `update`: lists of views in one call of torch's fused kernel, on any device. It is the kernel that `torch.optim`
   calls with `fused=True`, so results are bitwise torch's on the same device.
@@ -37,7 +37,7 @@ class AnyAlgorithm(Protocol):
 
     @property
     def kernels(self) -> Mapping[str, Any]:
-        """Options of torch's class that choose among its kernels, with those of the same bits as ours."""
+        """Options of torch's class that choose among its kernels, with the values that give the same bits as ours."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:

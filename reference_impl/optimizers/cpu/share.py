@@ -44,7 +44,7 @@ class CpuShare:
         algorithm: the formula, run by torch's fused kernel on the CPU.
         options: threads (None for `threads_beside`), size of a bucket, whether staging is pinned.
         whole_members: never split a member between buckets.
-        gradients: brings gradients to the host, those of another share, too, if they leave with these.
+        gradients: brings gradients to the host, also another share's if they leave with these.
         follows_writes: masters follow weights written past every counter, see `compare`.
     """
 
@@ -246,7 +246,8 @@ class CpuShare:
             self._publisher.release(member)
 
     def _take_over(self, task: Task, written: Container[Member]) -> None:
-        """Set masters of the task to those elements of weights `written` by others that they do not round to."""
+        """Set the task's masters to weights `written` by other code, in each element that the master does not round
+        to."""
         for piece, begin, end in (span for block in task.blocks for span in block):
             if piece.member in written:
                 start = piece.start + begin - piece.offset

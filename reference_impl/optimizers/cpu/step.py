@@ -46,7 +46,7 @@ class CpuStep:
         return (None if scale == 1.0 else torch.tensor(scale)), found != 0
 
     def factors(self, member: Member) -> tuple[float, ...]:
-        """Return the factors of a member's gradient, in order, those of exactly 1 left out."""
+        """Return the factors of a member's gradient, in order, without factors of exactly 1."""
         indices = self._factors.get(member)
         if not indices:
             return ()

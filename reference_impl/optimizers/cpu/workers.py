@@ -54,9 +54,10 @@ def cpu_budget() -> int:
 def threads_beside(streamed_bytes: float) -> int:
     """Return how many threads should update while `streamed_bytes` of states stream in for each element of theirs.
 
-    As many as are done when those have come, a third of this rank's cores at least. More would take memory bandwidth
-    from the copies, and time from the thread that launches kernels: with 14 a step took 3 to 12 % longer than with 5,
-    and at times twice as long (one NVIDIA H200, 16 cores; docs/optimizer-offloading.md, "Update threads").
+    Enough threads to be done when the streamed states have come, and at least a third of this rank's cores. More would
+    take memory bandwidth from the copies, and time from the thread that launches kernels: with 14 a step took 3 to 12 %
+    longer than with 5, and at times twice as long (one NVIDIA H200, 16 cores; docs/optimizer-offloading.md, "Update
+    threads").
     """
     if not streamed_bytes:
         return cpu_budget()

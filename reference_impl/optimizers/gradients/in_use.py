@@ -56,7 +56,7 @@ def take_out(member: Member) -> None:
 
 
 def in_use(members: Iterable[Member]) -> list[Member]:
-    """Return those of `members` with the gradient of the last step and without a waiter for the new weight."""
+    """Return the `members` with the gradient of the last step and without a waiter for the new weight."""
     return [member for member in members if member.pending and isinstance(member.param.grad, GradientInUse)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradients of an optimizer's members: the offloaded ones, and those used by a step.
+"""The gradients of an optimizer's members: the offloaded ones, and the ones used by a step.
 
 An offloaded gradient has a stand-in on its parameter's `.grad`. A step uses the gradient only if the stand-in is
 still there: a user who drops or replaces it drops the gradient. Explained in docs/optimizer-offloading.md.
@@ -26,12 +26,12 @@ _USES_OF_ONE_TENSOR = 2
 
 
 class LeavingGradients(StepGradients):
-    """Sends gradients off and finds those of a step.
+    """Sends gradients off and finds a step's gradients.
 
     Args:
         host: brings them there.
         leave_in_backward: gradients of members with a part on the host leave before `step()`.
-        sharded_too: those of DTensors, too.
+        sharded_too: gradients of DTensors, too.
         sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
             each sum leaves again.
         measures: norms are taken. Without it an update may use a gradient at once.
@@ -201,7 +201,7 @@ class LeavingGradients(StepGradients):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return gradients as `StepGradients.to_use`; those that have to go to the host and are here are sent."""
+        """Return gradients as `StepGradients.to_use`; gradients here that have to go to the host are sent."""
         listed = [member for member in members if member not in self.used_in_backward]
         wait_for(self.used_by_nobody(listed))
         used: dict[Member, torch.Tensor] = {}
@@ -272,7 +272,7 @@ class LeavingGradients(StepGradients):
         return found
 
     def norms(self, gradients: Mapping[Member, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the fp32 norms of all gradients, as they are now: first of those that were sent, if they have one."""
+        """Return the fp32 norms of all gradients, as they are now: first of sent gradients, if they have one."""
         norms = []
         for member in (member for member in gradients if member.arrival is not None):
             stand_in, norm = member.placeholder, self._host.norms.get(member)
@@ -330,7 +330,7 @@ class LeavingGradients(StepGradients):
         self._host.discard(members)
 
     def being_read(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` with their gradient itself in place and without a waiter for the new weight."""
+        """Return the `members` with their gradient itself in place and without a waiter for the new weight."""
         self._host.fence()
         return [m for m in members if m.pending and not isinstance(m.gradient, GradientStandIn | None)]
 

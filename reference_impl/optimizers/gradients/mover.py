@@ -25,7 +25,7 @@ class GradientMover:
     """Copies gradients of members to where each of their pieces is left on the host.
 
     At most `in_flight_bytes` of them, or one that is longer, are on their way before compute waits; with 0 it waits for
-    each. `norms` are those of the gradients sent off for the next step, fp32, 0-dim, on the device.
+    each. `norms` of the gradients sent off for the next step are fp32, 0-dim, on the device.
     """
 
     def __init__(self, device: Device, *, in_flight_bytes: int = GRADIENTS_IN_FLIGHT_BYTES) -> None:
@@ -107,7 +107,7 @@ class GradientMover:
                 for piece in member.pieces:
                     landed = self._device.copy(self._targets[piece], flat[piece.start : piece.stop])
                     if landed is not REACHED:
-                        # It comes behind those before it.
+                        # It comes behind the earlier ones.
                         self._landed = landed
                         landings.append(landed)
             arrival = together(self._device.record(), *landings)

@@ -2,7 +2,7 @@
 """The gradients of one optimizer's members, as its step uses them.
 
 `StandingGradients` stay on their parameters, where the update reads them. `LeavingGradients` are on the host by then,
-or partly so; those of streamed layers, which leave a block at a time, are in `trained_layers.gradients`.
+or partly so; gradients of streamed layers leave a block at a time, and are in `trained_layers.gradients`.
 
 Explained in docs/optimizer-offloading.md and docs/optimizer-state-offloading.md.
 """
@@ -31,7 +31,7 @@ class PreparedGradients(NamedTuple):
 
 
 class StepGradients(ABC):
-    """The gradients of the members of one optimizer: those of a step, and those that its update still reads.
+    """The gradients of the members of one optimizer: a step's, and the ones that its update still reads.
 
     `measures`: norms are taken; `may_leave`: gradients lose their values in backward. If backward has begun to update,
     `backward_part` is that part of the step, and `rest` has the other gradients, once `step()` was called for them.
@@ -95,7 +95,7 @@ class StepGradients(ABC):
 
     @abstractmethod
     def being_read(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` whose gradient an update still reads in place.
+        """Return the `members` with a gradient that an update still reads in place.
 
         The live current stream waits for copies that read others.
         """

@@ -32,7 +32,7 @@ class OfOneStep:
 
 
 def take_scale(optimizer: object) -> dict[str, Any]:
-    """Return the scale and the overflow flag of this step, None where none is set; forget those of GradScaler."""
+    """Return the scale and the overflow flag of this step, None where none is set; forget GradScaler's."""
     attributes = vars(optimizer)
     scale, found_inf = attributes.get("grad_scale"), attributes.get("found_inf")
     if found_inf is not None:

@@ -22,7 +22,7 @@ class StandingGradients(StepGradients):
     """Gradients that stay on their parameters until `zero_grad()`, as torch leaves them."""
 
     def __init__(self) -> None:
-        # With their versions: of the prepared step, and those that a begun update still reads.
+        # Gradients with their versions: the prepared step's, and the ones that a begun update still reads.
         self._prepared: dict[Member, tuple[torch.Tensor, int]] = {}
         self._read: dict[Member, tuple[torch.Tensor, int]] = {}
 
@@ -66,7 +66,7 @@ class StandingGradients(StepGradients):
         """Do nothing: no gradient has left."""
 
     def being_read(self, members: Iterable[Member]) -> list[Member]:
-        """Return those of `members` whose gradient an update still reads."""
+        """Return the `members` with a gradient that an update still reads."""
         return [member for member in members if member in self._read]
 
     def forget(self) -> None:

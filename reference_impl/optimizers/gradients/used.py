@@ -18,7 +18,7 @@ from reference_impl.optimizers.step import WorkLostError
 
 
 def standing_on(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
-    """Return the gradients of those of `members` that have one."""
+    """Return the gradients of `members`, for each that has one."""
     return {member: gradient for member in members if (gradient := member.gradient) is not None}
 
 

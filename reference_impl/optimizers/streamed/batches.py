@@ -46,7 +46,7 @@ class MatrixKind(NamedTuple):
         return flat.as_strided((count, rows, columns), (rows * columns, *self.stride))
 
     def bytes_of(self, count: int, widened_bytes: int) -> int:
-        """Return the bytes of scratch that a batch takes, beside those of one matrix's moments in fp32."""
+        """Return the bytes of scratch of a batch, beside one matrix's moments in fp32."""
         work = Work(None, lambda kernel, *given, **options: kernel(*given, **options), None)
         self.algorithm.of_whole(self.stack(count, work), self.algorithm.defaults, work)
         return work.used_bytes + widened_bytes
@@ -70,7 +70,7 @@ class Batches:
     ) -> None:
         """Try the batches of `runs`, the matrices of each chunk in their order, in the scratch `buffer`.
 
-        `widened_bytes` are those of the moments of the longest matrix in fp32, where they are stored in fewer bits. The
+        `widened_bytes` are the bytes of the longest matrix's moments in fp32, if they are stored in fewer bits. The
         host waits for the device, and memory is allocated for a while.
         """
         if not has_batches(self._device):
@@ -87,7 +87,7 @@ class Batches:
                     self._exact[kind, len(places)] = self._is_exact(kind, len(places), buffer)
 
     def of(self, kinds: Sequence[MatrixKind | None]) -> Iterator[tuple[MatrixKind | None, Sequence[int]]]:
-        """Yield which matrices, by their places in `kinds`, run together: those of one kind, or one by itself."""
+        """Yield the matrices that run together, by their places in `kinds`: several of one kind, or one by itself."""
         for kind, places in self._divided(kinds):
             if kind is not None and self._exact.get((kind, len(places)), False):
                 yield kind, places

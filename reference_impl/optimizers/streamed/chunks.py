@@ -31,7 +31,7 @@ LOW = "master_low"
 TIES = "master_ties"
 # Pieces in a compact chunk begin at multiples of so many elements, so that their scales begin at 16 bytes.
 COMPACT_ALIGNMENT = 8 * ALIGNMENT_ELEMENTS
-# The launches of a matrix's update, in those of a fused kernel's.
+# The launches of a matrix's update, in launches of a fused kernel.
 _COST_OF_MATRIX = 4
 # Of storage, whose copies take the launches of one kernel.
 _COST_1_BYTES = 128 * 2**20
@@ -41,10 +41,10 @@ _SECTION_BYTES = 256
 class Part(NamedTuple):
     """The elements of one member that the streamed share updates.
 
-    The states of `streamed` elements are copied in and out. Those of `resident` elements stay on the device, in fp32,
-    and those of `staying` ones too, in the format of streamed ones. With `is_split` the CPU updates other elements of
-    the same member, so new weights do not go into the parameter: they are kept apart until somebody writes all of
-    them together.
+    The states of `streamed` elements are copied in and out. States of `resident` elements stay on the device, in fp32;
+    states of `staying` ones stay too, in the streamed format. With `is_split` the CPU updates other elements of the
+    same member, so new weights do not go into the parameter: they are kept apart until somebody writes all of them
+    together.
     """
 
     streamed: range
@@ -110,8 +110,7 @@ class Chunk:
     The weights of all pieces visit from `home`, together, or stay on the device (None). `matrices` is the formula for
     pieces as whole matrices; None for the formula of elements. The update of one that `exchanges` is a
     collective: ranks share its matrices. Moments are `compact`, in 8 bits with scales, or one kernel updates elements
-    whose moments are `rounded` to fewer bits than fp32. `runs` are the pieces again, those that lie side by side
-    together.
+    whose moments are `rounded` to fewer bits than fp32. `runs` are the pieces again, adjacent ones together.
     """
 
     pieces: tuple[Piece, ...]
@@ -219,7 +218,7 @@ class Chunk:
 
 
 class StreamedWeights:
-    """The weights that chunks update: those in the parameter, or for split members a separate tensor."""
+    """The weights updated by chunks: the parameter's own, or for split members a separate tensor."""
 
     def __init__(self) -> None:
         self._apart: dict[Member, tuple[int, torch.Tensor]] = {}
@@ -361,7 +360,8 @@ def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def spread(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return `chunks`, by deadline, with those of elements at the end among the last half of matrices before them.
+    """Return `chunks`, by deadline, with the last chunks of elements moved among the last half of the matrices before
+    them.
 
     Products of matrices take longer than their copies, and updates of elements less. A table at the end of the forward
     would wait for the link, which has been idle before.
@@ -385,7 +385,7 @@ def _rounded_up(numel: int, alignment: int) -> int:
 
 
 def runs_of(pieces: Iterable[Piece]) -> tuple[PieceSpan, ...]:
-    """Return the pieces of a chunk, those together whose weights lie side by side in their home as in the chunk."""
+    """Return the pieces of a chunk; pieces with weights side by side in their home as in the chunk are together."""
     found: list[list[Piece]] = []
     for piece in pieces:
         if found and _follows(piece, found[-1][-1]):

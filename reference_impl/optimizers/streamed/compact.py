@@ -248,7 +248,7 @@ class CompactOperands(NamedTuple):
     """The tensors of one piece, flat; weights and states are written.
 
     `weight`, `low`, `master` and `gradient` are as in `packing.Operands`; `low` is int8 or int16. `codes` and `scales`
-    are those of `exp_avg` and `exp_avg_sq`. `low` and `codes` are of whole blocks, however long the piece is; `scales`
+    belong to `exp_avg` and `exp_avg_sq`. `low` and `codes` are of whole blocks, however long the piece is; `scales`
     (int16) have one number a block.
     """
 

@@ -2,7 +2,7 @@
 """The formulas of elements as parts of a GPU's kernels: each makes the bits of its source in `algorithms`.
 
 Imported where a kernel runs, because triton comes with torch's builds for GPUs only. A kernel that has one of them is
-launched without fused products and sums; quotients and roots are those of IEEE 754.
+launched without fused products and sums; quotients and roots follow IEEE 754.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def halved(master):
 
 @triton.jit
 def narrowed(bits, noise):
-    """Return fp32 bits (int32) rounded to those of bf16 by 16 bits of noise, as `packing.narrow`."""
+    """Return fp32 bits (int32) rounded to bf16 by 16 bits of noise, as `packing.narrow`."""
     magnitude = bits & _MAGNITUDE
     finite = magnitude < _INFINITY
     rounded = tl.minimum((magnitude + tl.where(finite, noise, 0)) >> 16, 0x7F7F)

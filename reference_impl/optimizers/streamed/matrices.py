@@ -207,7 +207,7 @@ class MatrixUpdate:
         matrices: Sequence[tuple[Piece, Matrix]],
         step: Applied,
     ) -> None:
-        """Update matrices one after the other, or those of one kind together."""
+        """Update matrices one after the other, or matrices of one kind together."""
         for kind, places in self._batches.of(self._kinds(chunk, states.pieces)):
             step.work.reuse()
             if kind is None:

@@ -390,7 +390,7 @@ class RoundedUpdate:
         self._zero = torch.zeros((), device=device.torch_device)
 
     def any_numbers(self) -> torch.Tensor:
-        """Return a row of numbers as those of `numbers` are, of the defaults."""
+        """Return a row of numbers in the form of `numbers`, from the defaults."""
         table = self._algorithm.numbers_by_step(group_defaults(self._algorithm), self._zero[None])
         return aligned_rows(table)[0]
 

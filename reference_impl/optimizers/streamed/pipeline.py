@@ -3,10 +3,10 @@
 
 Copies in run on the H2D stream, updates on a stream of their own, copies out on the D2H stream. The events of a chunk
 order its three stages, and the event of a slot orders its next chunk behind its last. As soon as a chunk's copy out is
-queued, its slot takes the next waiting chunk, long before that one's turn: both directions of the link begin at once.
-The host waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond the awaited ones. The forward that hides
-the update is launched after them: a full launch queue would make the host wait for most of the update. Slots free at
-the end take the first chunks of the next step; these arrive behind forward and backward.
+queued, its slot takes the next waiting chunk, long before its turn: both directions of the link begin at once. The host
+waits for nothing, and queues few chunks (`_QUEUED_AHEAD`) beyond the awaited ones. The forward that hides the update is
+launched after them: a full launch queue would make the host wait for most of the update. Slots free at the end take the
+first chunks of the next step; these arrive behind forward and backward.
 
 Chunks of resident states with gradients from the host have slots of their own, as long as their gradients. Such a
 slot is free long before one read by a copy out, and neither kind waits for the other.
@@ -54,7 +54,7 @@ class ChunkQueue:
     """The chunks that one step updates, in order, and its numbers: None once all of them are queued.
 
     `chunks_until` counts, for each member, how many of them make its weight new. `at_once` are queued at once.
-    `numbers` are those of the kernels. Chunks whose updates are collectives have these `exchanges` places, counted from
+    `numbers` are the kernels' numbers. Chunks whose updates are collectives have these `exchanges` places, counted from
     1; `due` counts, for each member, how many of them are to be queued with it, by the order of the forward alone.
     """
 
@@ -87,14 +87,14 @@ class StreamedPipeline:
     def __init__(
         self, device: Device, algorithm: Algorithm, *, ahead: int | None = None, follows_writes: bool = True
     ) -> None:
-        """Queue chunks of at most `ahead` launches beyond those awaited, by default `_QUEUED_AHEAD`."""
+        """Queue chunks of at most `ahead` launches beyond the awaited ones, by default `_QUEUED_AHEAD`."""
         self._device = device
         self._launches_ahead = _QUEUED_AHEAD if ahead is None else ahead
         self._exchanges_ahead = _EXCHANGES_AHEAD if self._launches_ahead else 0
         # The chunks that so many launches are.
         self._ahead = 0
         self._update = ChunkUpdate(device, algorithm, follows_writes=follows_writes)
-        # For chunks with incoming states, and for those with gradients alone.
+        # For chunks with incoming states, and for chunks with gradients alone.
         self._slots, self._gradient_slots = Slots(device), Slots(device)
         # Chunks on the device or on their way in, not updated yet, in the order of their copies.
         self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
@@ -302,7 +302,7 @@ class StreamedPipeline:
         for chunk in self._following.get(chunks[0], chunks) if chunks else ():
             if not self._slots.idle:
                 return
-            # Gradients on the host are those of the last step yet.
+            # Gradients on the host still are the last step's.
             if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
                 self._load(chunk)
 

@@ -239,7 +239,7 @@ class StreamedShare:
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks in the order of their updates: that of the next forward.
 
-        Before these come those of split members, which a CPU worker waits for. If some stay on the device, so do the
+        Before these come chunks of split members: a CPU worker waits for them. If some stay on the device, so do the
         first that come in: their copies out and the next ones in begin at once. Elements behind the last matrix come
         among matrices before it (`spread`). Collective updates follow the deadlines alone, the same on all ranks.
         """
@@ -312,7 +312,7 @@ class StreamedShare:
         Chunks go in the order of `chunks`: the first at once, others as `wait_for` asks for them, then the copies of
         the next step's first chunks. `gradients` of other members are passed over; each has the shape of its (local)
         parameter and is kept until `wait_for`. Each step copies every chunk that it touches in and out, so one step of
-        all members is best. Without a decision gradients are used as they are. `arrived` and `factors` are those of
+        all members is best. Without a decision gradients are used as they are. `arrived` and `factors` belong to
         gradients on the host, see `StreamedStep`.
         """
         self._prepared = None
@@ -440,7 +440,7 @@ class StreamedShare:
 
     @torch.no_grad()
     def written(self, members: Iterable[Member]) -> list[Member]:
-        """Finish the step, and return those of `members` whose weights are not their masters rounded."""
+        """Finish the step, and return the `members` with weights other than their masters rounded."""
         self.finish(for_writing=False)
         return [member for member in members if not member.is_apart and self._states.is_behind(member)]
 

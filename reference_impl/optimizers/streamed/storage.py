@@ -257,7 +257,7 @@ class StateStorage:
         return elements * each_bytes + crossing * BF16_BYTES
 
     def work_bytes(self, members: Iterable[Member]) -> int:
-        """Return the device bytes of the `Work` that one matrix of `members` at a time needs."""
+        """Return the device bytes of the `Work` for one matrix of `members` at a time."""
         return matrix_work_bytes(members, widens=self._format.moments_dtype != torch.float32)
 
     def host_bytes(self, parts: Mapping[Member, Part]) -> int:

@@ -70,7 +70,7 @@ class ChunkUpdate:
 
     @as_steps_run
     def _build(self, chunk: Chunk) -> None:
-        """Update a few elements like those of `chunk`, so that its kernels are there."""
+        """Update a few elements in the form of `chunk`, so that its kernels are loaded."""
         member, numel = chunk.pieces[0].member, alignment_of(chunk.fields)
         weight = torch.zeros(numel, dtype=member.param.dtype, device=self._device.torch_device)
         buffer = torch.zeros(

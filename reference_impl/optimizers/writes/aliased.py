@@ -3,7 +3,7 @@
 
 A parameter waits for its new weight (`awaited`). A tensor taken from it before (`p.data`, a view, a `state_dict()` that
 was kept) is a plain one. So `step()` waits for such weights itself, as without an attached model. How many tensors
-use a storage, torch counts; those of the optimizer's own are learnt when it makes the states.
+use a storage, torch counts; the optimizer's own are learnt when it makes the states.
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 """
@@ -42,7 +42,7 @@ class AliasedWeights:
             self._own[member] = (uses - before[member]) // sharing[_memory(member)]
 
     def note(self, members: Iterable[Member]) -> None:
-        """Note those of `members` that somebody holds, before their update begins: it makes tensors of them, too."""
+        """Note the `members` held by other code, before their update begins: the update makes tensors of them, too."""
         found = {
             member: uses for member, uses in _uses(members).items() if uses > 1 + self._own.get(member, 0)
         }

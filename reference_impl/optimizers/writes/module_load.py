@@ -24,8 +24,8 @@ from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.model_hooks import ModelHook
 
 _Call = Callable[[Sequence[Member]], None]
-# Raises if a load is forbidden now. Its arguments are the members of the visited modules, and those of them with
-# offloaded gradients whose masters it makes.
+# Raises if a load is forbidden now. Its arguments are the members of the visited modules, and the ones among them with
+# new masters and offloaded gradients.
 CheckLoad = Callable[[Sequence[Member], Sequence[Member]], None]
 
 
@@ -94,7 +94,7 @@ class ModuleLoad:
         self._versions: dict[Member, int] = {}
 
     def before(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        """Wait for the weights, and find those in `state_dict`, and those of them with a loaded master."""
+        """Wait for the weights; find the ones in `state_dict`, and the ones among them with a loaded master."""
         self._wait(self._own)
         names = {id(param): name for name, param in module._parameters.items()}
         values = {member: state_dict.get(prefix + names.get(id(member.param), "")) for member in self._own}
@@ -103,7 +103,7 @@ class ModuleLoad:
         self._kept = [member for member in self._named if _is_kept(member, values[member])]
 
     def after(self, *_: Any) -> None:
-        """Make masters of the written weights, but for those that are kept."""
+        """Make masters of the written weights, but for kept ones."""
         # Somebody else's hook may have renamed keys.
         own = [
             member
@@ -120,7 +120,7 @@ class ModuleLoad:
 
 
 def written(members: Iterable[Member]) -> list[Member]:
-    """Return those of `members` whose weights somebody else has written since their masters were the same."""
+    """Return the `members` with weights written by other code since their masters were the same."""
     # One that is on its way would be asked whether it has arrived: each forward asks of every weight.
     return unanswered(_written, members)
 

@@ -40,7 +40,7 @@ def can_add_up(device: Device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _Summed:
-    """Rows of one table, those of one weight: `[first, first + rows)`, of bytes that begin at `address`."""
+    """One weight's rows of a table: `[first, first + rows)`, of bytes that begin at `address`."""
 
     table: _Table
     index: int
@@ -204,7 +204,7 @@ class WrittenWeights(Generic[_Name]):
 
     Args:
         device, host: the device, and where the copy goes.
-        found: for each table the marks of its weights (int32), and the names of those that were asked for, by place.
+        found: for each table the marks of its weights (int32), and the names of the asked ones, by place.
     """
 
     def __init__(

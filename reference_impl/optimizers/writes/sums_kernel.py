@@ -21,7 +21,7 @@ _WIDTH, _WARPS = 1024, 4
 
 
 def add_up(rows, sums, broken):
-    """Write the sums of the blocks in `rows`, or mark in `broken`, if it is given, those that have other `sums`.
+    """Write the sums of the blocks in `rows`, or mark in `broken`, if it is given, the blocks with other `sums`.
 
     `rows` is (blocks, 3), int64: address, bytes, index of the mark; `sums` (blocks), int64.
     """
