@@ -56,7 +56,7 @@ class SavedTensorEngine:
         self.kept_bytes = 0
         self.recomputed_bytes = 0
         self._min_bytes = min_bytes
-        # Of tensors that have stayed because they are below `min_bytes`.
+        # The largest tensor kept for being below `min_bytes`.
         self.largest_small_bytes = 0
         self._orders = BackwardOrders()
         self.weights = Weights()
@@ -69,7 +69,7 @@ class SavedTensorEngine:
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[ForwardPass]:
-        """Count all that is saved inside as one run: a forward of `model`."""
+        """Count all tensors saved inside as one run: a forward of `model`."""
         self.device.refuse_capture("activation offload")
         self.weights.refresh(model)
         self._kept.clear()
@@ -93,8 +93,8 @@ class SavedTensorEngine:
     ) -> AbstractContextManager[object]:
         """Return a context in which `policy` decides about each saved storage.
 
-        With `only`, a set of the storages' `_cdata`, other storages are left to the hooks that are active outside.
-        `bring_weights` is called before backward uses a weight.
+        With `only`, a set of storages by their `_cdata`, other storages are left to the outer hooks. `bring_weights` is
+        called before backward uses a weight.
         """
         self.device.refuse_capture("activation offload")
         if not self._is_running and (self._run.is_over or not self._run.has_saved):
@@ -135,7 +135,7 @@ class SavedTensorEngine:
         return self._pack(tensor, policy)
 
     def end_block(self) -> ForwardPass:
-        """Note that a block's forward has ended; return the run that it was part of."""
+        """Note that a block's forward has ended; return its run."""
         if torch.is_grad_enabled() and self._run.has_saved:
             self.headroom.end_forward_segment(self._run)
         return self._run
@@ -191,7 +191,7 @@ class SavedTensorEngine:
         return saved
 
     def _movable_extent(self, tensor: torch.Tensor) -> Extent | None:
-        """Return the bytes behind `tensor`, or None where it has to stay."""
+        """Return the bytes behind `tensor`, or None if it has to stay."""
         if not is_plain(tensor, self.device.torch_device):
             return None
         if tensor.nbytes < self._min_bytes:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headroom: how many bytes may be on the device waiting for their copy out, or prefetched.
+"""The headroom: the bytes that may be on the device while they wait for their copy out, or prefetched.
 
-Too many raise the peak, too few stall the compute stream. So the first step, with as few as possible, is measured in
-segments: from one saved storage or block to the next, the loss, from one restored storage to the next. Memory that a
-segment leaves free below the step's peak costs nothing. From then on as many bytes may be in flight or prefetched:
-usually the loss needs gigabytes for an instant, which are free during the rest.
+Too many raise the peak, too few stall the compute stream. So the first step runs with as few as possible, and is
+measured in segments: from one saved storage or block to the next, the loss, from one restored storage to the next.
+Memory below the step's peak that a segment leaves free costs nothing. From then on as many bytes may be in flight or
+prefetched: the loss usually needs gigabytes for an instant, free during the rest.
 
 On an accelerator the first step resets the allocator's peak statistics. On the CPU twin bytes are counted while a
-ledger is open; without one, as few bytes as possible stay in flight. The headroom of a forward of another
-length is not known.
+ledger is open; without one, as few bytes as possible stay in flight. The headroom of a forward of another length is
+unknown.
 
 Explained in docs/activation-offloading.md.
 """
@@ -48,7 +48,7 @@ class MeasuredStep:
         mark_peak(device)
 
     def is_about(self, run: ForwardPass) -> bool:
-        """Whether `run` is the one that is measured."""
+        """Whether `run` is being measured."""
         return self._run() is run
 
     @property
@@ -60,7 +60,7 @@ class MeasuredStep:
     def end(self, movable_bytes: int, live_bytes: int) -> None:
         """End the last segment; `live_bytes` are there as the next step begins.
 
-        Later steps begin with the bytes that this one leaves behind, such as the optimizer's states after the first.
+        Later steps begin with the bytes left behind by this one, such as the optimizer's states after the first step.
         """
         left_bytes = max(live_bytes - self.start_bytes, 0)
         self.end_span(movable_bytes, left_bytes=left_bytes)
@@ -89,11 +89,11 @@ class MeasuredStep:
         self.phase, self._need_bytes = phase, 0
 
     def assume(self, movable_bytes: int) -> None:
-        """Take it that `movable_bytes` are there until the running span ends."""
+        """Assume that `movable_bytes` are there until the running span ends."""
         self._movable_bytes = movable_bytes
 
     def restart_segment(self, movable_bytes: int) -> None:
-        """Begin the running segment anew."""
+        """Restart the running segment."""
         self._need_bytes = 0
         self.begin_span(movable_bytes)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands out blocks of pinned slabs, and takes them back while copies still read them.
+"""Hands out blocks of pinned slabs, and takes them back even before their last copies end.
 
 One arena serves one mechanism. A returned block carries the event of its last copy. The next user orders its own copy
 behind that event on the device, so neither side waits on the host. Blocks of equal size are recycled first: from its
@@ -68,7 +68,7 @@ class _Live:
         self.size_bytes = 0
 
     def add(self, size_bytes: int) -> None:
-        # First, because it may find no memory: closing takes away the bytes that are counted here.
+        # First, because it may find no memory: closing subtracts the bytes counted below.
         host_book.add(live=size_bytes)
         self.size_bytes += size_bytes
 
@@ -79,9 +79,9 @@ class _Live:
 class HostArena:
     """Host memory of one mechanism, at most `limit_bytes` in slabs of `slab_bytes` or more.
 
-    `pinned=False` is for state that only the CPU touches: no copy may read or write it asynchronously. Memory that may
-    not be pinned (see `memory.pinned`) is pageable, and its copies are staged; with `copied` too, all of an arena that
-    is not pinned, under a limit on pinned memory.
+    `pinned=False` is for state of the CPU alone: no copy may read or write it asynchronously. Memory beyond the limit
+    of pinning (see `memory.pinned`) is pageable, and its copies are staged. With `copied`, so are the copies of an
+    unpinned arena under such a limit.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class HostArena:
     ) -> None:
         """`remedy` ends the message when the host lacks the memory; nothing is allocated yet.
 
-        `serves` says whose the bytes are, for `bytes_by_service`.
+        `serves` is the purpose of the bytes, for `bytes_by_service`.
         """
         self._serves = serves
         self._device = device
-        # Blocks are multiples of the alignment: a rest below it is of no use.
+        # Blocks are multiples of the alignment: a smaller rest is useless.
         self._limit_bytes = None if limit_bytes is None else limit_bytes - limit_bytes % ALIGNMENT_BYTES
         self._slab_bytes = slab_bytes
         self._remedy = remedy or "try offloading less"
@@ -114,13 +114,13 @@ class HostArena:
         self._recycled: defaultdict[int, deque[HostBlock]] = defaultdict(deque)
         self._supply = SlabSupply(device, remedy=self._remedy, pinned=pinned)
         self._live = _Live()
-        # An arena that is forgotten without close() leaves nothing in the book.
+        # An arena dropped without close() leaves nothing in the book.
         weakref.finalize(self, self._live.drop)
         _arenas.add(self)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that are handed out."""
+        """Bytes now handed out."""
         return self._live.size_bytes
 
     @property
@@ -134,7 +134,8 @@ class HostArena:
             pass
 
     def reserve_blocks(self, sizes: Iterable[int]) -> None:
-        """Make one slab for blocks of these sizes, or two where only the first of them may be pinned.
+        """Make one slab for blocks of these sizes, or two if only the first of them may be pinned. The blocks have to
+        be allocated in this order. Raises HostMemoryError.
 
         They have to be allocated in this order. Raises HostMemoryError.
         """
@@ -195,21 +196,23 @@ class HostArena:
             raise
 
     def free(self, block: HostBlock, *, after: Event = REACHED) -> None:
-        """Take `block` back; whoever gets it next writes it only once `after` is reached.
+        """Take `block` back; its next user writes it only once `after` is reached. A finalizer may call this at any
+        point of any thread, so it never waits for the lock: the lock's holder may be the very call interrupted by the
+        garbage collector.
 
         A finalizer may call this at any point of any thread, so it never waits for the lock: whoever holds
         the lock may be the very call that the garbage collector interrupted.
         """
         block.ready = after
-        # At once: from here on it is back, whatever happens.
+        # In one call: from here on the block is back, whatever happens.
         self._returned.append(block)
-        # So nothing is raised for lack of memory or stack: whoever allocates next sorts it in.
+        # Without memory or stack nothing is raised: the next allocation sorts the block in.
         with suppress(MemoryError, RecursionError):
             self._lock.run_if_free(self._take_back)
 
     def close(self) -> None:
         """Wait for copies in flight and unlock all slabs. Calling it again does nothing."""
-        # The memory goes also where the device is gone: then no copy is in flight.
+        # The memory is freed also after a lost device: then no copy is in flight.
         undo_all([self._drop_all, self._supply.close, self._device.synchronize])
 
     def _drop_all(self) -> None:
@@ -222,7 +225,7 @@ class HostArena:
             self._live.drop()
 
     def _find(self, size_bytes: int) -> HostBlock | None:
-        """Hand out a block of the slabs that there are."""
+        """Hand out a block of the present slabs."""
         self._take_back()
         block = self._recycle(size_bytes) or self._carve(size_bytes)
         if block is None:
@@ -247,7 +250,7 @@ class HostArena:
                 except BaseException:
                     same_size.pop()
                     raise
-            # Only here: a call that fails before is tried again.
+            # Only here: after an earlier failure the next call tries again.
             self._returned.popleft()
 
     def _recycle(self, size_bytes: int) -> HostBlock | None:
@@ -255,7 +258,7 @@ class HostArena:
         return blocks.popleft() if blocks else None
 
     def _carve(self, size_bytes: int) -> HostBlock | None:
-        """Cut the smallest free range that is large enough, pinned if there is one."""
+        """Cut the smallest free range with enough bytes, a pinned one if possible."""
         fitting = [block for block in self._free if block.size_bytes >= size_bytes]
         if not fitting:
             return None
@@ -282,11 +285,11 @@ class HostArena:
                 joined[-1] = HostBlock(last.slab, last.offset, last.size_bytes + block.size_bytes)
             else:
                 joined.append(block)
-        # At once: an exception before leaves every block where it was, in one list and of its size.
+        # Together: an exception before leaves every block in its list, with its size.
         self._free, self._recycled = joined, in_use
 
     def _next_slab_bytes(self) -> int:
-        """Double the slabs that there are, so that a small model pins little and a large one few slabs."""
+        """Return the present size of all slabs: so a small model pins little, and a large one few slabs."""
         if self._limit_bytes is not None:
             return 0
         return min(self._slab_bytes, max(self.reserved_bytes, _FIRST_SLAB_BYTES))
@@ -303,7 +306,7 @@ class HostArena:
                     needed_bytes=size_bytes, available_bytes=left_bytes, remedy=self._remedy
                 )
             if self._pinned and (may_pin := pinned_book.left_bytes()) is not None and size_bytes <= may_pin:
-                # Rounded up it would be pageable.
+                # Rounded up, the slab would be pageable.
                 left_bytes = may_pin if left_bytes is None else min(left_bytes, may_pin)
         return self._add(
             Slab(
@@ -321,7 +324,7 @@ class HostArena:
         return None if self._limit_bytes is None else self._limit_bytes - self.reserved_bytes
 
     def _drop_unused(self) -> None:
-        """Unlock slabs of which nothing is handed out, as a wrong guess leaves them."""
+        """Unlock slabs without a block in use, left by a wrong guess."""
         for block in [block for block in self._free if block.size_bytes == block.slab.size_bytes]:
             self._free.remove(block)
             self._slabs.remove(block.slab)

@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 class PreparedStep:
     """A step that can begin: the CPU's part, the gradients, and the prepared updates of the shares.
 
-    `arrivals` are the events of the gradients that the CPU's part takes at the begin. `streamed` are the members that
-    have a streamed part. The CPU updates the buckets `first`, by deadline, then `last`, with partly streamed members.
-    `split` updates the resident part of members shared with the CPU, `whole` that of all others. Others have `written`
-    weights of the CPU's part.
+    `arrivals` are the events of the gradients that the CPU's part takes at the begin. `streamed` are the members with a
+    streamed part. The CPU updates the buckets `first`, by deadline, then `last`, with partly streamed members. `split`
+    updates the resident parts of members shared with the CPU, `whole` all other resident parts. Other code has
+    `written` weights of the CPU's part.
     """
 
     step: CpuStep
@@ -68,7 +68,7 @@ class Shares:
         whole_members: never split a member between buckets of the CPU share.
         gradients: brings the gradients of all members to the host, if gradients of a streamed share leave, too.
         follows_writes: see `CpuShare`.
-        publishes_at_once: whoever waits for a weight publishes all parts of it, whichever share has written them.
+        publishes_at_once: a wait for a weight publishes all its parts, whichever share has written them.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Shares:
 
     @property
     def streamed(self) -> StreamedShare:
-        """The share that streams. Only where one was given."""
+        """The share that streams, if there is one."""
         assert self._streamed is not None
         return self._streamed
 
     @property
     def prefetches(self) -> bool:
-        """Whether states may come in during backward, of which `streamed.on_gradient` needs to hear."""
+        """Whether states may come in during backward; then `streamed.on_gradient` needs to hear of it."""
         return self._streamed is not None and self._streamed.prefetches_in_backward
 
     def add(self, members: Sequence[Member], parts: Mapping[Member, Part]) -> None:

@@ -36,7 +36,7 @@ from reference_impl.parking.transfer import Transfer
 
 Status = Literal["present", "parked", "closed"]
 
-# Kept alive while their tensors have no memory: nothing else could bring it back.
+# Kept alive while their tensors have no memory: nothing else could bring the memory back.
 _parked: set[ParkedTraining] = set()
 _CAPTURED = "a CUDA graph has been captured of it, and knows its address as long as there are graphs"
 
@@ -66,7 +66,7 @@ def park(
         gradients: `keep` parks them, `drop` sets them to None at each `park()`.
         host_limit_bytes: the most host memory to take; memory beyond the limit of pinning (`limit_pinned_memory`) is
             pageable.
-        strict: raise at `park()` where a storage cannot leave; False leaves it, and the report names it.
+        strict: raise at `park()` for a storage that cannot leave; False leaves it, and the report names it.
         keep_host: False gives the host memory back at each `restore()`, and takes it anew at the next `park()`.
         timeout_s: how long `restore()` waits for memory on the device.
 
@@ -93,14 +93,14 @@ def park(
 
 @dataclass(frozen=True, kw_only=True)
 class ParkingReport(Report):
-    """The bytes that the last `park()` and `restore()` have moved.
+    """The bytes moved by the last `park()` and `restore()`.
 
     Args:
-        parked_bytes: bytes of the storages that were parked, by kind.
-        copied_bytes: bytes that were copied out; the others were on the host already.
+        parked_bytes: bytes of the parked storages, by kind.
+        copied_bytes: bytes copied out; the others were on the host already.
         left: tensors that cannot leave the device, by name, and why.
-        host_bytes: pinned host memory that is held.
-        park_s, restore_s: seconds that the calls took, from the synchronized device to the synchronized device.
+        host_bytes: pinned host memory of the parking.
+        park_s, restore_s: seconds of the calls, from the synchronized device to the synchronized device.
     """
 
     parked_bytes: Mapping[Kind, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class ParkingReport(Report):
 
 
 class ParkedTraining(Shown, ClosedAtExit):
-    """The training memory of models and optimizers; made by `park`, which documents it.
+    """The training memory of models and optimizers; `park` makes and documents it.
 
     A `with` block parks it and brings it back at its end. `close()` brings it back for good, and gives the host memory
     and the hooks back.
@@ -175,19 +175,19 @@ class ParkedTraining(Shown, ClosedAtExit):
 
     @property
     def parked_kinds(self) -> tuple[Kind, ...]:
-        """The kinds of which something is parked."""
+        """The kinds with parked memory."""
         kinds = {each.kind for each in self._transfer.parked}
         return tuple(kind for kind in KINDS if kind in kinds)
 
     @property
     def report(self) -> ParkingReport:
-        """The bytes that the last `park()` and `restore()` have moved."""
+        """The bytes moved by the last `park()` and `restore()`."""
         return self._report
 
     def prepare(self) -> None:
         """Start to pin the host memory of the first `park()` in the background, for instance before a backward.
 
-        It pins as much as training memory takes now; gradients and states that are made later come on top.
+        It pins the present size of training memory; later gradients and states come on top.
         """
         self._check_open()
         self._transfer.prepare(found.size_bytes for found in self._find().storages)
@@ -201,9 +201,9 @@ class ParkedTraining(Shown, ClosedAtExit):
         Args:
             weights: False leaves parameters and buffers on the device, for a weight sync.
 
-        Raises RuntimeError when all of it is parked already, here or by another `park`, when this or an optimizer is
-        closed, and for a storage that cannot leave (`strict`); HostMemoryError when the host has too little memory.
-        Then nothing has moved.
+        Raises RuntimeError if all of it is parked already, here or by another `park`, if this or an optimizer is
+        closed, and for a storage that cannot leave (`strict`); HostMemoryError for too little host memory. Then nothing
+        has moved.
         """
         self._check_open()
         self._check_alone()
@@ -217,7 +217,7 @@ class ParkedTraining(Shown, ClosedAtExit):
                     _free_gathered(model)
                 self._device.synchronize()
                 kinds = self._kinds(weights=weights)
-                # It may ask the device, which answers before copies take their time.
+                # It may ask the device: before copies the answer is quick.
                 self._masters.weights_leave()
                 self._transfer.start_early(kinds)
                 found, left = self._movable(kinds)
@@ -256,10 +256,10 @@ class ParkedTraining(Shown, ClosedAtExit):
         Args:
             kinds: `weights`, `gradients`, `states`, `extra`; all without any. With weights alone the model can run, but
                 not train.
-            timeout_s: seconds to wait for memory that somebody else still holds, in place of the constructor's.
+            timeout_s: seconds to wait for memory still held by others, in place of the constructor's.
 
-        Raises RuntimeError when nothing of these is parked, ValueError for a kind that there is not, and
-        torch.OutOfMemoryError when the memory does not come in time. Then everything is still parked.
+        Raises RuntimeError if none of these is parked, ValueError for an unknown kind, and torch.OutOfMemoryError if
+        the memory does not come in time. Then everything is still parked.
         """
         self._check_open()
         if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -292,12 +292,12 @@ class ParkedTraining(Shown, ClosedAtExit):
         return self._report
 
     def state_dict(self, *, while_parked: bool = False) -> dict[str, Any]:
-        """Return `{"model": ..., "optimizer": ...}`, each a list where several were given.
+        """Return `{"model": ..., "optimizer": ...}`, each a list if several were given.
 
         Tensors are copies in ordinary memory, and shards are DTensors with such a copy.
 
         Args:
-            while_parked: read parked tensors from the host, which moves nothing.
+            while_parked: read parked tensors from the host; nothing moves.
 
         Raises RuntimeError while something is parked, without `while_parked`.
         """
@@ -441,7 +441,7 @@ class ParkedTraining(Shown, ClosedAtExit):
             raise _parked_error(action)
 
     def _check_alone(self) -> None:
-        """Raise RuntimeError where somebody else has parked a parameter of these models."""
+        """Raise RuntimeError if another parking has parked a parameter of these models."""
         others = _parked - {self}
         mine = {id(param) for model in self._models for param in model.parameters()} if others else set()
         if any(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One block's weights: their bytes on the host, and a device storage that is filled and freed.
+"""One block's weights: their bytes on the host, and a device storage, filled and freed in turn.
 
 All streamed tensors of a block are views of one flat device storage. Freeing it resizes it to nothing under them.
 Filling it allocates it again and copies from the host: views that autograd saved for backward are valid whenever the
@@ -63,7 +63,7 @@ class Watched:
     offset: int
 
     def has_changed(self, base_address: int) -> bool:
-        """Whether it was written, frozen or unfrozen, or given other memory than that at `base_address`."""
+        """Whether it was written, frozen or unfrozen, or given other memory than at `base_address`."""
         return (
             self.is_written
             or self.tensor.requires_grad != self.requires_grad
@@ -72,11 +72,12 @@ class Watched:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written where it is."""
+        """Whether it was written in place."""
         return self.tensor._version != self.version
 
     def let_it_be_set_to_itself(self) -> None:
-        """Have `set_` to the tensor itself do nothing, which torch counts as a change.
+        """Have `set_` to the tensor itself do nothing: torch would count it as a change. Parametrizations begin so, and
+        peft's adapters put one on the weights of experts in every forward.
 
         Parametrizations begin so, and peft's adapters hang one on the weights of experts in every forward.
         """
@@ -88,7 +89,7 @@ class Watched:
 
 
 class _SetToItself:
-    """`set_` of a streamed tensor, see `Watched`; it stands in the tensor's `__dict__`, which pickling reads."""
+    """`set_` of a streamed tensor, see `Watched`; it is in the tensor's `__dict__`, and pickling reads it."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name = name
@@ -103,7 +104,7 @@ class _SetToItself:
         return torch.Tensor.set_(tensor, *source, **others)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled with the tensor, as one that is away does."""
+        """Refuse to be pickled with the tensor, as an absent tensor does."""
         raise RuntimeError(f"{self._name} is not on the device to stay; {_BROUGHT_BY_ITS_BLOCK}")
 
 
@@ -119,7 +120,7 @@ class StreamedBlock(VisitingBlock):
         self._host: HostCopy | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._stream_id = 0
-        # Whether the weights are sealed; whether a seal was found broken; and the weights that were found written then.
+        # Whether the weights are sealed; whether a seal was found broken; and the weights then found written.
         self._rests = self._is_suspect = False
         self._written: list[Place] = []
 

@@ -38,7 +38,7 @@ def _alone(method: Callable[Concatenate[Window, _P], _Result]) -> Callable[Conca
 class Window:
     """Holds `capacity` of `blocks` at a time; more only while more are in use at once.
 
-    `lingering` of them have been used: their place is not given to the ones that are needed next.
+    `lingering` of the places are for used blocks: the next blocks do not get them.
     """
 
     def __init__(self, blocks: Sequence[VisitingBlock], capacity: int, *, lingering: int = 0) -> None:
@@ -66,7 +66,7 @@ class Window:
         if task != self._graph_task:
             self._in_backward = None
         if task == -1:
-            # One that has failed has not said that it ends.
+            # A failed backward has not told its end.
             self._backwards.clear()
         if not block.is_streamed:
             return
@@ -75,7 +75,7 @@ class Window:
 
     @_alone
     def after_forward(self, block: VisitingBlock) -> None:
-        """Let `block` go, unless it is needed again soon; shards, once their gather has read them."""
+        """Let `block` go, unless it is needed again soon. Shards go once their gather has read them."""
         self._in_forward = None
         self.advance()
         self._rest()
@@ -109,7 +109,8 @@ class Window:
 
     @_alone
     def before_gather(self, block: VisitingBlock, kind: Kind) -> None:
-        """Have `block` on the device for the gather that the live current stream is given next.
+        """Have `block` on the device for the next gather on the live current stream. Earlier gathers are in their
+        streams already.
 
         Whatever was gathered before has been given to its stream by now.
         """
@@ -127,7 +128,7 @@ class Window:
 
     @_alone
     def forget(self, block: VisitingBlock) -> None:
-        """Take note that the weights of `block` do not stream for now."""
+        """Note that the weights of `block` do not stream for now."""
         if block is self._in_backward:
             self._in_backward = None
 
@@ -138,13 +139,13 @@ class Window:
 
     @_alone
     def bring(self, block: VisitingBlock) -> None:
-        """Have `block` on the device or on its way, in the place of the one that is needed last."""
+        """Have `block` on the device or on its way, in the place of the block needed last."""
         if not block.is_loaded:
             self._hold(list(dict.fromkeys([*self._in_use, block])))
 
     @_alone
     def reload(self) -> None:
-        """Bring the blocks anew that are on the device, because the host's copies have been written."""
+        """Bring the blocks on the device again: the host's copies have been written."""
         for block in self.loaded:
             block.evict()
         self.advance()
@@ -176,7 +177,7 @@ class Window:
     def _needed_last(
         self, loaded: list[VisitingBlock], count: int, *, beside: list[VisitingBlock]
     ) -> list[VisitingBlock]:
-        """Return up to `count` blocks to free: unneeded ones first, then those needed last."""
+        """Return up to `count` blocks to free: unneeded ones first, then the ones needed last."""
         stale = [block for block in loaded if block not in beside and not block.is_being_written]
         if len(stale) <= count:
             return stale
@@ -210,7 +211,7 @@ class Window:
 
     def _end_backward(self, task: int) -> None:
         self._backwards.discard(task)
-        # One inside another leaves its block to the outer one.
+        # An inner backward leaves its block to the outer one.
         if not self._backwards:
             self._rest(of_all=True)
 

@@ -21,7 +21,7 @@ from reference_impl.optimizers.gradients.stand_in import REMEDY, GradientStandIn
 from reference_impl.optimizers.gradients.used import RestOfStep
 from reference_impl.optimizers.layout import Member, gradient_of
 
-# Of a storage: by the tensor, and by the object that stands for the storage here.
+# References to a storage: from the tensor, and from its Python object here.
 _USES_OF_ONE_TENSOR = 2
 
 
@@ -29,16 +29,16 @@ class LeavingGradients(StepGradients):
     """Sends gradients off and finds a step's gradients.
 
     Args:
-        host: brings them there.
+        host: copies gradients to the host.
         leave_in_backward: gradients of members with a part on the host leave before `step()`.
         sharded_too: gradients of DTensors, too.
-        sums_stay: once a second backward has added to gradients that had left, they stay until `step()`. Without it
-            each sum leaves again.
+        sums_stay: offloaded gradients stay until `step()` once a second backward has added to them. Without it each sum
+            leaves again.
         measures: norms are taken. Without it an update may use a gradient at once.
-        remedy: the advice of an error to whoever needs a gradient's values.
+        remedy: the advice in an error about a gradient's missing values.
 
-    `reduced_later` are the parameters whose gradients somebody reduces once autograd has accumulated them.
-    `adds_shards` says that a second gradient of a sharded parameter is added to the first.
+    `reduced_later` are the parameters with gradients reduced after autograd has accumulated them. `adds_shards`: a
+    second gradient of a sharded parameter is added to the first.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LeavingGradients(StepGradients):
                 raise second_gradient(stands)
 
     def keep(self, member: Member) -> None:
-        """Let an accumulated gradient stay on the parameter, in memory of its own where it leaves later.
+        """Let an accumulated gradient stay on the parameter, in memory of its own if it leaves later.
 
         Torch may have given one memory to the gradients of two parameters, and would add the next ones to both at once.
         """
@@ -96,16 +96,16 @@ class LeavingGradients(StepGradients):
     def send(self, member: Member, reduced: torch.Tensor | None = None) -> bool:
         """Offload a gradient and put a stand-in in its place; changes nothing when it raises.
 
-        One that is `reduced` is not on its parameter yet: `place` puts the stand-in there. Returns False if nothing is
+        A `reduced` gradient is not on its parameter yet: `place` puts its stand-in there. Returns False if nothing is
         sent, because the sum with a used gradient is lost.
         """
         self.put_arrived(member)
         if reduced is None and isinstance(unwrapped(member.param.grad), GradientStandIn):
             return False
         if reduced is None and not isinstance(member.param, DTensor):
-            # Somebody may scale the other gradient while this one is copied.
+            # A gradient in the same memory may be scaled during this one's copy.
             _own_memory(member)
-        # Whoever has let go of the last one's stand-in does not want that gradient any more.
+        # The last gradient's stand-in has been dropped, and with it that gradient.
         self._host.discard([member])
         gradient = self._host.offload(member, measure=self.measures and reduced is None, reduced=reduced)
         if reduced is not None:
@@ -117,7 +117,7 @@ class LeavingGradients(StepGradients):
     def send_together(self, members: Iterable[Member]) -> None:
         """Do as `send` for members that are not sharded, with one event for all copies.
 
-        Those whose gradients have been dropped are left out. After an error the same call sends the rest.
+        Members with dropped gradients are left out. After an error the same call sends the rest.
         """
         here = []
         for member in members:
@@ -130,9 +130,9 @@ class LeavingGradients(StepGradients):
                 self._stand_in(member, gradient, self._host.norms[member])
 
     def place(self, member: Member, reduced: torch.Tensor) -> None:
-        """Put a stand-in in the place of a gradient that has been sent `reduced` and stands on its parameter now.
+        """Put a stand-in in the place of a gradient sent as `reduced`, now on its parameter.
 
-        Where nothing stands there, no rank has used the parameter, and the gradient is dropped.
+        If the parameter has no gradient, no rank has used it, and the sent one is dropped.
         """
         if self._unplaced.pop(member, None) is not reduced:
             return
@@ -143,9 +143,9 @@ class LeavingGradients(StepGradients):
         self._stand_in(member, reduced, norm)
 
     def _stand_in(self, member: Member, gradient: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Put a stand-in for `gradient`, which has been sent, on the parameter."""
+        """Put a stand-in for the sent `gradient` on the parameter."""
         kept = gradient if member.on_device else None
-        # One that stays from then on must not have been rounded.
+        # A gradient that stays from then on must not have been rounded.
         may_come_back = self.measures and (gradient.dtype == member.param.dtype or not self._sums_stay)
         is_shard = isinstance(member.param, DTensor)
         member.placeholder = GradientStandIn(
@@ -176,7 +176,8 @@ class LeavingGradients(StepGradients):
         return call
 
     def _recall(self, member: Member, by_backward: bool) -> torch.Tensor:
-        """Bring a gradient back because something is added to it; changes nothing when it raises.
+        """Bring a gradient back because something is added to it; changes nothing when it raises. After another
+        backward's addition, gradients wait for `step()` from now on.
 
         If that is another backward, gradients wait for `step()` from now on.
         """
@@ -208,7 +209,7 @@ class LeavingGradients(StepGradients):
         for member in listed:
             gradient = self._of_next_step(member)
             if member.arrival is not None and not member.on_device:
-                # The host has all of it, and the memory here is free once it is there.
+                # The host gets all of it, and the device's memory is free after the copy.
                 assert member.placeholder is not None
                 used[member] = member.placeholder
             elif gradient is not None:
@@ -217,7 +218,8 @@ class LeavingGradients(StepGradients):
         return used
 
     def _of_next_step(self, member: Member) -> torch.Tensor | None:
-        """Return a member's gradient, laid out; of an offloaded one the part kept on the device.
+        """Return a member's gradient, laid out; of an offloaded one the part kept on the device. A gradient still on
+        the device that has to go to the host is sent off.
 
         One that has to go to the host and is still here is sent off.
         """
@@ -231,7 +233,7 @@ class LeavingGradients(StepGradients):
                 raise checks.of_another_parameter(member) if is_anothers else checks.used_twice(member)
             else:
                 return found.kept
-        # It was dropped, or replaced by another one, or sent off by a step that failed before it began.
+        # The earlier gradient was dropped, replaced, or sent off by a step that failed before it began.
         self._host.discard([member])
         if found is None:
             return None
@@ -244,7 +246,7 @@ class LeavingGradients(StepGradients):
     def _check_used_stand(self, members: Iterable[Member]) -> None:
         """Raise RuntimeError for a dropped or replaced gradient of one of `members` with a begun update.
 
-        Stand-ins are put there again: the step goes on with the gradients of backward.
+        Their stand-ins are put back: the step goes on with the gradients of backward.
         """
         changed = [member for member in members if not _has_stand_in(member)]
         for member in changed:
@@ -259,8 +261,7 @@ class LeavingGradients(StepGradients):
     def used_by_nobody(members: Iterable[Member]) -> list[Member]:
         """Return the `members` with a gradient and a pending new weight: nobody used the weight, so nobody waited.
 
-        The gradient is zeros, since somebody has set the last one to zero, or the weight only visits the device for its
-        uses.
+        Either the gradient was set to zero, or the weight only visits the device for its uses.
         """
         found = []
         for member in members:
@@ -294,7 +295,7 @@ class LeavingGradients(StepGradients):
             if isinstance(now, GradientStandIn):
                 found[member] = now
             elif returns_early and now is not None and self._is_read_later(member):
-                # Whoever writes into a gradient later does not know that the update still reads it.
+                # A later write into the gradient must not meet the update that still reads it.
                 found[member] = GradientStandIn(now, None, remedy=self._remedy)
         self._prepared = list(gradients), found
         return PreparedGradients(
@@ -309,7 +310,7 @@ class LeavingGradients(StepGradients):
         return is_read and member.gradient is member.param.grad and not isinstance(member.param, DTensor)
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
-        """Let the prepared step own its gradients, for which stand-ins are on their parameters now."""
+        """Let the prepared step own its gradients; their stand-ins are on the parameters now."""
         self.backward_part = self.rest = None
         (members, stand_ins), self._prepared = self._prepared, ((), {})
         for member, stand_in in stand_ins.items():
@@ -326,7 +327,7 @@ class LeavingGradients(StepGradients):
             self.rest = RestOfStep(members)
 
     def drop(self, members: Iterable[Member]) -> None:
-        """Forget gradients of `members` that have left and were not used."""
+        """Forget offloaded, unused gradients of `members`."""
         self._host.discard(members)
 
     def being_read(self, members: Iterable[Member]) -> list[Member]:
