@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward pass and its backward: the saved storages, their way back, and their prefetch.
 
-A storage is offloaded once, however many tensors view it. Its memory belongs to the tokens that autograd holds: when
-the last token of a storage is freed, with or without a backward, its host block and its device buffer are returned.
+A storage is offloaded once, however many tensors view it. Its memory belongs to autograd's tokens. When the last token
+of a storage is freed, with or without a backward, its host block and its device buffer are returned.
 
 Storages are numbered as they are saved. The order in which backward needs them is learnt from the last run of the
 same length; until then the reverse order is assumed. When backward asks for a storage, the next ones are prefetched,
@@ -42,7 +42,7 @@ class Source(Protocol):
         """Return flat uint8 memory of the live current stream, and the event after which it holds the bytes."""
 
     def prepare(self) -> None:
-        """Start the work that must be done before `bring` is quick."""
+        """Start the work that makes `bring` quick."""
 
     def release(self) -> None:
         """Give up the bytes. Safe in a finalizer."""
@@ -115,7 +115,7 @@ class PrefetchHeadroom(Protocol):
         """Note that all prefetches after a request have been started."""
 
     def free_bytes(self, first: int, last: int) -> int | None:
-        """Return the bytes that may be prefetched while `first` to `last` storages were asked for; None if unknown."""
+        """Return the bytes that may be prefetched between the requests number `first` and `last`; None if unknown."""
 
 
 class Observer(Protocol):
@@ -178,8 +178,8 @@ class SavedStorage:
     """The bytes of one extent, gone from the device and brought back from `source` on demand.
 
     The device buffer is held until every token has been restored from it once, so that q, k and v of one
-    projection, or one norm output under two linears, come back once. A backward over a retained graph is a new
-    round, which brings them again.
+    projection, or one norm output under two linears, come back once. A backward over a retained graph is a new round,
+    and brings them again.
     """
 
     __slots__ = (

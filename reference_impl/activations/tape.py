@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tape of the operations of a forward, from which single results can be recomputed.
+"""A tape of a forward's operations: it can recompute single results.
 
 Checkpointing recomputes whole layers. With the tape a single saved tensor is replaced by the operation that
 made it: a norm's output, an activation function, a product of two saved factors cost little more than reading
@@ -8,9 +8,9 @@ their inputs. An operation is replayed below autograd with the same inputs, so t
 The results of custom kernels, compiled code, random operations and in-place writes cannot be recomputed. A kernel that
 writes a tensor unseen by PyTorch would make a recipe wrong; `profile` verifies each recipe.
 
-To record an operation takes the host longer than many a kernel runs. A plan recomputes the same results in every run.
-So a run records only the operations that recipes of earlier runs have used, found by their number. If a model calls
-other operations than before, a recipe is missing: its result is copied instead, and the next runs record everything.
+Recording an operation takes the host longer than many kernels run. A plan recomputes the same results in every run. So
+a run records only the operations used by recipes of earlier runs, found by their number. If a model calls other
+operations than before, a recipe is missing: its result is copied instead, and the next runs record everything.
 
 Explained in docs/activation-offloading.md.
 """
@@ -41,7 +41,7 @@ class Restorable(Protocol):
 
 
 class Operation:
-    """One call of one operator, its tensors replaced by `Input`s; with the marks around it where it was timed.
+    """One call of one operator, its tensors replaced by `Input`s; with the marks around a timed one.
 
     `number` is its place among the calls of its run.
     """
@@ -66,7 +66,7 @@ class Operation:
         self.number = number
 
     def seconds(self) -> float:
-        """Return how long the call took, of an operation that was timed; waits for its end."""
+        """Return how long a timed call took; waits for its end."""
         assert self.marks is not None
         began, ended = self.marks
         return began.seconds_until(ended)
@@ -90,7 +90,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The operator that made it; `input` where none was seen."""
+        """The operator that made it; `input` if none was seen."""
         return "input" if self.operation is None else self.operation.name
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one optimizer with states on the host: all others here are this one, assembled from different parts.
+"""The base of all optimizers with states on the host: each is this one, assembled from different parts.
 
 It is the interface to torch: groups, saving and loading, attaching a model, closing. Its `Engine` takes the steps. A
 `Placement` has the places of states and weights, `StepGradients` the gradients of a step, and `Shares` the states.
@@ -55,8 +55,8 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         algorithm: the states and hyper-parameters of groups without a formula of matrices.
         matrices: the default formula of groups, if it is one of matrices.
         max_grad_norm: clip the global norm exactly.
-        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns that over all ranks.
-        updates_in_backward: some gradients are used before all are known, so none can be clipped.
+        reduce_norm_squared: given this rank's squared norm (0-dim fp32), returns the squared norm over all ranks.
+        updates_in_backward: some gradients are used before all are known, so nothing can be clipped.
         overlaps_forward: the update runs on behind `step()`, and a model waits for its weights.
         shows_steps, masters_of_all, passes_over_unknown: see `OptimizerState`.
     """
@@ -70,7 +70,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     found_inf = OfOneStep()
 
     _states: OptimizerState | None = None
-    # How many groups each optimizer had that this has taken the place of.
+    # The number of groups of each optimizer that this one replaces.
     _group_counts: Sequence[int] = (0,)
 
     def __init__(
@@ -105,7 +105,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             overlaps_forward=overlaps_forward,
         )
         self._failures = self._engine._failures
-        # Of wrapped optimizers, the states of parameters that have none here yet.
+        # Wrapped optimizers' states of parameters without states here yet.
         self._states_of_frozen: dict[torch.Tensor, Any] = {}
         super().__init__(params, defaults)
         note_owner(self, self._engine)
@@ -136,8 +136,8 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     ) -> None:
         """Work with these parts from now on, and make the states of all parameters; give all back on an error.
 
-        Of optimizers that are `wrapped` this takes the place, the groups and the states. `closers` gets `close`, before
-        anybody else has the optimizer.
+        It takes the place, the groups and the states of `wrapped` optimizers. `closers` gets `close`, before anybody
+        else has the optimizer.
         """
         self._placement = placement
         self._engine.start(StepSite(self._device), shares, gradients, self._reduce_norm_squared)
@@ -162,9 +162,9 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             raise
 
     def take_place_of(self, given: torch.optim.Optimizer, groups: list[dict[str, Any]] | None = None) -> None:
-        """Let `given`, which a scheduler may hold, have `groups`, by default all; refuse calls that need states.
+        """Let `given`, perhaps held by a scheduler, have `groups`, by default all; refuse calls that need states.
 
-        To step, save or load it raises RuntimeError until this is closed. A rate that is set in either holds.
+        Its step, save or load raises RuntimeError until this optimizer is closed. A rate set in either holds.
         """
         take_place(self, given, self._unclosed)
         given.param_groups = self.param_groups if groups is None else groups
@@ -186,16 +186,16 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The global norm (0-dim fp32) of the last step's gradients; None where none was taken."""
+        """The global norm (0-dim fp32) of the last step's gradients; None if none was taken."""
         return self._engine.grad_norm
 
     @property
     def status(self) -> Status:
         """The fate of the last gradients: `untouched`, `begun`, `broken` or `closed`.
 
-        `begun`: a step or a backward has begun to use them, and the next call finishes one that an error has cut short.
+        `begun`: a step or a backward has begun to use them, and the next call finishes a step cut short by an error.
         `untouched`: none has been used. `broken`: every call raises the first error again. It is about the last step
-        until its gradients are dropped, new ones come or, where a model is attached, its forward begins.
+        until its gradients are dropped, new ones come or an attached model's forward begins.
         """
         return self._engine.tell_status()
 

@@ -63,7 +63,7 @@ class TrainedLayersReport(Report):
 
 
 class TrainableLayerStreamer(Shown, ClosedAtExit):
-    """Attached to `model` from its construction to `close()`; train with its `optimizer`.
+    """Streams the blocks of `model` from its construction to `close()`; train with its `optimizer`.
 
     >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     >>> with TrainableLayerStreamer(model, wrapped, max_grad_norm=1.0) as streamer:
@@ -73,17 +73,17 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     ...         streamer.optimizer.zero_grad()
 
     Until `close()` segments of torch's allocator grow on a GPU (`expandable_segments`), in the whole process, unless
-    PYTORCH_CUDA_ALLOC_CONF says that they do not.
+    PYTORCH_CUDA_ALLOC_CONF forbids it.
 
     Args:
         model: any module made of repeated blocks (an `nn.ModuleList`, or an `nn.Sequential` of one class). Weights
             outside the blocks, such as embeddings and the head, stay on the device; their states and gradients do not.
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
-            of the others, with or without states. Matrices that Muon updates are never updated on the CPU.
+            of the others, with or without states. Muon's matrices are never updated on the CPU.
         max_grad_norm: clip the global norm exactly; gradients are divided by `max(1, (norm + 1e-6) / max)`.
-        backward_overlap: `gradients` leave in backward, and the next forward updates. With `update` the update runs in
-            backward, on each block that it has passed; gradients stay on the device, and nothing can be skipped,
-            clipped or added up over several backwards.
+        backward_overlap: `gradients` leave in backward, and the next forward updates. With `update` each block is
+            updated once backward has passed it; gradients stay on the device, and nothing can be skipped, clipped or
+            added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
         split: the shares of states (resident, streamed, CPU), which sum to 1. Resident states belong first to weights
             outside the blocks, then to parameters all along, in the format of streamed ones. The CPU share is some
@@ -91,16 +91,16 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             `backward_overlap="update"`.
         cpu: threads and buckets of the CPU share, see `CpuUpdate`; `overlap_forward` is not used here.
         prefetch: how many blocks may wait on the device, or be on their way, beside the one in use.
-        resident_layers: keep so many layers' worth of weights on the device, spread evenly: every block keeps the same
-            share. Their states and gradients stay on the host.
-        slices: micro-batches that each block takes one after the other, of one batch: its weights travel once for all,
-            and its gradients add up in fp32 and are rounded once.
-        inputs: where the layers' inputs wait for backward: `device` or `host`.
+        resident_layers: the weights to keep on the device, in layers, spread evenly: every block keeps the same share.
+            Their states and gradients stay on the host.
+        slices: the micro-batches of one batch; each block takes them one after the other. Its weights travel once for
+            all, and its gradients add up in fp32 and are rounded once.
+        inputs: the place where layers' inputs wait for backward: `device` or `host`.
         keep_attention: do not compute attention again, or not in so many layers, spread evenly; its outputs wait on the
             host with `inputs="host"`, see `CheckpointOffloader`.
         layers: the blocks, if they cannot be found by structure, or `[embedding, *blocks, head]` to stream these two
             as well.
-        device: where `model` runs, when its weights are still on the CPU.
+        device: the device on which `model` runs, if its weights are still on the CPU.
 
     Bitwise contract: with exact states (the default, hi/lo masters too) as `OptimizerStateOffloader`; bf16 moments are
     rounded.

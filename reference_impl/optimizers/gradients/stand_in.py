@@ -6,7 +6,7 @@ Code between backward and `step()` does two things with gradients: it takes thei
 is recorded, and the update applies it to the gradient in the gradient's own dtype, as scaling in place
 would have done. An addition in place brings the gradient back. Everything else that would read or write values raises
 RuntimeError and names the operator: a stand-in is never mistaken for a gradient of zeros. It stays after `step()`, as
-any gradient does, until `zero_grad()`. A gradient that backward adds to it until then is lost, as `zero_grad()` would
+any gradient does, until `zero_grad()`. A gradient added to it by backward until then is lost, as `zero_grad()` would
 lose it, and a step with such a sum is refused.
 
 Explained in docs/optimizer-offloading.md.
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
-# The number of no backward, as autograd numbers them.
+# Autograd's number outside of any backward.
 _NO_BACKWARD = -1
 REMEDY = (
     "try backward_overlap='nothing', which keeps gradients on param.grad until step(), or attach() of the model of "
@@ -35,20 +35,20 @@ class GradientStandIn(torch.Tensor):
     """A tensor without storage in the place of an offloaded gradient.
 
     Args:
-        gradient: the one that it stands for.
-        norm: the gradient's 2-norm (0-dim fp32, on the device); None where it has not been measured.
-        kept: the gradient itself where its device still needs a part of it.
+        gradient: the gradient that it stands for.
+        norm: the gradient's 2-norm (0-dim fp32, on the device); None if not measured.
+        kept: the gradient itself, if the device still needs a part of it.
         kept_part: a view of this part of `kept`, scaled at once.
         used: an update has begun to use the gradient, and it cannot be scaled any more.
-        recall: returns the gradient, with its scales applied, on its device again, told whether a backward
-            adds to it; None where it cannot.
+        recall: called with whether a backward adds to the gradient, returns it on its device, scales applied; None if
+            that is impossible.
         remedy: the advice in an error about missing values.
-        owner: the id of the gradient's member; None where nobody asks.
+        owner: the id of the gradient's member; None if unchecked.
 
-    `factors` are the 0-dim tensors or numbers that the gradient has been multiplied by since, in order. `dropped` says
-    that it stands for its gradient no more: for zeros, since somebody has set it to zero, or for `arrived`. That is
-    the sum of gradients since, for whoever hooks the parameter to put in this one's place; until then every operation
-    finds it here. `is_over`: its step was taken; `is_stale`: a backward has added to it since.
+    `factors` are the 0-dim tensors or numbers by which the gradient has been multiplied since, in order. `dropped`: it
+    stands no longer for its gradient, but for zeros, after it was set to zero, or for `arrived`. `arrived` is the sum
+    of gradients since. A hook on the parameter puts it in this object's place; until then every operation finds it
+    here. `is_over`: its step was taken; `is_stale`: a backward has added to it since.
     """
 
     factors: list[torch.Tensor | float]
@@ -102,7 +102,7 @@ class GradientStandIn(torch.Tensor):
         raise _refused("data_ptr()", [self])
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Raise RuntimeError: `share_memory_()`, for one, would read a storage that has no memory."""
+        """Raise RuntimeError: `share_memory_()`, for one, would read a storage without memory."""
         raise _refused("untyped_storage()", [self])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
