@@ -134,10 +134,9 @@ class HostArena:
             pass
 
     def reserve_blocks(self, sizes: Iterable[int]) -> None:
-        """Make one slab for blocks of these sizes, or two if only the first of them may be pinned. The blocks have to
-        be allocated in this order. Raises HostMemoryError.
+        """Make one slab for blocks of these sizes, or two if only the first of them may be pinned.
 
-        They have to be allocated in this order. Raises HostMemoryError.
+        The blocks have to be allocated in this order. Raises HostMemoryError.
         """
         first_bytes = rest_bytes = 0
         left_bytes = pinned_book.left_bytes() if self._pinned else None
@@ -196,12 +195,10 @@ class HostArena:
             raise
 
     def free(self, block: HostBlock, *, after: Event = REACHED) -> None:
-        """Take `block` back; its next user writes it only once `after` is reached. A finalizer may call this at any
-        point of any thread, so it never waits for the lock: the lock's holder may be the very call interrupted by the
-        garbage collector.
+        """Take `block` back; its next user writes it only once `after` is reached.
 
-        A finalizer may call this at any point of any thread, so it never waits for the lock: whoever holds
-        the lock may be the very call that the garbage collector interrupted.
+        A finalizer may call this at any point of any thread, so it never waits for the lock: the lock's holder may be
+        the very call interrupted by the garbage collector.
         """
         block.ready = after
         # In one call: from here on the block is back, whatever happens.

@@ -239,8 +239,7 @@ class Engine:
 
     @contextmanager
     def _beginning(self, standing: Mapping[Member, torch.Tensor]) -> Iterator[None]:
-        """Begin a step inside, whole or not at all; `standing` are its gradients, empty if all were offloaded
-        unseen."""
+        """Begin a step inside, whole or not at all; `standing` are its gradients, none if all were offloaded."""
         with deferred_interrupts():
             # Noted inside `as_one` only: if the region does not begin, no step has begun.
             stream, noted = self.device.current_stream(), noted_of(standing)

@@ -43,8 +43,7 @@ class Placement(Protocol):
         before: Collection[Member],
         matrices: Sequence[MatrixAlgorithm | None],
     ) -> list[Member]:
-        """Return members of `params`, each with its group; they come behind the parameters of `before` in the
-        forward."""
+        """Return members of `params`, each with its group; they come behind `before` in the forward."""
 
     def parts(self, members: Iterable[Member]) -> dict[Member, Part]:
         """Return the elements of `members` in the streamed share; other members have none there."""

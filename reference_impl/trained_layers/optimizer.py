@@ -112,8 +112,7 @@ class TrainedLayersOptimizer(HostedOptimizer):
         return self._failures.noting_status_on_error()
 
     def finish_update(self, params: Iterable[torch.Tensor], ahead: Iterable[torch.Tensor]) -> None:
-        """Make the live current stream see new weights of `params`; queue the updates of the parameters that come
-        `ahead`."""
+        """Make the live current stream see new weights of `params`; queue the updates of those `ahead`."""
         members = pending(self._members, params)
         if members or self.streamed.unqueued:
             self._finish_update(members, ahead)

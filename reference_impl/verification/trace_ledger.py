@@ -165,8 +165,7 @@ class TraceLedger(TorchDispatchMode):
         self.moved_bytes[span] = self.moved_bytes.get(span, 0) + moved
 
     def _watch(self, tensors: Iterable[torch.Tensor], operation: str, temporary_bytes: int) -> None:
-        """Record the results of `operation`: first the storages that it has freed already, then the storages of
-        `tensors`."""
+        """Record the results of `operation`: first the storages already freed, then the storages of `tensors`."""
         module = self.modules[-1] if self.modules else ""
         if temporary_bytes:
             now = self._operations

@@ -76,10 +76,9 @@ class Watched:
         return self.tensor._version != self.version
 
     def let_it_be_set_to_itself(self) -> None:
-        """Have `set_` to the tensor itself do nothing: torch would count it as a change. Parametrizations begin so, and
-        peft's adapters put one on the weights of experts in every forward.
+        """Have `set_` to the tensor itself do nothing: torch would count it as a change.
 
-        Parametrizations begin so, and peft's adapters hang one on the weights of experts in every forward.
+        Parametrizations begin so, and peft's adapters put one on the weights of experts in every forward.
         """
         self.tensor.set_ = _SetToItself(self.name, self.tensor)  # type: ignore[method-assign]
 

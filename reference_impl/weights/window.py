@@ -109,10 +109,9 @@ class Window:
 
     @_alone
     def before_gather(self, block: VisitingBlock, kind: Kind) -> None:
-        """Have `block` on the device for the next gather on the live current stream. Earlier gathers are in their
-        streams already.
+        """Have `block` on the device for the next gather on the live current stream.
 
-        Whatever was gathered before has been given to its stream by now.
+        Earlier gathers are in their streams already.
         """
         self._in_forward = block
         self._visit(kind, block)

@@ -246,8 +246,7 @@ class CpuShare:
             self._publisher.release(member)
 
     def _take_over(self, task: Task, written: Container[Member]) -> None:
-        """Set the task's masters to weights `written` by other code, in each element that the master does not round
-        to."""
+        """Set the task's masters to weights `written` by other code, wherever they do not round to them."""
         for piece, begin, end in (span for block in task.blocks for span in block):
             if piece.member in written:
                 start = piece.start + begin - piece.offset

@@ -28,8 +28,7 @@ from reference_impl.optimizers.model_hooks import forgetful
 def hook_gradients(
     params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
 ) -> None:
-    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets the calls to remove
-    it.
+    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets the removals.
 
     If an earlier hook of the user's has dropped the gradient, there is none.
     """

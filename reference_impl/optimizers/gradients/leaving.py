@@ -176,10 +176,9 @@ class LeavingGradients(StepGradients):
         return call
 
     def _recall(self, member: Member, by_backward: bool) -> torch.Tensor:
-        """Bring a gradient back because something is added to it; changes nothing when it raises. After another
-        backward's addition, gradients wait for `step()` from now on.
+        """Bring a gradient back because something is added to it; changes nothing when it raises.
 
-        If that is another backward, gradients wait for `step()` from now on.
+        After another backward's addition, gradients wait for `step()` from now on.
         """
         is_shard = isinstance(member.param, DTensor)
         if is_shard and not (self.measures and (member.on_device or self.adds_shards)):
@@ -218,10 +217,9 @@ class LeavingGradients(StepGradients):
         return used
 
     def _of_next_step(self, member: Member) -> torch.Tensor | None:
-        """Return a member's gradient, laid out; of an offloaded one the part kept on the device. A gradient still on
-        the device that has to go to the host is sent off.
+        """Return a member's gradient, laid out; of an offloaded one the part kept on the device.
 
-        One that has to go to the host and is still here is sent off.
+        A gradient still on the device that has to go to the host is sent off.
         """
         found = member.gradient
         if isinstance(found, GradientStandIn):

@@ -360,8 +360,7 @@ def mixed(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 def spread(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return `chunks`, by deadline, with the last chunks of elements moved among the last half of the matrices before
-    them.
+    """Return `chunks`, by deadline, with the last chunks of elements among the last half of the matrices.
 
     Products of matrices take longer than their copies, and updates of elements less. A table at the end of the forward
     would wait for the link, which has been idle before.

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with other arguments or results than the called function's: one library was written for another release of the
-other.
+"""Calls that do not fit the called function: one library was written for another release of the other.
 
 Offloads call private functions of other libraries; their arguments change from release to release. The
 exception names the function and the missing argument, and the innermost frame is who called it.
