@@ -32,6 +32,7 @@ from skill_tools.units import gib
 _LATE = frozenset({"hang", "numerics", "slow"})  # kinds as often an effect as a cause
 _GENERIC = frozenset({"hang", "killed", "host-memory"})  # kinds of the event, never of its cause
 _MEMORY = frozenset({"gpu-memory", "host-memory", "killed"})  # kinds with better lines from a plan
+_OF_PINNED = frozenset({"pinned-memory", "locked-memory"})  # kinds of a host that can lock no more
 _TENSORS = frozenset({"oom-of-logits", "oom-of-attention"})  # messages with the tensor that had no room
 # One tensor of many was asked for: a gap for it does not hold the others.
 _FIRST_OF_MANY = frozenset({"adam-states-oom"})
@@ -245,7 +246,12 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     rule = _rule(message.rule, evidence) or next(
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
-    return Conclusion(cause, rule, change[:SHOWN], plans_away=message.kind in _MEMORY)
+    if message.kind in _MEMORY:
+        return Conclusion(cause, rule, change[:SHOWN], plans_away=True)
+    if message.kind in _OF_PINNED and (fewer := ways_around.less_of_it(evidence)):
+        change = (change[0], fewer)
+    change = change[:SHOWN]
+    return Conclusion(cause, rule, (*change, *ways_around.off(evidence, change)))
 
 
 def _of_a_tensor(message: Message) -> tuple[str, tuple[str, ...]] | None:

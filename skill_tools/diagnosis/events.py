@@ -65,7 +65,9 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
             told("more-host-memory", ()),
         )
         rule = ""
-    return Conclusion(cause, rule, (*less[:1], *change)[:SHOWN], plans_away=not (less or owners.process))
+    return Conclusion(
+        cause, rule, (*less[:SHOWN], *change)[: SHOWN + bool(less)], plans_away=not (less or owners.process)
+    )
 
 
 def _kept_there(evidence: Evidence) -> str:

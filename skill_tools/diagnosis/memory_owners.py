@@ -56,12 +56,13 @@ _SIGNS = (
     _Sign(
         re.compile(r"(?<![\w.])(?:fsdp_)?(?:pin_memory|offload_params|fsdp_cpu_offload)['\"]?\s*[=:]\s*['\"]?[Tt]rue"),
         "page-locked blocks, which torch rounds up to a power of two of bytes: up to twice their contents",
-        "",
+        "unpin",
     ),
     _Sign(
         re.compile(r"(?:dataloader|preprocessing)_num_workers['\"]?\s*[=: ]\s*['\"]?([1-9]\d{0,2})"),
-        "{} dataloader workers, each with its prefetched batches",
-        "fewer dataloader workers",
+        "{} dataloader workers, each with its prefetched batches; a forked one keeps the old pages of what its rank "
+        "writes while it lives, such as the states of an optimizer on the CPU",
+        "fewer dataloader workers, or spawned ones (multiprocessing_context); persistent ones are forked once",
     ),
 )  # fmt: skip
 _GPU_SHARE = re.compile(
@@ -79,7 +80,11 @@ _SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
 _LOADS_EFFICIENTLY = re.compile(r"""(?i)cpu_ram_efficient_loading["']?\s*[:=]\s*["']?(?:true|1|yes)\b""")
 READ = "the model as each rank of the node reads it, all of them at once"
-_SAVE = "copies of a checkpoint's tensors, until it is written"
+_SAVE = "copies of a checkpoint's tensors, until it is written; torch keeps pinned ones in its host cache"
+_AFTER_A_SAVE = (
+    "torch's cache of pinned host memory emptied after each save: torch.accelerator.empty_host_cache(), or "
+    "torch._C._host_emptyCache() in older releases"
+)
 ASK = (
     "the largest processes of the node while it is full: ps -eo rss,args --sort=-rss | head; free -g before the "
     "trainer starts"
@@ -138,6 +143,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         is_efficient = any(_LOADS_EFFICIENTLY.search(text) for text in texts)
         found = [*found, READ]
         less.append("efficient-loading-that-saves" if is_efficient else "read-by-one-rank")
+    less = [_AFTER_A_SAVE, *less] if saving else less
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(

@@ -121,7 +121,8 @@ def off(failure: Failure) -> tuple[str, ...]:
 def home(frame: Frame) -> str:
     """Return the distribution or the checkout that a frame's file is of; "" for a script of the user's own.
 
-    A checkout is a folder whose name its package repeats: slime/slime, Pai-Megatron-Patch/megatron_patch.
+    A checkout is a folder whose name its package repeats (slime/slime, Pai-Megatron-Patch/megatron_patch), or one with
+    the name of a known distribution (SimpleTuner/helpers).
     """
     path = frame.path.replace("\\", "/")
     if match := _SITE.search(path):
@@ -131,7 +132,9 @@ def home(frame: Frame) -> str:
         plain = _PLAIN.sub("", package.lower())
         if len(plain) >= _LEAST and plain in _PLAIN.sub("", folder.lower()):
             return folder
-    return ""
+    known = {_PLAIN.sub("", name): name for name in knowledge.index()["releases"]["known"]}
+    # A script that stands directly in such a folder is as often the user's own.
+    return next((known[plain] for each in parts[:-2] if (plain := _PLAIN.sub("", each.lower())) in known), "")
 
 
 def place(frame: Frame) -> str:

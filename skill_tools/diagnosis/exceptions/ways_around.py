@@ -4,6 +4,9 @@
 Apart because every answer needs them, whatever told its cause. Each follows from a frame, or a line of those files.
 """
 
+import re
+from collections.abc import Sequence
+
 from skill_tools import knowledge
 from skill_tools.diagnosis import code, options, symptoms
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_rule
@@ -12,6 +15,9 @@ from skill_tools.diagnosis.exceptions.signatures import place
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.rules.knowledge import Rule
 
+_IN_PARTS = frozenset(
+    {"block-swap", "group-offload", "activation"}
+)  # offloads of as much as the user asks for
 _AT_ITS_END = 3  # innermost frames of a failure, of which one is a neighbour's where the offload is the cause
 
 
@@ -22,6 +28,27 @@ def without_the_option(evidence: Evidence) -> tuple[str, ...]:
     if named is None:
         return ()
     return (f"or without {named.name} ({named.place}): it leads to the failing code",)
+
+
+def off(evidence: Evidence, change: Sequence[str]) -> tuple[str, ...]:
+    """Return the run's own setting that switches off the offload in whose code it failed, unless `change` names it."""
+    inner = frozenset() if evidence.failure is None else symptoms.of_the_code(evidence.failure)
+    for name in evidence.offloads:
+        offload = symptoms.load_offloads()[name]
+        without = symptoms.switched_off(offload, evidence.config)
+        if name in inner and without != offload.without:
+            setting = re.split(r"[=: ]", without.removeprefix("without "))[0].rpartition(".")[2]
+            return () if any(setting in line for line in change) else (f"or {without}",)
+    return ()
+
+
+def less_of_it(evidence: Evidence) -> str:
+    """Return how the run offloads less, where it offloads layers or activations, whose memory is no parameter's."""
+    name = next(iter(evidence.offloads), "")
+    if name not in _IN_PARTS:
+        return ""
+    offload = symptoms.load_offloads()[name]
+    return f"or less of it ({evidence.offloads[name]}), or {symptoms.switched_off(offload, evidence.config)}"
 
 
 def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str, ...]]:

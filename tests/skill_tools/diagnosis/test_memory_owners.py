@@ -105,3 +105,12 @@ def test_a_host_that_fills_while_a_model_is_read_is_told_so(behind: str, reads: 
     found = memory_owners.owners(log, {}, saving=False, ran_out=True)
     assert (memory_owners.READ in found.of_the_host) is reads
     assert not memory_owners.owners(log, {}, saving=False, ran_out=False).of_the_host
+
+
+def test_what_is_pinned_forked_or_saved_has_its_own_change() -> None:
+    def less(text: str, *, saving: bool = False) -> str:
+        return memory_owners.owners(Log("log", ""), {"run.sh": text}, saving=saving, ran_out=True).less[0]
+
+    assert less("offload_params: true") == "unpin"
+    assert "spawned" in less("--dataloader_num_workers 8")
+    assert "empty_host_cache" in less("--dataloader_num_workers 8", saving=True)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Python error in a library's own code: what it met, whose code it is, and the neighbour that meets the offload."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
-import jsonschema
 from for_each import for_each
+from schemas import assert_follows
 
 from skill_tools import knowledge
 from skill_tools.diagnosis.diagnosis import diagnose
@@ -15,7 +13,6 @@ from skill_tools.diagnosis.exceptions.own_code import load_neighbours, neighbour
 from skill_tools.diagnosis.failures import Failure, ended_by, failures
 from skill_tools.diagnosis.log import Log
 
-SCHEMA = Path(__file__).parents[4] / "schema" / "neighbours.schema.json"
 OFFLOAD = {"run.sh": "python train.py --deepspeed ds.json --gradient_checkpointing\n# zero3\n"}
 RECOMPUTES = """Traceback (most recent call last):
   File "/e/site-packages/torch/utils/checkpoint.py", line 271, in backward
@@ -95,5 +92,5 @@ def test_a_neighbour_whose_code_runs_without_it_too_needs_its_option() -> None:
 
 def test_the_neighbours_are_as_their_schema_says() -> None:
     entries = knowledge.load_yaml("neighbours.yaml")
-    jsonschema.validate(entries, json.loads(SCHEMA.read_text(encoding="utf-8")))
+    assert_follows(entries, "neighbours")
     assert len({each.name for each in load_neighbours()}) == len(entries)

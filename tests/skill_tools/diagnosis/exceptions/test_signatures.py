@@ -70,3 +70,10 @@ def test_a_private_name_that_is_gone_names_both_libraries() -> None:
 )
 def test_a_file_is_of_its_distribution_or_checkout(path: str, of: str) -> None:
     assert home(Frame(path, 1, "f")) == of
+
+
+def test_a_checkout_with_the_name_of_a_known_distribution_is_that_one_and_a_script_in_it_is_the_user_s() -> (
+    None
+):
+    assert home(Frame("/root/SimpleTuner/helpers/training/schedule.py", 540, "get")) == "simpletuner"
+    assert home(Frame("/home/me/verl/train.py", 7, "main")) == ""

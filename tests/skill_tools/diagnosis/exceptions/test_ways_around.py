@@ -63,3 +63,32 @@ def test_the_feature_whose_code_is_innermost_is_told_where_the_run_s_files_have_
     assert any(line.endswith("quantize_te (wan.yaml:5)") for line in found.change)
     plain = concluded(TWO_DEVICES, "ai-toolkit", "wan.yaml", text % "quantize_te: false")
     assert "text encoder" not in plain.cause
+
+
+NAMES_CUDA = """Traceback (most recent call last):
+  File "/opt/verl/verl/utils/activation_offload.py", line 253, in __init__
+    self.d2h_stream = torch.cuda.Stream()
+  File "/e/site-packages/torch/_utils.py", line 984, in err_fn
+    raise RuntimeError(f"Tried to instantiate dummy base class {class_name}")
+RuntimeError: Tried to instantiate dummy base class Stream
+"""
+
+
+def test_a_known_text_from_an_offload_s_own_code_names_the_setting_that_switches_it_off() -> None:
+    script = "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.enable_activation_offload=%s\n"
+    found = concluded(NAMES_CUDA, "verl", "run.sh", script % True)
+    assert found.change[0].startswith("a newer verl")
+    assert found.change[-1] == "or actor_rollout_ref.model.enable_activation_offload=false"
+    outside = NAMES_CUDA.replace("utils/activation_offload.py", "utils/profiler.py")
+    assert "offload" not in " ".join(concluded(outside, "verl", "run.sh", script % True).change)
+
+
+def test_where_no_more_can_be_pinned_fewer_layers_are_offloaded() -> None:
+    text = (
+        "job: extension\nconfig:\n  process:\n    - type: sd_trainer\n      model: {layer_offloading: true}\n"
+    )
+    found = concluded("RuntimeError: CUDA error: out of memory\n", "ai-toolkit", "wan.yaml", text)
+    assert (
+        found.change[1]
+        == "or less of it (model.layer_offloading (wan.yaml:5)), or model.layer_offloading: false"
+    )
