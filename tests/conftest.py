@@ -31,7 +31,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that need a CUDA device where there is none: as skips they would cost a report each."""
+    """Leave out the cases for a CUDA device if there is none: as skips they would cost a report each."""
     wanted = [item for item in items if item.get_closest_marker("cuda")]
     if not wanted or has_cuda():
         return

@@ -144,7 +144,7 @@ def test_what_runs_inside_a_watched_program_brings_nothing_along() -> None:
 
 
 def constants(paths: list[Path]) -> dict[tuple[str, int | float], str]:
-    """The numbers that modules name in capitals, by name and value, each with a module that does."""
+    """The numbers named in capitals, by name and value, each with one of its modules."""
     found = {}
     for path in paths:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -201,14 +201,14 @@ def importers() -> Counter[str]:
 
 
 def named_modules(path: Path) -> set[str]:
-    """Texts of a file that may be modules which it imports by name."""
+    """Texts of a file that may name imported modules."""
     return {
         node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 
 
 def reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    """The modules that `start` imports, and those that they import."""
+    """The modules imported by `start`, and the modules imported by these."""
     found: set[str] = set()
     pending = [start]
     while pending:
@@ -360,7 +360,7 @@ FRAMEWORK = re.compile(
 
 
 def named_frameworks(path: Path) -> set[str]:
-    """Every framework that a file's code names: in a text that is no docstring, or in a name."""
+    """Every framework named in a file's code: in a text other than a docstring, or in a name."""
     tree = nodes(path)[0]
     prose = {
         id(node.body[0].value)

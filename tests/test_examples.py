@@ -48,7 +48,7 @@ def test_a_trainer_offloads_by_one_line(name, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     report = printed(f"train_with_{name}.py", [], capsys, monkeypatch)[-1]
-    # Those whose optimizer the handle makes say where it is.
+    # Examples with an optimizer made by the handle tell its place.
     if name in ("trainer", "trl", "lightning"):
         assert "optimizer: Split(resident=0.0, streamed=0.0, cpu=1.0)" in report
     offloaded = re.search(r"activation: ([\d.]+) MB|^(\d+) bytes of activations left", report)

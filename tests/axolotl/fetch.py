@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "build" / "axolotl"
-# The distribution to install, and the package by which one sees that it is there.
+# The distribution to install, and the package that shows its presence.
 DEPENDENCIES = {"pydantic==2.12.5": "pydantic", "pillow": "PIL", "addict": "addict"}
 PIP = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 

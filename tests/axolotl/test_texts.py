@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that a rule quotes stand in the sources of exactly the releases that the rule names."""
+"""A rule's quoted words stand in the sources of exactly the rule's releases."""
 
 import ast
 import re

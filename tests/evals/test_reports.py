@@ -22,7 +22,7 @@ def load() -> ModuleType:
 REPORTS = load()
 ENTRIES = REPORTS.load()
 MEASURE = REPORTS.held_out(ENTRIES)
-# Answers that are not right: a change that makes one so takes it from here.
+# Answers that are not right: a change that mends one takes it from here.
 LACKING = {
     "ao-8bit-fsdp2-offload": "partly",
     "ds-nvme-params-save": "partly",

@@ -28,11 +28,11 @@ from reference_impl.optimizers.step import WorkLostError
 # The last of them has been stepped with, and its gradients are still there.
 BATCHES = 3
 CALLS = ("construct", "step", "zero_grad", "synchronize", "state_dict", "load_state_dict", "close")
-# Where a checkpoint is loaded, it is that of so many batches.
+# The number of batches behind a loaded checkpoint.
 LOADED_BATCHES = 1
 # Torch's own code that runs between the bytecodes of the package.
 ALSO = (*AROUND_A_STEP, "torch/utils/hooks.py", "torch/utils/_contextlib.py", "torch/autograd/grad_mode.py")
-# Those that programs catch, and some that few do.
+# Errors that programs catch, some of them rarely.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGXCPU", "SIGIO", "SIGURG", "SIGPIPE")
 SIGNALS = (*(int(getattr(signal, name)) for name in _NAMES), int(signal.SIGRTMIN) + 3)
 SEEDS_A_SETTING = 7

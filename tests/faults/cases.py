@@ -78,7 +78,7 @@ def duration_s(setting: Setting) -> float:
 
 
 def interrupted_case_of(seed: int, *, matrix: list[Setting], is_timed: bool) -> Case:
-    """Return the case of a seed in which SIGINT comes: at a bytecode, or after a time where it `is_timed`."""
+    """Return the case of a seed with a SIGINT: at a bytecode, or after a time if it `is_timed`."""
     random, setting = shuffled(seed), _setting(seed, matrix)
     if is_timed:
         interrupt = Interrupt(None, random.random() * duration_s(setting))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real signals at a chosen or at a random moment of training.
 
-`Interrupt.comes` sends a signal to this process, SIGINT unless another is chosen, whose handler raises
-KeyboardInterrupt: either before the n-th bytecode that the package, or torch around a step, runs on the main thread, or
-from another thread after a time, which may be anywhere and is another in each run.
+`Interrupt.comes` sends a signal to this process, SIGINT unless another is chosen; its handler raises KeyboardInterrupt.
+It comes before the n-th bytecode of the package, or of torch around a step, on the main thread; or from another thread
+after a time, at another place in each run.
 """
 
 from __future__ import annotations

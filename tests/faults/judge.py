@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with one fault and tells the run's fate.
 
-After the fault the program acts as somebody's loop would (`ACTIONS`), trains on, and at the end all weights,
-masters, moments and step counts are compared, bit for bit, with undisturbed runs: the one that took every batch, and
-the one that left the batch of the fault out.
+After the fault the program acts as somebody's loop would (`ACTIONS`), and trains on. At the end all weights, masters,
+moments and step counts are compared, bit for bit, with two undisturbed runs: one took every batch, the other left out
+the batch of the fault.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class _Run:
         # The fate of the fault's batch, as a look in between has shown it: "taken" or "skipped".
         self._seen: str | None = None
         self._is_interrupted = isinstance(case.fault, Interrupt)
-        # Where the fault came, and all that errors have said.
+        # The place of the fault, and the texts of all errors.
         self._step = STEPS
         self._said = ""
 
@@ -177,7 +177,7 @@ class _Run:
         return Outcome(Verdict.SILENT, f"nothing was raised, and these differ: {_few(different)}")
 
     def _unsaid(self, error: BaseException) -> str:
-        """Return the missing words where `step()` says which state its error has left; empty if nothing is."""
+        """Return the words missing in `step()`'s note on the state left by its error; empty if nothing is."""
         states = ("untouched", "begun", "broken")
         if not _is_in_step(error):
             # As where GradScaler looks for infinities, in a stand-in too.
@@ -185,7 +185,7 @@ class _Run:
         if isinstance(self._case.fault, TooDeep) or (
             isinstance(self._case.fault, NoMemory) and _calls_of_ours(error) <= _CALLS_BEFORE_NOTES
         ):
-            # A note takes frames, which are not there, and calls that come before all others.
+            # A note takes frames, and there are none; it makes calls before all others.
             return ""
         notes = " ".join(getattr(error, "__notes__", ()))
         if not hasattr(self._optimizer, "status") or any(state in notes for state in states):
@@ -257,7 +257,7 @@ class _Run:
             if phase in ("forward", "backward"):
                 following = step
             elif phase == "step":
-                # GradScaler looks for infinities again, in gradients that a step which has begun owns.
+                # GradScaler looks for infinities again, in gradients owned by a begun step.
                 optimizer.step() if status == "begun" else self._trainee.step()
         elif action == "state_dict":
             self._look(step, phase)
@@ -271,7 +271,7 @@ class _Run:
         self._trainee.zero_grad()
         for index in range(following, STEPS):
             self._trainee.train(index, lambda *_: None)
-        # That of the last batch may be the one that has failed.
+        # The last batch's may be the failed one.
         self._trainee.take_average()
         return None
 
@@ -337,7 +337,7 @@ class _Run:
         return Outcome(Verdict.BROKEN, told)
 
     def _refuses(self, step: int, phase: str, told: str) -> Outcome:
-        """Judge an optimizer that has used some gradients of a backward that failed.
+        """Judge an optimizer that has used some gradients of a failed backward.
 
         It can neither take the batch nor leave it out, and need not know why backward failed. So it is enough that it
         refuses to drop the gradients, as it just has, and to save the state.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrices of the campaigns: every way to keep an optimizer's states, as data.
 
-`settings` lists those of the optimizers, `users_settings` loops with hooks and schedulers, `writers_settings` loops
-that read and write weights themselves, `muon_settings` those of which Muon updates the matrices, `layers_settings`
-trained layers that stream, `shards_settings` shards under FSDP2.
+`settings` lists the optimizers', `users_settings` loops with hooks and schedulers, `writers_settings` loops with their
+own reads and writes of weights, `muon_settings` loops with matrices under Muon, `layers_settings` streamed trained
+layers, `shards_settings` shards under FSDP2.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def layers_settings() -> list[Setting]:
 
 
 def shards_settings() -> list[Setting]:
-    """Return the matrix of shards that stream under FSDP2, which takes no GradScaler."""
+    """Return the matrix of streamed shards under FSDP2, without a GradScaler."""
     half, single = torch.bfloat16, torch.float32
     forms: list[tuple[dict[str, Any], tuple[torch.dtype, ...]]] = [
         ({}, (half, single)),

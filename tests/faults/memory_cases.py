@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults under the offloaders of activations, checkpoints and frozen weights.
 
-They hold nothing between steps, so a fault or a signal in forward or backward costs that batch at most: the program
-leaves it out, or does it again, and from then on everything equals, bit for bit, the plain model that did the same.
+They hold nothing between steps, so a fault or a signal in forward or backward costs its batch at most. The program
+leaves the batch out, or repeats it, and from then on everything equals, bit for bit, the plain model after the same
+batches.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def bytecodes(way: Way) -> tuple[int, int]:
 
 
 def interrupted_case_of(seed: int) -> Case:
-    """Return the case of a seed in which SIGINT comes before a bytecode, which is always in forward or backward."""
+    """Return the case of a seed with a SIGINT before a bytecode, always in forward or backward."""
     random = shuffled(seed)
     way = WAYS[seed % len(WAYS)]
     before, until = bytecodes(way)

@@ -36,7 +36,7 @@ Wrapper = Callable[..., Any]
 
 
 class Mutation(NamedTuple):
-    """The patch that puts a fault back, and the job of the campaign that must notice."""
+    """The patch that puts a fault back, and the job of the campaign to notice it."""
 
     put_back: Callable[[], None]
     job: str = "optimizers:0:60"
@@ -117,7 +117,7 @@ def slots_kept() -> None:
 
 
 def flag_never_set() -> None:
-    """After an error nobody tells those who wait for a parameter that it has come."""
+    """After an error nobody tells the waiters for a parameter of its arrival."""
 
     @around(Publisher, "release")
     def release(real: Wrapper, *args: Any) -> None:

@@ -2,8 +2,8 @@
 """Faults of Python itself: no memory for a call, and no stack for one.
 
 `NoMemory` raises MemoryError in place of the n-th call that the package's functions make or are, on the main thread or
-on the others. `TooDeep` leaves a phase of training so few frames that some call in it raises RecursionError, as in a
-program that recurses.
+on the others. `TooDeep` leaves a phase of training too few frames, so that some call in it raises RecursionError, as in
+a recursive program.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import begun_steps
 from injector import Injector, undisturbed
 from interrupts import PACKAGE
 
-# These take no memory. A call that gives a lock back must not, or nobody could use it again, and so must not the end of
-# a region that defers signals.
+# These take no memory. A call that gives a lock back must not, or nobody could use the lock again; nor must the end of
+# a region of deferred signals.
 _TAKES_NONE = frozenset({"__exit__", "release", "pop", "popleft", "clear", "discard", "remove", "__del__"})
 _ENDS_A_REGION = frozenset({"_end", "_run"})
 _INTERRUPTS = "memory/interrupts.py"
@@ -59,7 +59,7 @@ class NoMemory:
 
 @dataclass(frozen=True)
 class TooDeep:
-    """Phase `phase` of `step`, or all that runs where there is none, has `spare` frames left."""
+    """Phase `phase` of `step`, or without a phase the whole run, has `spare` frames left."""
 
     spare: int
     step: int = 0
@@ -165,7 +165,7 @@ def _is_call(frame: FrameType, event: str, argument: Any) -> bool:
 
 
 def _begins(frame: FrameType) -> bool:
-    """Return whether the frame is a new one, and not that of a generator that goes on."""
+    """Return whether the frame is a new one, and not a resumed generator's."""
     # The argument of RESUME says it.
     return frame.f_code.co_code[frame.f_lasti + 1] == 0
 

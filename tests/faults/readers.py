@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second thread that reads the weights that the first one trains: evaluation, a logger, a saver.
+"""A second thread that reads the weights trained by the first one: evaluation, a logger, a saver.
 
 It runs the model without gradients, takes `model.state_dict()` or the optimizer's, as often as it can, with pauses that
 the seed chooses. When it gets to run is chance, so a seed repeats the pauses and not the outcome. Reading changes
 nothing: neither thread may raise, and all weights and states equal, bit for bit, those of the run that nobody read. A
-state that the reader has saved is that of a whole number of steps.
+state saved by the reader belongs to a whole number of steps.
 """
 
 from __future__ import annotations

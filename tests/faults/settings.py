@@ -111,7 +111,7 @@ def sharded(model: Layered, visit: Visit) -> Layered:
     """Shard `model`, its layers one by one, over a group of this process alone."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # That of outputs of linear layers, which nobody writes into here.
+    # The memory of linear layers' outputs: nobody writes into it here.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
     mesh = init_device_mesh("cpu", (1,))
     for module in (*model.layers, model):
@@ -152,7 +152,7 @@ def hook_everywhere(model: nn.Module, optimizer: torch.optim.Optimizer, visit: V
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to train: which optimizer, with which options."""
+    """One way to train: an optimizer and its options."""
 
     kind: str
     options: tuple[tuple[str, Any], ...]
@@ -206,7 +206,7 @@ class Trainee:
         if self.setting.attached:
             self.optimizer.attach(self.model)
         if loop in ("averaged", "watched"):
-            # Of the last weights alone: which steps it has missed does not show, and a value that is no weight does.
+            # Compared with the last weights alone: a missed step does not show, a value other than a weight does.
             self.average = AveragedModel(self.model, avg_fn=lambda _, weight, __: weight.clone())
         self._batch = 0
         self.schedule = None
@@ -332,9 +332,9 @@ class Trainee:
     def recover(self, *, interrupted: bool) -> None:
         """Act as GradScaler and FSDP2 ask of a loop that has caught an error.
 
-        A scaler that was interrupted may believe that the next step has been taken, and one whose `update()` has failed
-        takes no other step before it. Of FSDP2, `reset_iter_state` of
-        torch 2.13 leaves out a group of whose parameters only some are whole, and the gradients of whole parameters.
+        An interrupted scaler may believe that the next step has been taken. After a failed `update()` it takes no other
+        step before the update. Of FSDP2, `reset_iter_state` of torch 2.13 leaves out a group of whose parameters only
+        some are whole, and the gradients of whole parameters.
         """
         if interrupted:
             self.scaler = self._new_scaler()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer whose construction, or whose new group, fails leaves nothing: the same call then works."""
+"""A failed construction of an optimizer, or a failed new group, leaves nothing: the same call then works."""
 
 import gc
 import threading

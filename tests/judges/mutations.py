@@ -34,7 +34,7 @@ RECORDS = recorded()
 
 
 class Mutant(NamedTuple):
-    """One slip: a rule whose condition is `tree` now, or that is gone (None); `word` names the slip."""
+    """One slip: a rule with the condition `tree` now, or a removed one (None); `word` names the slip."""
 
     rule: Rule
     word: str

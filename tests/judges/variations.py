@@ -85,7 +85,7 @@ def start_of(rule: Rule) -> Values | None:
 
 
 def record(rule: Rule) -> dict[str, Any] | None:
-    """Return a record of `rule`: the fewest rows that tell its condition from each change that any row can show."""
+    """Return a record of `rule`: the fewest rows that tell its condition from each visible change."""
     start = start_of(rule)
     if start is None:
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurations to judge: the offload keys, and every key that their checks read, in any combination.
 
-Keys that a release does not have are left out, except that now and then one offload key is too new, which the
-rules must see as well. The other values that a drawn value needs to be valid (a dtype for a pipeline, a method for full
-recomputation) are added, so that most configurations get as far as the checks on offloading.
+Keys unknown to a release are left out. Now and then one offload key is too new: the rules must see it as well. The
+other values that a drawn value needs to be valid (a dtype for a pipeline, a method for full recomputation) are added,
+so that most configurations get as far as the checks on offloading.
 """
 
 from collections.abc import Mapping
@@ -150,7 +150,7 @@ FINE_GRAINED: Fields = {
     "num_moe_experts": 4,
 }
 
-# Where a drawing starts: nothing, or one mechanism that is on. Drawn values win over these.
+# The start of a drawing: nothing, or one mechanism switched on. Drawn values win over these.
 STARTS: list[Fields] = [
     {},
     LAYER_LEVEL,

@@ -4,10 +4,10 @@
     python tests/megatron/judge.py --configurations 10000 0.13.1 0.16.1 ../Megatron-LM
 
 A release is a version that `fetch.py` has unpacked, or a source tree; the command line is judged where a tree has its
-code. For every configuration the release must raise an error that concerns offloading exactly when a rule with the
-effect `raises` fires for that version, with a text that the rule quotes. Where a configuration breaks several rules
-the release raises one of their texts. An error that is known to have nothing to do with offloading (`FOREIGN`) hides
-all errors after it: such configurations are counted as hidden and prove nothing.
+code. For every configuration the release must raise an error about offloading exactly if a rule with the effect
+`raises` fires for that version, with a text quoted in the rule. Where a configuration breaks several rules the release
+raises one of their texts. An error that is known to have nothing to do with offloading (`FOREIGN`) hides all errors
+after it: such configurations are counted as hidden and prove nothing.
 """
 
 import argparse
@@ -37,8 +37,8 @@ from skill_tools.rules.knowledge import Rule, load_rules_yaml  # noqa: E402
 from skill_tools.rules.lint import lint  # noqa: E402
 from skill_tools.rules.versions import Standing, standing  # noqa: E402
 
-# Errors that have nothing to do with offloading, which the drawn configurations meet. Any other text that no rule has
-# is a disagreement, so that a rule is missed when it is taken away, whatever its words.
+# Errors of the drawn configurations that have nothing to do with offloading. Any other text that no rule has is a
+# disagreement, so that a rule is missed when it is taken away, whatever its words.
 FOREIGN = re.compile(
     "|".join(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offload watch` beside real programs: whose the bytes are, and that the program notices nothing."""
+"""`offload watch` beside real programs: it names the bytes' owners, and the program notices nothing."""
 
 import json
 import os

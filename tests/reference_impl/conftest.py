@@ -27,8 +27,8 @@ def libraries_have_their_workspaces():
     """The permanent allocations of either thread's first matrix product belong to no test."""
     if torch.cuda.is_available():
         layer = torch.nn.Linear(64, 64, device="cuda")
-        # torch warns of the small workspace once. Where a test that takes warnings for errors is a worker's first, the
-        # error would end this fixture, and with it each test of the worker.
+        # torch warns of the small workspace once. If a worker's first test takes warnings for errors, the error would
+        # end this fixture, and with it each test of the worker.
         with warnings.catch_warnings(action="ignore"):
             layer(torch.ones(64, 64, device="cuda")).sum().backward()
 

@@ -90,7 +90,7 @@ def test_copies_round_trip(device):
 @pytest.mark.cuda
 @pytest.mark.parametrize("each_mib", [3, 11, 30])
 def test_an_allocator_keeps_to_its_limit(each_mib):
-    """Also where its segments grow by whole pages, for which it does not ask."""
+    """Also if its segments grow by whole pages without its asking."""
     allocator = Device.of("cuda").allocator
     allocator.free_bytes()
     limit_bytes = torch.cuda.memory_reserved() + 200 * 2**20

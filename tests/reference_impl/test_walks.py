@@ -58,7 +58,7 @@ def test_a_saved_tensor_passes_nine_modules_at_most_until_it_is_on_the_device_ag
 # A gradient's way, in order.
 SENT, DECIDED, QUEUED = GradientMover._copy, ClipDecision.__init__, DeadlineWorkers.submit
 COUNTED, UPDATED, PUBLISHED, AWAITED = CpuStep.count, CpuKernel.update, Publisher.publish, Publisher.wait
-# Hooks and decorators, which pass calls on, and `step()`, which asks the engine to take one.
+# Hooks and decorators pass calls on, and `step()` asks the engine to take a step.
 AROUND = ("gradients/backward_hooks.py", "model_hooks.py", "step.py", "hosted.py", "readers.py")
 
 

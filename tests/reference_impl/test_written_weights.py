@@ -77,7 +77,7 @@ def test_offloaded_layers_have_what_their_own_forward_has_written(device, batche
 
 
 def plain_or_refused(run, expected, refusal=_REFUSAL):
-    """Check that `run()` gives the losses that are `expected`, or that its error names the weight."""
+    """Check that `run()` gives the `expected` losses, or an error with the weight's name."""
     try:
         found = run()
     except RuntimeError as error:
@@ -153,7 +153,7 @@ def test_nobody_looks_at_streamed_weights_that_nobody_touches(device, batches, m
     overlap=["gradients", "update"],
 )
 def test_streamed_trained_layers_have_what_was_written_or_name_it(device, batches, way, name, overlap):
-    """A block that lingers, one that is away, and a resident one."""
+    """A lingering block, an absent one, and a resident one."""
 
     def run():
         model = decoder(device)

@@ -48,7 +48,7 @@ def test_help_keeps_to_the_width_of_the_terminal(
 
 
 def test_a_python_without_the_two_packages_is_told_of_both_at_once(tmp_path: Path) -> None:
-    """By the Python that ran, which is seldom the one that `python3` starts."""
+    """By the Python that ran, seldom the one started by `python3`."""
     (tmp_path / "run.yaml").touch()
     absent = "import sys; sys.modules.update(yaml=None, packaging=None)"
     start = f"{absent}; from skill_tools.__main__ import main; sys.exit(main(['lint', 'run.yaml']))"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command that the tool tells to run next begins as the one that told it."""
+"""A command advised by the tool begins as the one that advises it."""
 
 import subprocess
 import sys

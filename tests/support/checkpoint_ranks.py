@@ -72,7 +72,7 @@ def muon_of(kind, model, lr):
 
 
 def train(model, optimizer, steps):
-    """Use gradients that any number of ranks has, whatever the order in which collectives add."""
+    """Use gradients equal for any number of ranks, whatever the order of sums in collectives."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in model.parameters():

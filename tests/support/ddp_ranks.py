@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding whose weight the head shares, three blocks, and one that is used `rarely`, if at all."""
+    """An embedding with its weight shared by the head, three blocks, and one used `rarely`, if at all."""
 
     def __init__(self, *, rarely):
         super().__init__()
@@ -120,7 +120,7 @@ def optimizer_of(parallel, shares, overlap, clip):
 
 
 def rates_of(rank):
-    """A probe that finds the link of every rank twice as fast as the one before, and that meets them."""
+    """A probe that finds the link of every rank twice as fast as the one before, and meets them."""
 
     def probe(device, meet):
         meet()

@@ -23,7 +23,7 @@ def does_something(frame: FrameType) -> bool:
 def fails_before(nth: int, files: tuple[str, ...], *, but_lines: tuple[str, ...] = ()) -> Iterator[list[int]]:
     """Fail before bytecode `nth` of files whose paths end like `files`; yield the list of how many there were.
 
-    Bytecodes of lines that begin like `but_lines` do not count, nor those that do nothing.
+    Bytecodes of lines that begin like `but_lines` do not count, nor bytecodes that do nothing.
     """
     count = [0]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that `fit` plans for, its training, and the bytes that this takes."""
+"""A model for `fit` to plan, its training, and the training's bytes."""
 
 import torch
 from torch.nn import functional

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test of every entry of a list of facts: one test, whose message names all entries that fail.
+"""A test of every entry of a list of facts: one test, with all failing entries in its message.
 
 A test apiece would cost more to collect, distribute and report than its assertion.
 """
@@ -13,7 +13,7 @@ import pytest
 def for_each(
     entries: Iterable[Any], name: Callable[[Any], object] = str
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Make a test of `check(entry)` that runs for all `entries` and lists those that fail, each by its `name`."""
+    """Make a test of `check(entry)` that runs for all `entries` and lists the failing ones, each by its `name`."""
 
     listed = list(entries)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
-# The packages of this checkout, where they are not installed, and the folders that pytest knows.
+# The packages of this checkout, if they are not installed, and pytest's folders.
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "faults")]
 # Each process imports the modules of this one's main module, which is pytest's.

@@ -3,7 +3,7 @@
 
 Each copy stream is a queue. Its operations happen when somebody waits for it, directly or through another stream, and
 sometimes before. So whoever reads, writes or frees memory that a copy still uses gets wrong values here, as on a GPU.
-Kernels are not late: the streams that they run on reach every event that they wait for at once.
+Kernels are not late: their streams reach every awaited event at once.
 """
 
 import random
@@ -21,7 +21,7 @@ COPY_STREAMS = ("h2d", "d2h", "gradients", "weights")
 
 
 def _places(*tensors):
-    """Where the memory of each tensor is, and how much of it there is: both change where a storage is resized."""
+    """The address of each tensor's memory, and its size: both change as a storage is resized."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return [(storage.data_ptr(), storage.nbytes()) for storage in storages]
 

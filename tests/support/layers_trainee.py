@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder whose layers are trained from the host, and the same one that stays on the device."""
+"""A decoder with layers trained from the host, and the same one resident on the device."""
 
 import torch
 from optimizer_reference import MasterAdamW

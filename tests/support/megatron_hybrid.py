@@ -2,8 +2,8 @@
 """Megatron's own `HybridDeviceOptimizer` out of an unpacked release, on CUDA or, with a stand-in for it, without.
 
 Where there is no CUDA, parameters say that they are on it, streams and pinning do nothing, and every line of the
-optimizer is the real one. Only parameters that are not fp32 have to be offloaded all, because a master that the
-release makes of one would not say where it is.
+optimizer is the real one. Only parameters other than fp32 must all be offloaded: the release's master of one would not
+tell its place.
 """
 
 import contextlib

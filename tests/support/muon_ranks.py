@@ -6,9 +6,9 @@
 A case is `refused`, `rounded`, or words joined by commas, each a key of one of the tables below; an unnamed option has
 the first value. The reference has all gradients gathered, and is one process's training: torch's own Muon over fp32
 copies of whole matrices, each of a stack a parameter of its own, beside torch's AdamW over this rank's shards of the
-rest (its kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error where a bit of a
-weight, of a momentum or of a loss differs, and where more crosses between ranks than the directions of Muon. `late` is
-the CPU with copies that are late and gathers that hesitate, differently on each rank.
+rest (its kernel for CPUs rounds the last elements of a tensor in another way). Ends with an error if a bit of a weight,
+of a momentum or of a loss differs, or if more than the directions of Muon crosses between ranks. `late` is the CPU with
+late copies and hesitating gathers, differently on each rank.
 """
 
 import os
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding that the head shares, a matrix that is used twice, and four blocks, one with a frozen matrix."""
+    """An embedding shared by the head, a matrix used twice, and four blocks, one with a frozen matrix."""
 
     def __init__(self):
         super().__init__()
@@ -120,9 +120,9 @@ def sharded(layout, dtype, ranks, device):
 
 
 def parts_of(model, shares):
-    """Return the parameters that Muon updates, and all others, of those that train.
+    """Return the trained parameters updated by Muon, and all other trained ones.
 
-    Stacks are Muon's only where no optimizer of torch is wrapped, whose Muon refuses them.
+    Stacks are Muon's only without a wrapped optimizer: torch's Muon refuses them.
     """
     most = 2 if SHARES[shares] is None else 3
     trained = [param for param in model.parameters() if param.requires_grad]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as a script, once a rank: training that parks under FSDP2 and DDP, against training that never does.
+"""Runs as a script, once a rank: training parked under FSDP2 and DDP, against unparked training.
 
 python parked_ranks.py RANK RANKS STORE_FILE cpu|cuda CASE ...
 
@@ -114,7 +114,7 @@ def refuses(action):
 
 
 def fails_on_rank_1(action, error, owner, name):
-    """All ranks end `action` with an error that names rank 1, on which the call `name` of `owner` raises `error`."""
+    """All ranks end `action` with an error that names rank 1: there the call `name` of `owner` raises `error`."""
 
     def fail(*args, **kwargs):
         raise error

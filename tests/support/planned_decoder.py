@@ -5,7 +5,7 @@ import torch
 
 from reference_impl.verification.model import Decoder, DecoderShape
 
-# One of each kind of optimizer that steps under a plan: offloading, of layers that stream, and the user's own.
+# One of each kind of optimizer under a plan: offloading, of streamed layers, and the user's own.
 STEPPED = [
     {"optimizer": {"offload_fraction": 0.7, "split": {"resident": 0.3, "streamed": 0.5, "cpu": 0.2}}},
     {"trained_layers": {}},

@@ -81,7 +81,7 @@ def share_a_host(model, ranks, rank, name):
     needed = refused_for_memory(
         model, make, poor, rf"rank {ranks - 1} on \S+, one of {ranks} that share it, needs {items}"
     )
-    # On the twin the weights, which are moved, are host memory that is given back.
+    # On the twin the moved weights are host memory that is given back.
     freed = sum(value.to_local().nbytes for value in model.parameters()) if name == "everything off" else 0
     room = RESERVE_BYTES + needed * 3 // 4 - freed * ranks
     refused_for_memory(model, make, {"host": room}, f"one of {ranks} that share it")

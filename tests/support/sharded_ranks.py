@@ -5,9 +5,9 @@
 
 A case is words joined by commas, each a key of one of the tables below: how the model is sharded, which shares the
 optimizer has, when gradients leave, whether they are clipped, how micro-batches add up. An unnamed option has the first
-value. Ends with an error where anything differs, and where a gather reads a shard that nobody has waited for. `late` is
-the CPU with copies that are late and gathers that hesitate, differently on each rank; `sleepy` is CUDA whose copies,
-updates and gathers sleep on their streams.
+value. Ends with an error if anything differs, or if a gather reads a shard without a wait for it. `late` is the CPU
+with late copies and hesitating gathers, differently on each rank; `sleepy` is CUDA whose copies, updates and gathers
+sleep on their streams.
 """
 
 import itertools
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding whose weight the head shares, and four blocks, the second of which may run twice."""
+    """An embedding with its weight shared by the head, and four blocks; the second may run twice."""
 
     def __init__(self, checkpointed, *, twice):
         super().__init__()
@@ -142,7 +142,7 @@ class ShardedAdamW:
 
 
 class WatchedGathers:
-    """Raises where a gather reads a shard whose new weight nobody has waited for; counts those that still wait.
+    """Raises if a gather reads a shard without a wait for its new weight; counts those that still wait.
 
     Before each gather it calls `hesitate`.
     """
@@ -195,7 +195,7 @@ def optimizer_of(model, shares, overlap, clip):
 
 
 def rates_of(rank):
-    """A probe that finds the link of every rank twice as fast as the one before, and that meets them."""
+    """A probe that finds the link of every rank twice as fast as the one before, and meets them."""
 
     def probe(device, meet):
         meet()
@@ -228,7 +228,7 @@ def compare(case, rank, ranks, device):
         next((word for word in words if word in table), next(iter(table))) for table in tables
     )
     assert all(any(word in table for table in tables) for word in words), case
-    # Unreduced gradients of a block that runs twice are reduced in two parts, which may not leave one by one.
+    # Unreduced gradients of a block that runs twice are reduced in two parts; these may not leave one by one.
     twice = accumulation != "unreduced" or overlap == "nothing"
     ours, plain = (sharded(layout, device, ranks, twice=twice) for _ in range(2))
     reference = ShardedAdamW(plain, CLIPS[clip])

@@ -2,7 +2,7 @@
 """Runs single definitions of a source tree, so that a framework's own checks answer without its training stack.
 
 `Sources.take("pkg.module", "function")` or `"Class.method"` executes that definition and, from the same tree, whatever
-it names. A library that is not installed is stood in for, as is each name that a judge gives itself.
+it names. A missing library has a stand-in, and so has each name given by a judge itself.
 """
 
 import ast

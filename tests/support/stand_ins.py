@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports a framework's own modules from a folder, where the libraries that it trains with are not installed.
+"""Imports a framework's own modules from a folder without its training libraries installed.
 
 Every library is stood in for by a mock but those among `real`, so that a check of settings runs as it is and answers
 alike wherever it runs.
@@ -25,7 +25,7 @@ class _Anything(type):
 
 
 class _Mock(ModuleType):
-    """A module of which each name is a mock, or a class that takes any arguments, so that others may derive from it."""
+    """A module with a mock for each name, or a class that takes any arguments, so that others may derive from it."""
 
     __path__: ClassVar[list[str]] = []
 

@@ -3,8 +3,8 @@
 
     python two_ranks.py RANK 2 STORE_FILE cpu|cuda fsdp:OFFLOAD_FRACTION|hsdp:OFFLOAD_FRACTION|ddp:OFFLOAD_FRACTION ...
 
-Compares four clipped steps with one process that has seen all of the data, once for each of the last words, and ends
-with an error where they differ.
+Compares four clipped steps with one process on all of the data, once for each of the last words, and ends with an error
+if they differ.
 """
 
 import os

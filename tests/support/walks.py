@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which modules a value passes while something runs, and which docs/design.md lists."""
+"""Finds the modules passed by a value while something runs, and the ones listed in docs/design.md."""
 
 import re
 import sys

@@ -4,9 +4,9 @@
     python tests/judges/accelerate/judge.py --configurations 5000 build/accelerate/1.15.0
 
 For every launch the release must end with an error exactly when a rule with the effect `raises` fires for it, with a
-text that the rule quotes. Where it starts, the reader must give FSDP, DeepSpeed and Megatron the values that the
-release's plugins hold, and a setting that a rule calls ignored must change nothing when it is taken out. The names of
-the vocabulary are the release's.
+text that the rule quotes. If it starts, the reader must give FSDP, DeepSpeed and Megatron the values of the release's
+plugins, and taking out a setting that a rule calls ignored must change nothing. The names of the vocabulary are the
+release's.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Judge:
             raise Disagreement(f"options of the vocabulary that the release lacks: {beyond}")
 
     def _found(self, config: Config) -> tuple[list[Finding], list[str]]:
-        """Return the rules that we find, and those that a value of a wrong type, found as such, leaves undecided."""
+        """Return the rules found, and the rules left undecided by a found value of a wrong type."""
         verdict = lint(config, rules=list(self.rules.values()), versions=self.versions)
         undecided = [each.rule for each in verdict.undecided if self.rules[each.rule].effect == "raises"]
         if undecided and not config.wrong_types:
@@ -173,7 +173,7 @@ def as_read(launch: Launch) -> Config:
 
 
 def _compare(config: Config, state: Mapping[str, Any], version: str) -> None:
-    """Hold the values that the reader has to those that the plugins hold."""
+    """Hold the reader's values to the plugins' values."""
     kind = state["kind"]
     ours = str(config.value("accelerate.distributed_type"))
     if {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}.get(ours, "none") != kind:

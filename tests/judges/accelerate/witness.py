@@ -94,7 +94,7 @@ LAUNCHERS = {
 
 
 def trained_with(arguments: list[str]) -> dict[str, Any]:
-    """Return the values that `Accelerator` takes from the environment that the launcher prepares."""
+    """Return the values that `Accelerator` takes from the launcher's environment."""
     with contextlib.suppress(Started):
         launch.launch_command(launch.launch_command_parser().parse_args(arguments))
     precision = os.environ["ACCELERATE_MIXED_PRECISION"].removeprefix("PrecisionType.").lower()

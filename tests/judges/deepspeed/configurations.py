@@ -2,14 +2,14 @@
 """Generated DeepSpeed configurations: sparse ones as people write them, and dense ones, most values good and some not.
 
 The fields are those of the configuration classes of any release, so that a field which another release lacks is asked
-for too. Batch sizes are numbers that fit one rank, because a value that a trainer fills in is not DeepSpeed's to judge.
+for too. Batch sizes are numbers for one rank: DeepSpeed does not judge a value filled in by a trainer.
 """
 
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Kind = tuple[tuple[Any, ...], tuple[Any, ...]]  # values that fit, values that may not
+Kind = tuple[tuple[Any, ...], tuple[Any, ...]]  # fitting values, values that may not fit
 
 BOOL: Kind = ((True, False, "auto", 1, "true"), ("maybe", 2, None, [], 0.5))
 PLAIN: Kind = ((True, False), ())

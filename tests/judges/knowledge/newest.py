@@ -4,10 +4,10 @@
     python tests/judges/knowledge/newest.py [PACKAGE[==RELEASE] ... | recorded]        (make knowledge)
 
 pip fetches each package without its requirements into build/knowledge, and the archive of a tag is fetched where pip
-has none; nothing of it is installed or run. `recorded` stands for each release that is recorded of each. A row says
-until which release the package is recorded, which one is published, how many offload settings and defaults are not as
-recorded, and how many quotes of rules and messages are gone. The exit code is 1 if a row has one; settings and
-defaults count in the newest release alone. Below stand the changes of other projects, from `upstream.yaml`.
+has none; nothing of it is installed or run. `recorded` stands for each release that is recorded of each. A row has the
+package's last recorded release, its published one, the number of offload settings and defaults that differ from the
+records, and the number of lost quotes of rules and messages. The exit code is 1 if a row has one; settings and defaults
+count in the newest release alone. Below stand the changes of other projects, from `upstream.yaml`.
 """
 
 import json
@@ -33,7 +33,8 @@ PACKAGES = (
     "torchtune", "torchtitan", "llamafactory", "ms-swift", "verl", "lightning", "nemo-automodel", "simpletuner",
     "oumi", "veomni", "maxtext", "unsloth", "openrlhf", "torchao", "skyrl", "areal",
 )  # fmt: skip
-# Whose repositories hold more than their wheels, or which no index has: the repository, and the tag of a release.
+# Packages missing in the index, or with more in their repositories than in their wheels: the repository, and the tag of
+# a release.
 TAGS = {
     "megatron-core": ("NVIDIA/Megatron-LM", "core_v{}"), "megatron-bridge": ("NVIDIA-NeMo/Megatron-Bridge", "v{}"),
     "nemo-rl": ("NVIDIA-NeMo/RL", "v{}"), "prime-rl": ("PrimeIntellect-ai/prime-rl", "v{}"),

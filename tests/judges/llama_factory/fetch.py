@@ -17,8 +17,7 @@ COMMON = [
     "omegaconf==2.3.0", "safetensors", "regex", "tqdm", "requests", "httpx", "pyyaml", "packaging", "filelock",
     "psutil", "typer",
 ]  # fmt: skip
-# By the release of Transformers: packages that would bring torch along, and those that need other releases than the
-# next one does.
+# By the release of Transformers: packages that would bring torch along, or need other releases than the next one.
 BESIDE = {
     "4.51.3": (["accelerate==1.6.0"], ["tokenizers==0.21.1", "huggingface_hub==0.30.2"]),
     "4.57.3": (["accelerate==1.13.0"], ["tokenizers==0.22.1", "huggingface_hub==0.36.0"]),

@@ -4,8 +4,8 @@
     python tests/judges/llama_factory/llama_factory_judge.py --configurations 5000
 
 The parser raises its first error alone, so a raised text must be among our findings, and our errors must be raised at
-all. The arguments that it passes on to the Trainer are judged with it: the rules of Transformers that LLaMA-Factory
-shares. With `--mutants`, each of its own rules is taken away in turn, and the answers have to show it.
+all. Arguments passed on to the Trainer are judged with it, by the shared rules of Transformers. With `--mutants`, each
+of its own rules is taken away in turn, and the answers have to show it.
 """
 
 import argparse
@@ -47,9 +47,9 @@ JUDGED = [*OWN, *(rule for rule in RAISING if rule.id.startswith("hf-"))]
 # arguments.
 TRANSFORMERS = {"0.9.0": ("4.51.3",), "0.9.3": ("4.51.3",), "0.9.5": ("4.57.3", "5.5.0")}
 KNOWN = ("4.57.3", "5.5.0")
-# Said of any argument that is gone as of one that never was.
+# Said of a removed argument as of an unknown one.
 REFUSED = "not used by the HfArgumentParser"
-# Said of methods that exclude each other, which nothing is offloaded by.
+# Said of methods that exclude each other; none of them offloads.
 ELSEWHERE = re.compile(
     r"Cannot use (LoRA with )?GaLore|is only valid for LoRA|Radio-based BAdam|PiSSA for a quantized"
 )

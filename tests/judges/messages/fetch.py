@@ -15,9 +15,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3] / "build" / "messages"
-_SOURCES = frozenset(
-    ("deepspeed", "transformer-engine-torch")
-)  # whose wheels hold no Python, or that have none
+_SOURCES = frozenset(("deepspeed", "transformer-engine-torch"))  # without wheels, or without Python in them
 
 _SMALL = ["--python-version", "3.12", "--platform", "macosx_11_0_arm64", "--platform", "macosx_14_0_arm64"]
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists every text that offload can end a run with, in the sources that are here, and which of them nobody knows.
+"""Lists every text with which offload can end a run, in the sources here, and the unknown ones among them.
 
     python tests/judges/messages/inventory.py         # texts that no message, no rule and no review knows
     python tests/judges/messages/inventory.py --all       # every text, with its releases and who knows it
 
 A text stands in a `raise`, an `assert`, a warning or a logger's error in a file of `scope.yaml`. Of a file that only
-offloading runs all count; of the others those that speak of offloading's work, or whose condition does.
-`scope.yaml` says too which texts were read and set aside, each with the reason.
+offloading runs all count; of the others the texts about offloading's work, or with such a condition. `scope.yaml` says
+too which texts were read and set aside, each with the reason.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def _words(node: ast.expr) -> str:
 
 @cache
 def scope() -> dict[str, dict[str, object]]:
-    """Return which files count, by package, and which texts were set aside."""
+    """Return the counted files, by package, and the texts set aside."""
     data: dict[str, dict[str, object]] = yaml.safe_load(
         (Path(__file__).parent / "scope.yaml").read_text(encoding="utf-8")
     )
@@ -116,7 +116,7 @@ def scope() -> dict[str, dict[str, object]]:
 
 
 def inventory(packages: dict[str, dict[str, Path]]) -> dict[Text, list[str]]:
-    """Return every text with the releases that have it, of those that are here."""
+    """Return every text with the releases here that have it."""
     found: dict[Text, list[str]] = {}
     for package, patterns in scope()["files"].items():
         for release, folder in sorted(packages.get(package, {}).items(), key=lambda each: Version(each[0])):

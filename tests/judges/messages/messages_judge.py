@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the messages that quote a package's source to that source, in every release that is here.
+"""Holds messages quoted from a package's source to that source, in every release here.
 
     python tests/judges/messages/messages_judge.py
 
@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from skill_tools import knowledge
 from skill_tools.diagnosis.texts import HOLE
 
-# Where one literal ends and the next, which Python joins to it, begins.
+# The border between two literals that Python joins.
 _JOINT = re.compile(r"""(?<!\\)["']\s*(?:\n\s*)?[fr]*["']""")
 _FILLED = re.compile(r"\{[^{}\n]{0,120}\}")
 

@@ -40,7 +40,7 @@ class _StandIn(ModuleType):
 
 
 class _StandsIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of Axolotl but the ones that are read, and the packages that are not here."""
+    """Finds every module of Axolotl but the ones read, and the missing packages."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         root = Path(sys.argv[2])

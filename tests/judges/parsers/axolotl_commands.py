@@ -102,7 +102,7 @@ def question(random: Random) -> dict[str, Any]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return the values that our reader believes, and the words that it says go to the launcher."""
+    """Return our reader's values, and its words for the launcher."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(asked["text"], encoding="utf-8")
         words = " ".join(f"'{word}'" if "'" not in word else json.dumps(word) for word in asked["words"])
@@ -115,7 +115,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or each value that an option set is the one that the framework validates next."""
+    """Return whether both refuse, or each value set by an option is the one validated next by the framework."""
     if "raised" in real or "raised" in mine:
         return "raised" in real and "raised" in mine
     held = dict(dict(real["value"]["map"])["config"]["map"])

@@ -88,7 +88,7 @@ def question(random: Random) -> dict[str, Any]:
         tree.setdefault(section, {})[field] = random.choice(_BY_NAME[name])
     words = [_word(random) for _ in range(random.choice([0, 1, 1, 2, 3]))]
     words = [word for word in words if "ofload" not in word or "ofload" not in str(tree)]
-    # A section that is null, and that a later + fills again, is none that people write.
+    # Nobody writes a null section and a later + that fills it again.
     words.sort(key=lambda word: word.lstrip("+~") in [f"{section}=null" for section in SECTIONS])
     if random.random() < 0.03:
         tree[random.choice(SECTIONS)] = random.choice([{}, {}] if words else [None, {}])
@@ -111,7 +111,7 @@ def _word(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
+    """Return our reader's values of the set names, or raise the rules' refusals."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "run.yaml").write_text(asked["text"], encoding="utf-8")
         words = shlex.join(asked["words"])

@@ -112,7 +112,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def _default(name: str, release: str) -> object:
-    """Return the value of `"auto"` in a section that drops it, which rules are told of the key."""
+    """Return the key's value for rules if the section drops `"auto"`."""
     return default(_KEYS[name], DEEPSPEED, {DEEPSPEED: release})
 
 
@@ -121,9 +121,9 @@ def _raising() -> set[str]:
 
 
 def agree(real: Answer, mine: Answer) -> bool:
-    """Return whether both refuse, or each value that is set here is the one that the release's classes hold.
+    """Return whether both refuse, or each value set here is the one in the release's classes.
 
-    A section that is null or empty is not compared with the release's own values, nor `"auto"` of a key that it lacks.
+    A null or empty section is not compared with the release's own values, nor `"auto"` of an unknown key.
     """
     if "value" in real and "value" in mine:
         both = {name for name, _ in mine["value"]["map"]} & {name for name, _ in real["value"]["map"]}

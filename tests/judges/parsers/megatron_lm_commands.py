@@ -95,7 +95,7 @@ def _option(random: Random) -> list[str]:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return our reader's values of the options that are given, or raise for words that argparse refuses."""
+    """Return our reader's values of the given options, or raise for words that argparse refuses."""
     words = shlex.join([*_PROVEN, *asked["words"]])
     config = compose([Source("run.sh", f"torchrun --nproc_per_node 8 pretrain_gpt.py {words}\n", None)], [])
     found = {each.rule for each in lint(config, versions={"megatron-core": release}).findings}
@@ -113,7 +113,7 @@ _PARSED = {
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or each option that is given has the value that the parser gives it."""
+    """Return whether both refuse, or each given option has the parser's value."""
     if "value" in real and "value" in mine:
         names = {name for name, _ in mine["value"]["map"]}
         real = {"value": {"map": [each for each in real["value"]["map"] if each[0] in names]}}

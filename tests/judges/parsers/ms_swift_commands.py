@@ -79,7 +79,7 @@ def ours(asked: dict[str, Any], release: str) -> Any:
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or each argument that is set has the value that the class gets."""
+    """Return whether both refuse, or each set argument has the class's value."""
     if "raised" in real or "raised" in mine:
         return "raised" in real and "raised" in mine
     held = dict(real["value"]["map"])

@@ -2,8 +2,8 @@
 """The form in which a parser and a reader of ours answer, so that the two can be compared: plain JSON.
 
 An answer is `{"value": ..}` or `{"raised": text}`. A float is `{"float": repr}`, a mapping
-`{"map": [[key, value], ..]}` in the order of its keys, and values that our readers leave as the text that they are in
-the file (a date, bytes) are `{"text": ..}`.
+`{"map": [[key, value], ..]}` in the order of its keys, and values left by our readers as the file's text (a date,
+bytes) are `{"text": ..}`.
 """
 
 from typing import Any

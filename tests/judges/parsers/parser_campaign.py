@@ -53,7 +53,7 @@ SEED_OF_RECORD, RECORDED_INPUTS = 52, 40
 class Parser(NamedTuple):
     """One parser: who answers for it, its questions, and our reader; `releases` maps each to its folders.
 
-    `installed` is the package that `python` has to have in the release that is asked, where no folder holds it.
+    `installed` is the package that `python` needs in the asked release, if no folder holds it.
     """
 
     witness: str

@@ -42,7 +42,7 @@ def omegaconf(question: dict[str, Any]) -> Any:
 
 
 def require_no_text(text: str, name: object) -> None:
-    """Raise for a file that is one text, of which OmegaConf makes a key without a value: no configuration is meant."""
+    """Raise for a file of one text: OmegaConf makes it a key without a value, and no configuration is meant."""
     if text.strip().startswith(str(name)) and f"{name}:" not in text:
         raise TypeError("text")
 

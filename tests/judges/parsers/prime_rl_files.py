@@ -72,7 +72,7 @@ def _text(random: Random) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
+    """Return our reader's values of the set names, or raise the rules' refusals."""
     config = compose(
         [Source(f"{position}.toml", text, None) for position, text in enumerate(asked["texts"])], []
     )
@@ -89,7 +89,7 @@ _RAISING = {rule.id for rule in load_rules() if rule.effect == "raises" and PRIM
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or each name that is set has the value that the class gets."""
+    """Return whether both refuse, or each set name has the class's value."""
     if "value" in real and "value" in mine:
         names = {name for name, _ in mine["value"]["map"]}
         real = {"value": {"map": [each for each in real["value"]["map"] if each[0] in names]}}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options over a function that returns torchtitan's configuration, which replaces the TOML from 0.3 on."""
+"""Options over a function that returns torchtitan's configuration; from 0.3 on it replaces the TOML."""
 
 import shlex
 from random import Random

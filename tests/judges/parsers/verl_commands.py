@@ -91,7 +91,7 @@ TABLE: list[dict[str, Any]] = [
 
 
 def asked_names(words: list[str]) -> list[str]:
-    """Return the names that overrides are about, and those that the choice of an engine sets."""
+    """Return the names in overrides, and the names set by the choice of an engine."""
     keys = {word.lstrip("+~").partition("=")[0] for word in words}
     below = tuple(f"{key}." for key in keys)
     return [name for name in NAMES if name in keys or name in TEXTS or name.startswith(below)]
@@ -127,7 +127,7 @@ def _word(random: Random, engine: str) -> str:
 
 
 def ours(asked: dict[str, Any], release: str) -> Any:
-    """Return our reader's values of the names that are set, or raise the refusals that the rules state."""
+    """Return our reader's values of the set names, or raise the rules' refusals."""
     words = shlex.join([f"--config-name={asked['name']}", *asked["words"]])
     script = f"# verl=={release}\npython3 -m verl.trainer.main_ppo {words}\n"
     config = compose([Source("run.sh", script, None)], [])
@@ -147,7 +147,7 @@ _RAISING = {rule.id for rule in load_rules() if rule.effect == "raises" and VERL
 
 
 def agree(real: dict[str, Any], mine: dict[str, Any]) -> bool:
-    """Return whether both refuse, or each name that is set has the value that the configuration gets."""
+    """Return whether both refuse, or each set name has the configuration's value."""
     if "value" in real and "value" in mine:
         names = {name for name, _ in mine["value"]["map"]}
         real = {"value": {"map": [each for each in real["value"]["map"] if each[0] in names]}}

@@ -42,7 +42,7 @@ def question(random: Random) -> dict[str, Any]:
 
 
 def omegaconf_question(random: Random) -> dict[str, Any]:
-    """Return one text in YAML that is no single text, of which OmegaConf makes a key."""
+    """Return one text in YAML other than a single text: OmegaConf makes a key of that."""
     while True:
         asked = question(random)
         try:
@@ -168,7 +168,7 @@ def ours_omegaconf(asked: dict[str, Any], release: str) -> Any:
 
 
 def ours_json(asked: dict[str, Any], release: str) -> Any:
-    """Return our reader's value of JSON, which refuses texts that only looser readers take."""
+    """Return our reader's value of JSON; it refuses texts that only looser readers take."""
     from skill_tools.dialects.deepspeed.section import not_json
 
     source = Source("config.json", asked["text"])

@@ -74,7 +74,7 @@ def misread(path: Path) -> str:
 
 
 def spoken(paths: list[Path]) -> str:
-    """Return lint's words about files that it is to pass over, where it should say nothing."""
+    """Return lint's words about files to pass over: there should be none."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(["lint", "--skip-unrecognized", "--format", "concise", *map(str, paths)])

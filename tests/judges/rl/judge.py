@@ -3,9 +3,9 @@
 
     python tests/judges/rl/judge.py --configurations 5000
 
-For each release that `fetch.py` has fetched: an error that a release raises must be among our findings, and a finding
-that we call an error of its checks must be raised, unless an earlier check ended the run. Warnings are compared as
-sets. The exit code is 1 if any configuration disagrees.
+For each release fetched by `fetch.py`, an error raised by it must be among our findings. A finding called an error of
+its checks must be raised, unless an earlier check ended the run. Warnings are compared as sets. The exit code is 1 if
+any configuration disagrees.
 """
 
 import argparse
@@ -46,7 +46,7 @@ JUDGED = {
         "pr-full-clip", "pr-full-old", "pr-unknown-key",
     },
 }  # fmt: skip
-# Said by the releases, and about no offload: a field that went, and the preset that the wheel of 3.12.6 does not hold.
+# Said by the releases, and about no offload: a removed field, and the preset missing in the wheel of 3.12.6.
 ELSEWHERE = re.compile(
     r"gradient_checkpointing is enabled with FSDP2|max_concurrent_runs\n  Extra inputs|Expecting value: line 1 column 1"
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks AReaL: `parse_cli_args` and `to_structured_cfg` on Hydra and OmegaConf, then the RL trainer's `_validate_cfg`.
 
-The lines of `PPOTrainer.__init__` that lead to that check run as they stand there, and no others of it.
+The lines of `PPOTrainer.__init__` before that check run unchanged, and no others of it.
 """
 
 import ast
@@ -28,7 +28,7 @@ RELEASES = (
 REPOSITORY = "inclusionAI/AReaL"
 FILENAME = "config.yaml"
 MOST = 2000  # of which Hydra and OmegaConf take a tenth of a second each
-# Rules about engines that are built or asked to leave, and about settings that nothing reads.
+# Rules about engines built or asked to leave, and about settings without a reader.
 NOT_JUDGED = {
     "areal-per-layer-adam",
     "areal-other-engine",
@@ -110,7 +110,7 @@ class Witness:
         return self._sources.take(_TRAINER, f"PPOTrainer.{method}")
 
     def _worked_out(self) -> list[ast.stmt]:
-        """Return the statements of `PPOTrainer.__init__` that say who leaves the GPU, and the backends."""
+        """Return the statements of `PPOTrainer.__init__` about roles that leave the GPU, and the backends."""
         source = ast.parse((self._folder / "areal/trainer/rl_trainer.py").read_text(encoding="utf-8"))
         classes = (
             each for each in source.body if isinstance(each, ast.ClassDef) and each.name == "PPOTrainer"

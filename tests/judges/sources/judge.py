@@ -3,9 +3,9 @@
 
     python tests/judges/sources/judge.py --configurations 5000 [NAME ...]
 
-For each release that `fetch.py` has fetched: an error that it raises must be among our findings, in its own words, and
-where it raises none we may find none. Where a module names rules in `PRINTED`, the printed text is compared as well.
-The exit code is 1 if any configuration disagrees.
+For each release fetched by `fetch.py`: an error raised by it must be among our findings, in its own words. If it raises
+none, we may find none. Where a module names rules in `PRINTED`, the printed text is compared as well. The exit code is
+1 if any configuration disagrees.
 """
 
 import argparse

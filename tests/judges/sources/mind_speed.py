@@ -20,7 +20,7 @@ NAME = "mindspeed-llm"
 RELEASES = ("26.1.0",)
 REPOSITORY = "Ascend/MindSpeed-LLM"
 ALSO = {"26.1.0": (("Ascend/MindSpeed", "26.1.0_core_r0.12.1"), ("NVIDIA/Megatron-LM", "core_v0.12.1"))}
-# Options that are left out without a word, and those which argparse refuses before any check.
+# Options left out without a word, and options that argparse refuses before any check.
 NOT_JUDGED = {
     "msl-swap-other-optimizer",
     "msl-level",

@@ -17,7 +17,7 @@ from source_parts import Sources
 NAME = "musubi-tuner"
 RELEASES = ("0.3.2", "0.3.4")
 REPOSITORY = "kohya-ss/musubi-tuner"
-# Rules about programs that train whole models, whose checks stand in the middle of a training, and warnings.
+# Rules about programs that train whole models, with checks in the middle of a training, and warnings.
 NOT_JUDGED = {
     "mt-h2d-full",
     "mt-nothing-swapped",

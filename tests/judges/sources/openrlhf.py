@@ -19,7 +19,7 @@ from source_parts import Sources
 NAME = "openrlhf"
 RELEASES = ("0.10.2", "0.10.3", "0.10.4", "0.11.0", "0.11.1", "0.11.2")
 WHEEL = "openrlhf"
-# Facts that no line of a program states: where tensors are, and how DeepSpeed reads its configuration.
+# Facts that no line of a program states: the tensors' places, and DeepSpeed's reading of its configuration.
 NOT_JUDGED = {
     "orlhf-awake", "orlhf-frozen-stage", "orlhf-ema-stage", "orlhf-sleep-offloaded", "orlhf-muon-stage3",
     "orlhf-muon-offload", "orlhf-muon-silent",

@@ -17,7 +17,7 @@ NAME = "oumi"
 RELEASES = ("0.7", "0.8", "0.9")
 WHEEL = "oumi"
 FILENAME = "train.yaml"
-# Settings that nothing turns on, or that only DeepSpeed's engine refuses.
+# Settings that nothing turns on, or only DeepSpeed's engine refuses.
 NOT_JUDGED = {"oumi-deepspeed-off", "oumi-own-trainer", "oumi-file-counts", "oumi-nvme-path", "oumi-fsdp-off"}
 TRAINERS = ("TRL_SFT", "TRL_SFT", "TRL_DPO", "HF", "OUMI", "TRL_GRPO", "TrainerType.HF", "trl_sft")
 STAGES = ("ZERO_0", "ZERO_1", "ZERO_2", "ZERO_3", "ZERO_3", "ZeRORuntimeStage.ZERO_3")

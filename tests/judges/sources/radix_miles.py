@@ -17,7 +17,8 @@ import stand_ins
 NAME = "miles"
 RELEASES = ("0.1.0",)
 REPOSITORY = "radixark/miles"
-# Where tensors are, which no check says; flags that Megatron's parser passes over; and the other backend's own parser.
+# The tensors' places: no check states them; flags that Megatron's parser passes over; and the other backend's own
+# parser.
 NOT_JUDGED = {
     "mi-rollout-stays",
     "mi-train-stays",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks ROLL: dacite's `from_dict` with the class of a pipeline, whose checks run as they are.
 
-Hydra, which only merges the file with those that it names, is not asked.
+Hydra is not asked: it only merges the file with the files named in it.
 """
 
 import importlib

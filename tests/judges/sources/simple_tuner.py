@@ -43,7 +43,7 @@ class Witness:
         with self._release:
             from simpletuner.helpers.models import registry
 
-            # A model's class is loaded for the window, which asks which of them are transformers.
+            # A model's class is loaded for the window: it asks for the transformers among them.
             registry.LazyModelClass.__getattr__ = lambda *_: MagicMock()
             from simpletuner.helpers.configuration import cmd_args, json_file
             from simpletuner.helpers.training import error_handling

@@ -16,7 +16,7 @@ import stand_ins
 NAME = "skyrl"
 RELEASES = ("0.1.0", "0.2.0", "0.3.0", "0.4.0")
 WHEEL = "skyrl"
-# Where tensors are, which no check says; assertions of a worker when it is built; a text that counts as true.
+# The tensors' places: no check states them; assertions of a worker when it is built; a text that counts as true.
 NOT_JUDGED = {
     "sky-async-colocated",
     "sky-native-offload",

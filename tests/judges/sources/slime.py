@@ -15,7 +15,7 @@ from source_parts import Sources
 NAME = "slime"
 RELEASES = ("0.3.0", "0.3.1")
 REPOSITORY = "THUDM/slime"
-# Where tensors are, which no check says; and flags that Megatron's parser passes over.
+# The tensors' places: no check states them; and flags that Megatron's parser passes over.
 NOT_JUDGED = {
     "sl-rollout-stays",
     "sl-train-stays",

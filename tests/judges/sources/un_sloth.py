@@ -2,7 +2,7 @@
 """Asks Unsloth: the checks of its two calls, in their order, and the one of the trainer, each as it stands there.
 
 A load by FastLanguageModel is FastLlamaModel's, or FastBaseModel's where it trains the whole model or in 8 bits. Of
-both the statements that refuse swapped layers are run, with the arguments of the call and a machine that has a GPU.
+both the statements that refuse swapped layers are run, with the call's arguments and a machine with a GPU.
 """
 
 import ast
@@ -18,7 +18,7 @@ NAME = "unsloth"
 RELEASES = ("2026.10.9",)
 WHEEL = "unsloth"
 FILENAME = "train.py"
-# Facts that nothing states: which checkpointing it is, and that a swap which is there stays.
+# Facts that nothing states: the kind of checkpointing, and that a present swap stays.
 NOT_JUDGED = {"us-checkpointing-short", "us-layers-twice"}
 ALSO_JUDGED = {"us-layers-sharded"}  # about a Trainer, whose script it is
 PRINTED = {"us-load-auto-falls-back", "us-embedding-inference"}

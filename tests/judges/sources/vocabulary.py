@@ -55,7 +55,7 @@ def openrlhf(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def slime(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield its one program with each option that it adds to Megatron's, and the one of SGLang that plans read."""
+    """Yield its one program with each option added to Megatron's, and SGLang's option for plans."""
     yield "train", "--sglang-mem-fraction-static"
     yield from (("train", option) for option in importlib.import_module("slime").Witness(folder).options())
 
@@ -68,7 +68,7 @@ def mind_speed(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def radix_miles(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield its one program with each option that it adds to Megatron's, and those that rules read of others."""
+    """Yield its one program with each option added to Megatron's, and others' options read by rules."""
     own = importlib.import_module("radix_miles").Witness(folder).options()
     fields = Sources(folder).path("miles.backends.fsdp_utils.arguments")
     classes = (
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def print_programs(module: Any, programs: dict[str, set[str]]) -> None:
-    """Print the options that not every program has, each before those that have it."""
+    """Print the options missing in some programs, each before the programs with it."""
     all_of_them = set.union(*programs.values())
     print(f"# Options of {module.NAME} that only some of its programs have, each before these.\n#")
     print(

@@ -31,7 +31,7 @@ from skill_tools.rules.lint import lint
 FOLDER = Path(__file__).parents[3] / "build" / "judges" / "torchtune"
 WITNESS = Path(__file__).with_name("torchtune_witness.py")
 RAISING = ("raises", "raises-at-build")
-# Errors that a recipe raises, and keys that it leaves unread, before its first step.
+# Errors raised by a recipe, and keys left unread by it, before its first step.
 JUDGED = [
     rule
     for rule in load_rules()
@@ -87,7 +87,7 @@ def says(rule: Rule, text: str) -> bool:
 
 
 class Heard(NamedTuple):
-    """A configuration with the recipe's answer and our own: the rules that are broken, and those that stay open."""
+    """A configuration with the recipe's answer and our own: the broken rules, and the open ones."""
 
     asked: Asked
     answer: dict[str, Any]
@@ -96,7 +96,7 @@ class Heard(NamedTuple):
 
 
 def verdict(asked: Asked, version: str, folder: Path) -> tuple[set[str], set[str]]:
-    """Return the rules that are broken, and those that stay open, as a user would learn them from a script."""
+    """Return the broken rules, and the open ones, as a user would learn them from a script."""
     (folder / "config.yaml").write_text(
         yaml.dump(asked.config, Dumper=yaml.CSafeDumper, sort_keys=False), encoding="utf-8"
     )

@@ -5,7 +5,7 @@
 
 A question is `{"recipe": .., "config": {..}, "world": 8}`. The answer is the recipe's error, if any, and
 which keys at the top of the configuration it asked for. The recipe's file is executed as it stands; OmegaConf is real,
-and so is torchtune's `ParallelDims`. Everything else that it imports is an object that takes any call.
+and so is torchtune's `ParallelDims`. Everything else imported by it is an object that takes any call.
 """
 
 import ast
@@ -220,7 +220,7 @@ class Recipe:
 
 
 def watched(configuration: dict[str, Any], read: set[str]) -> Any:
-    """Return the configuration as OmegaConf has it, which notes the names that are asked of its root."""
+    """Return OmegaConf's configuration; it notes the names asked of its root."""
     from omegaconf import DictConfig, OmegaConf
 
     class Watched(DictConfig):

@@ -117,7 +117,7 @@ def test_an_argument_exists_in_exactly_the_releases_of_its_key() -> None:
         assert not wrong, f"{version}: {wrong}"
 
 
-# For each rule arguments that break it alone, and a release that refuses them.
+# For each rule, arguments that break it alone, and a refusing release.
 STARTUP: dict[str, tuple[str, dict[str, Any]]] = {
     "hf-fsdp-hybrid": ("5.23.0", {"fsdp": "hybrid_shard"}),
     "hf-fsdp-unknown-word": ("5.23.0", {"fsdp": "full_shard offload_optimizer"}),

@@ -8,10 +8,9 @@ fields of the dataclasses of some modules; anything else is a run:
 
     {"class": "SFTConfig", "arguments": {..}, "distributed": true, "hidden_size": 64}
 
-The answer's `errors` is the first exception of each stage that is reached: the arguments' own checks, the checks that
-the Trainer makes of its accelerator, DeepSpeed's values against the Trainer's. `warnings` are the logged lines and
-warnings meanwhile. Parts that need a machine are stood in for: a CUDA device that knows bf16, an initialized process
-group, DeepSpeed.
+The answer's `errors` is the first exception of each reached stage: the arguments' own checks, the Trainer's checks of
+its accelerator, DeepSpeed's values against the Trainer's. `warnings` are the logged lines and warnings meanwhile. Parts
+of a machine have stand-ins: a CUDA device with bf16, an initialized process group, DeepSpeed.
 """
 
 import dataclasses
@@ -166,7 +165,7 @@ def fields(names: list[str]) -> dict[str, list[str]]:
 
 
 def write_deepspeed(folder: Path) -> None:
-    """Write a package that is found where DeepSpeed is looked for; nothing of it is called."""
+    """Write a package to be found in DeepSpeed's place; nothing of it is called."""
     (folder / "deepspeed").mkdir()
     (folder / "deepspeed" / "__init__.py").write_text("")
     (folder / "deepspeed-0.19.8.dist-info").mkdir()

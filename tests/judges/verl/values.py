@@ -63,7 +63,7 @@ def _filled(folder: Path, name: str) -> set[str]:
 
 
 def _ranges(held: list[set[str]], releases: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the first release that has a name, and the first that has it no more; one that went and came has none."""
+    """Return the first release with a name, and the first without it; one that went and came has none."""
     found = {}
     for name in set().union(*held):
         present = [name in each for each in held]

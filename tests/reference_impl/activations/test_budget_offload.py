@@ -258,7 +258,7 @@ def test_retained_graphs_can_be_recomputed_twice(trainee, device):
 
 
 class Writing(nn.Module):
-    """Saves results that are written in place, random, or changed where PyTorch does not see it."""
+    """Saves results written in place, random, or changed unseen by PyTorch."""
 
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ def on_the_twin(trainee):
 
 
 def counted(trainee, mode):
-    """Return a context that counts device bytes where a budget needs them."""
+    """Return a context that counts device bytes for a budget."""
     return Ledger(Device.of(trainee.ids.device)) if mode is budget else nullcontext()
 
 

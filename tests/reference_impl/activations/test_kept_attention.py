@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that is kept where its layer is computed again: any kernel's, of whole and of packed sequences."""
+"""Attention kept during its layer's recomputation: any kernel's, of whole and of packed sequences."""
 
 from itertools import pairwise, starmap
 

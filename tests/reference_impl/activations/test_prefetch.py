@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that come back early: in the order that backward has shown, and never above the step's own peak."""
+"""Tensors come back early: in backward's learnt order, and never above the step's own peak."""
 
 import pytest
 import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.func and forward-mode derivatives through offloaded models: as without offload, or refused by name.
 
-Guards are asked before a module runs. Forward-mode derivatives of layers whose saved tensors move have ended the
-process inside torch, so no test calls them: there the guard is tried with cases that merely raise.
+Guards are asked before a module runs. Forward-mode derivatives of layers with moving saved tensors have ended the
+process inside torch, so no test calls them. There the guard is tried with cases that merely raise.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.memory.transforms import running_transform
 from reference_impl.weights import FrozenLayerStreamer
 
-# Of a weight that may stream, which has 16 KiB.
+# The size of a weight that may stream, 16 KiB.
 WIDTH = 64
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
-    """Three layers of 70 x 70, the second of which may be left out, and a convolution whose weight is not row-major."""
+    """Three layers of 70 x 70, the second an optional one, and a convolution with a weight that is not row-major."""
 
     def __init__(self):
         super().__init__()

@@ -23,7 +23,7 @@ from reference_impl.device.cpu_twin import CpuTwin
 from reference_impl.distributed import fsdp2
 from reference_impl.memory.ledger import Ledger
 
-# The releases whose source was read for the private names of `fsdp2`, and on which these tests have passed.
+# The releases read for the private names of `fsdp2`; these tests have passed on them.
 CHECKED_ON = ("2.11", "2.12", "2.13")
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that cannot be traced is planned by the formula, where that describes it, and is refused elsewhere."""
+"""An untraceable model is planned by the formula if that describes it, and is refused otherwise."""
 
 import json
 from types import SimpleNamespace

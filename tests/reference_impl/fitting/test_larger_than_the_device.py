@@ -96,7 +96,7 @@ def test_a_model_larger_than_the_device_is_fitted_from_the_host():
 
 
 def partly_trained(what):
-    """A model of which little is trained, and the optimizer of that."""
+    """A model with few trained weights, and their optimizer."""
     model = Decoder(WIDER).bfloat16().requires_grad_(False)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fit` of a sequence that is long beside the device: tiles and kept attention, which it finds and says."""
+"""`fit` of a sequence that is long beside the device finds and reports tiles and kept attention."""
 
 import pytest
 import torch

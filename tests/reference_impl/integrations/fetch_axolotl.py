@@ -4,8 +4,8 @@
     python tests/reference_impl/integrations/fetch_axolotl.py 0.20.0 0.21.0
 
 The release itself is installed without its dependencies, most of which are for GPUs or services, and whatever Python
-it asks for. Of those that it pins, the ones that training imports are installed at that pin. Called by
-`make test-trainers-axolotl`.
+it asks for. Of its pinned packages, the ones imported by training are installed at the pin. Called by `make
+test-trainers-axolotl`.
 """
 
 import re

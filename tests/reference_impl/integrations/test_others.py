@@ -19,7 +19,7 @@ from reference_impl.verification.model import Decoder, DecoderShape, decoder_los
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 CHECKPOINT = {"mode": "checkpoint", "min_bytes": 1}
-# Where docs/trainers.md has it: the file that `--external_plugins` names.
+# As in docs/trainers.md: the file named by `--external_plugins`.
 SWIFT_PLUGIN = """\
 from swift import OptimizerCallback, optimizers_map
 

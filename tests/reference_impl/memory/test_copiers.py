@@ -219,7 +219,7 @@ def raised_by(call, *arguments):
 
 def test_no_fault_in_the_bookkeeping_of_a_thread_leaves_a_wait_without_an_end(cores, monkeypatch):
     monkeypatch.setattr(module, "_DEADLINE_S", 20.0)
-    # Waits that end at once where a thread is dead.
+    # Waits that end at once if a thread is dead.
     monkeypatch.setattr(interrupts, "SLICE_S", 0.001)
     monkeypatch.setattr(module, "SLICE_S", 0.001)
     # One thread, so that the count of its bytecodes is exact.

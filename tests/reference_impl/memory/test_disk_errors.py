@@ -25,7 +25,7 @@ def tier(device, tmp_path):
 
 
 def source(tier, value=1):
-    """Bytes that are there: where kernels run later, `REACHED` would not wait for them."""
+    """Bytes that are there: `REACHED` would not wait for later kernels."""
     filled = torch.full((SIZE,), value, dtype=torch.uint8, device=tier.device.torch_device)
     tier.device.synchronize()
     return filled

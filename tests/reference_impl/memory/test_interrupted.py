@@ -114,7 +114,7 @@ def test_an_arena_whose_slabs_are_made_ahead(device):
 
     reserved_bytes = host_book.reserved_bytes
     interrupted_everywhere(operation, lambda: None, most=100)
-    # Where close() itself was interrupted, a thread may still be making a slab that nobody wants.
+    # After an interrupted close() a thread may still be making an unwanted slab.
     stop = time.monotonic() + 10
     while host_book.reserved_bytes != reserved_bytes and time.monotonic() < stop:
         gc.collect()

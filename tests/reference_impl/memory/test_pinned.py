@@ -162,7 +162,7 @@ def test_several_threads_fill_and_empty_the_ring_at_once(device, monkeypatch):
 
 
 def test_all_buffers_are_for_the_way_in_until_something_leaves(device, arena):
-    """Then each direction has half, also where one is used by another thread at that moment."""
+    """Then each direction has half, even if another thread uses one at that moment."""
     host, source = pageable(arena, MIB), bytes_of(MIB, device)
     back = torch.empty_like(source)
     host.copy_(source)

@@ -32,7 +32,7 @@ class Kernel:
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("is_old", [False, True])
 def test_pages_are_made_present_a_little_at_a_time(monkeypatch, threads, is_old):
-    """A call holds the lock of the address space, which registering waits for, and every launch behind that."""
+    """A call holds the lock of the address space. Registering waits for it, and every launch behind that."""
     kernel = Kernel(is_old=is_old)
     monkeypatch.setattr(slab_module, "_libc", kernel)
     slab = Slab(Device.of("cpu"), 100 * MIB, remedy="", touching_threads=threads)

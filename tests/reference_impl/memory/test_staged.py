@@ -22,7 +22,7 @@ def pageable(device):
 
 
 def test_half_of_the_buffers_are_on_their_way_while_the_others_are_filled(device, pageable, monkeypatch):
-    """Whoever waits for a buffer that was sent a moment ago has the link idle until that copy ends."""
+    """A wait for a just sent buffer leaves the link idle until its copy ends."""
     sent, waits = [], []
     send, take = Ring._send, _Buffers.take
 

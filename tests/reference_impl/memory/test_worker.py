@@ -17,7 +17,7 @@ from failing_threads import fails_before
 from reference_impl.memory import worker as worker_module
 from reference_impl.memory.worker import Worker
 
-# Long against a thread that lives, short against a test that hangs.
+# Long for a living thread, short for a hanging test.
 DEADLINE_S = 20.0
 
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Compiler:
-    """A backend that counts the graphs that are compiled, and those that are run."""
+    """A backend that counts compiled graphs and runs of them."""
 
     def __init__(self):
         self.compiled = self.run = 0

@@ -39,7 +39,7 @@ def adamw(model, lr=OPTIONS["lr"]):
 
 
 def used(device, dtype):
-    """Without the layer that is never used: torch asks for a state of every parameter that is trained."""
+    """Without the unused layer: torch asks for a state of every trained parameter."""
     model = fresh(device, dtype)
     model.unused.requires_grad_(requires_grad=False)
     return model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step that fails: it happened or it did not, and the optimizer says which."""
+"""A failing step: it happened or it did not, and the optimizer tells."""
 
 import copy
 import gc
@@ -309,7 +309,7 @@ def test_the_scale_of_a_failed_step_is_not_used_again(device, monkeypatch, wrapp
         # The scaler has looked for infinities already.
         scalers[0].step(optimizer)
         scalers[0].update()
-    # Not that of the optimizer, which forgets a scale too.
+    # Not the optimizer's, because it forgets a scale too.
     model.zero_grad()
     taken = data if then == "again" else data[1:]
     for batch in data[1:]:

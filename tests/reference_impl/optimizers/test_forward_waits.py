@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose forward waits for a weight: its owner's, or the one that reads it where the owner has none."""
+"""The forward that waits for a weight: its owner's, or the reader's if the owner has none."""
 
 import copy
 

@@ -130,7 +130,7 @@ def test_gradient_mode_and_the_turn_come_back(device, build, call, places):
 
 @pytest.mark.parametrize("infers", [False, True])
 def test_the_mode_of_steps_is_left_again(infers):
-    """Behind a call that an interrupt ends, and once its traceback is gone, which may have torch's guard."""
+    """Behind an interrupted call, and once its traceback is gone: this may hold torch's guard."""
 
     def run(nth):
         call = as_steps_run(lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
@@ -150,7 +150,7 @@ def test_the_mode_of_steps_is_left_again(infers):
 
 
 def test_classes_of_tensors_go_on_to_answer(device):
-    """Where they do not, nobody in this thread waits for weights that are on their way, of whatever optimizer."""
+    """Otherwise nobody in this thread waits for weights on their way, of any optimizer."""
 
     def run(nth):
         param = torch.nn.Parameter(torch.ones(2, device=device.torch_device))

@@ -100,7 +100,7 @@ def test_a_norm_of_zero_is_a_step_like_any_other(device):
 
 def test_peaks_fall_with_the_fraction_and_losses_stay(device):
     losses, peaks = [], {}
-    # On CUDA layers that outweigh the workspaces of cuBLAS, which come and go.
+    # On CUDA, layers that outweigh the passing workspaces of cuBLAS.
     width = 1024 if device.is_accelerator else 256
     numel = 6 * (width * width + width)
     for fraction in (0.0, 1e-4, 0.25, 0.5, 0.75, 1.0):

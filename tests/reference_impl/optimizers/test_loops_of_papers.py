@@ -239,7 +239,7 @@ def test_the_rest_is_refused_by_name(device, loop, make):
 
     with pytest.raises((RuntimeError, ValueError), match=REFUSED[loop, make]):
         loop(device, noted)
-    # A loop that was refused has closed nothing, and memory that stays pinned fails others.
+    # A refused loop has closed nothing, and memory still pinned fails other tests.
     for optimizer in made_here:
         with suppress(RuntimeError):
             optimizer.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options in groups: which keywords are refused, how many parameters there are, and which modules they import."""
+"""Options in groups: the refused keywords, the number of parameters, and the imported modules."""
 
 import inspect
 import os

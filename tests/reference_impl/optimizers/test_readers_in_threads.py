@@ -166,7 +166,7 @@ def test_a_reader_that_has_carried_out_a_step_stays_a_reader(device, monkeypatch
 
 
 def test_a_reader_on_a_stream_of_its_own_waits_behind_that_of_the_steps(device, monkeypatch):
-    """Nobody waits again for an event that a step has waited for: so the stream that trains has to."""
+    """Nobody waits again for an event after a step has: so the training stream has to."""
     if device.is_accelerator:
         pytest.skip("numbers stand for streams here, on which no CUDA kernel runs")
     model, _ = twins(device)

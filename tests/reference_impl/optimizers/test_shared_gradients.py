@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that torch has given one memory: where they leave, each counts once, whatever is added or scaled."""
+"""Gradients in one memory of torch's: if they leave, each counts once, whatever is added or scaled."""
 
 import itertools
 from contextlib import contextmanager, nullcontext

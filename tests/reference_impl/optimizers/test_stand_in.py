@@ -301,7 +301,7 @@ def test_what_is_added_to_a_gradient_in_place_counts(device, make, fraction, alp
 
 
 class FullDevice(TorchDispatchMode):
-    """Has no memory for the operator that comes `at`-th of those that allocate."""
+    """Has no memory for the `at`-th of the allocating operators."""
 
     def __init__(self, at):
         super().__init__()

@@ -162,7 +162,7 @@ def test_groups_keep_their_options_and_can_be_added(device):
 
 
 def test_parameters_may_come_and_go(device, offload):
-    """A step in which some parameters have no gradient, between steps in which all have."""
+    """A step with some parameters without a gradient, between steps with all gradients."""
     model, plain = twins(device)
     optimizer, reference = offload(model, chunk_bytes=3072), MasterAdamW(plain, on_cpu=False, **OPTIONS)
     optimizer.attach(model)

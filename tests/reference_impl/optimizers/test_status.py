@@ -306,7 +306,7 @@ def test_what_is_left_of_an_update_in_backward_uses_its_own_gradients(
 def test_a_signal_that_a_begun_step_has_deferred_returns_behind_new_weights(
     device, monkeypatch, build, attached
 ):
-    """The next forward waits where a model is attached, and nobody does where none is."""
+    """The next forward of an attached model waits; without one, nobody does."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with Loop(device, build, attached=attached) as loop:
         begins = loop.optimizer._engine.used.note
@@ -489,7 +489,7 @@ def test_gradients_that_somebody_has_set_to_zero_lose_the_rest_of_an_update_by_n
 
 @pytest.mark.parametrize("split", [(0.3, 0.4, 0.3), (0.0, 0.0, 1.0)])
 def test_gradients_that_an_update_uses_at_once_have_no_norm_that_is_told(device, split):
-    """Neither that of an earlier step, nor that of the parts that stand: of the others none was taken."""
+    """Neither an earlier step's norm, nor the standing parts': none was taken of the others."""
     model, data = twins(device)[0], batches(device.torch_device, 3)
     with hybrid(model, split=split, backward_overlap="update") as optimizer:
         for batch in data:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer that was given to another one: its groups are shared, and it refuses calls that need its states."""
+"""An optimizer given to another one shares its groups, and refuses calls that need its states."""
 
 import gc
 import warnings

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code of users around a step that torch lets through, and torch's own functions that do the same."""
+"""Users' code around a step as torch lets it through, and torch's own functions that do the same."""
 
 import copy
 import itertools
@@ -177,7 +177,7 @@ def test_no_model_is_used_between_a_backward_that_updates_and_its_step(device, m
 @pytest.mark.parametrize("of_layer", [False, True])
 @pytest.mark.parametrize("make", [attached, in_backward, blocks_in_backward])
 def test_a_load_that_is_refused_before_step_has_written_nothing(device, make, of_layer):
-    """Neither a weight whose update has begun, nor a module in front of it that the optimizer does not know."""
+    """Neither a weight with a begun update, nor a module in front of it unknown to the optimizer."""
 
     def counting(model):
         model.register_buffer("seen", torch.zeros(1, device=device.torch_device))

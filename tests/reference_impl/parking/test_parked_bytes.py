@@ -126,7 +126,7 @@ def test_prepared_memory_is_that_of_the_first_parking(model):
 
 
 class WithRoom(CpuTwin):
-    """A twin whose allocator notes for which storages room was made."""
+    """A twin with an allocator that notes the storages of each room made."""
 
     segments_grow = False
 

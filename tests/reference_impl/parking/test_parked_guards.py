@@ -226,7 +226,7 @@ def test_a_bad_time_to_wait_leaves_everything_parked(model):
 
 
 class WithPools(CpuTwin):
-    """A twin with an allocator on which somebody has captured a graph that lives in `pools`."""
+    """A twin with an allocator and a captured graph in `pools`."""
 
     pools: tuple[tuple[int, int], ...] = ()
     captures = False

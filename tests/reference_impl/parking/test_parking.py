@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that parks between its calls is training that never parked, to the bit, and its device memory is free."""
+"""Training parked between its calls equals unparked training, to the bit, and its device memory is free."""
 
 import copy
 import itertools

@@ -49,7 +49,7 @@ def test_what_is_found_is_what_does_not_mix_positions_and_saves_more_than_its_in
 
 @pytest.mark.parametrize("keep_attention", [False, True])
 def test_numbers_are_those_of_the_same_modules_by_name(keep_attention):
-    """Also where the attention that was tried runs beside operations that are recorded to be kept."""
+    """Also if the tried attention runs beside operations recorded to be kept."""
     model = decoder()
     with SequenceTiles(model, [*TILED, "norm"], tile_tokens=TILE):
         expected = gradients(model)

@@ -28,7 +28,7 @@ class Holder(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Takes tensors beside its first: one that is cut (batch 1), and one that is not."""
+    """Takes tensors beside its first: a cut one (batch 1), and an uncut one."""
 
     def __init__(self):
         super().__init__()

@@ -94,7 +94,7 @@ def test_gradients_are_those_without_tiles(name):
 
 @for_each(MODELS)
 def test_a_model_that_caches_keys_in_training_as_it_does_unless_told_not_to(name):
-    """A padded batch, for which the attention of a layer that is computed again may not have a key twice."""
+    """A padded batch: in recomputation a layer's attention may not have a key twice."""
     model = made(name, use_cache=True)
     ids = torch.randint(128, (2, 150), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -141,7 +141,7 @@ def packed_gradients(model, batch):
 
 @for_each([(name, boundaries) for name in MODELS for boundaries in (False, True)])
 def test_packed_documents_stay_apart(case):
-    """In tiles whose borders are not theirs, and with attention kept: as without both, which is as one by one."""
+    """In tiles with other borders, and with attention kept: as without both, and as one by one."""
     name, boundaries = case
     model, batch = made(name), packed(boundaries)
     expected = packed_gradients(model, batch)

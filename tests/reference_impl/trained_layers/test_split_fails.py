@@ -118,7 +118,7 @@ def test_a_signal_does_not_have_the_workers_update_twice(monkeypatch):
         monkeypatch.setattr(DeadlineWorkers, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             streamer.optimizer.step()
-        # States that are read are those of the step, which has begun.
+        # States read then belong to the begun step.
         assert streamer.optimizer.state[model.head.weight]["step"] == 2
         streamer.optimizer.zero_grad()
         assert_same(model, streamer.optimizer, other, reference)

@@ -280,7 +280,7 @@ def test_the_update_hides_behind_forward_and_weights_behind_backward(clocks, for
 
 @pytest.fixture
 def cpu(clocks, monkeypatch):
-    """Workers that update when the clocks say so: one thread, which takes so many ms for a layer."""
+    """Workers that update by the clocks: one thread, so many ms a layer."""
     thread = SimpleNamespace(layer_ms=0.0, now=0.0, done={})
     release, share = Publisher.release, CpuShare.run_task
 

@@ -176,7 +176,7 @@ def test_layers_are_not_computed_again_by_two(
 
 
 def test_a_checkpointing_model_of_transformers_is_refused_until_it_is_switched_off() -> None:
-    # A folder of our tests has the name of the package, and is found where that is not installed.
+    # A folder of our tests has the name of the package, and is found if the package is not installed.
     llama = pytest.importorskip("transformers.models.llama", reason="transformers is not installed")
     config = llama.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64

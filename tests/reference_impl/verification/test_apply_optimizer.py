@@ -101,7 +101,7 @@ def test_a_scheduler_that_was_made_before_sets_the_rate_of_what_steps(execute: M
     expected = train(reference, plain, plain_scheduler, _Last(plain))
     given, scheduler = prepared(model)
     with warnings.catch_warnings():
-        # Such as that of a scheduler that finds its optimizer has not been stepped.
+        # Such as a scheduler's about its unstepped optimizer.
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".*moves nothing")
         with apply_plan(model, given, {"execute": execute}) as applied:

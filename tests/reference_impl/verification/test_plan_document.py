@@ -72,7 +72,7 @@ def damaged(path, value):
 
 
 def is_valid(execute):
-    """Ask the schema, which allows some things that the check refuses: NaN, and modes without their requirements."""
+    """Ask the schema; it allows some things refused by the check: NaN, and modes without their requirements."""
     validator = jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], "$ref": "#/$defs/execute"})
     return validator.is_valid(execute)
 

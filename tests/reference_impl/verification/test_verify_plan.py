@@ -133,7 +133,7 @@ def test_states_in_fewer_bits_take_what_they_promise_and_may_round_losses(writte
 @pytest.mark.slow
 def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 2048}
-    # Sizes that the user states are those of the decoder that verify trains, whose norms are torch's own.
+    # The stated sizes belong to verify's own decoder, with torch's norms.
     lora = made("895MiB", "seq_length=256", "lora_rank=8", "hidden_size=256", **sizes)
     assert lora["execute"]["weights"]["resident_layers"] < 8
     path = tmp_path / "plan.json"

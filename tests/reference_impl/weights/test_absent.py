@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a weight that is not there is an error that names it, never a crash and never wrong values."""
+"""Reading an absent weight is an error with its name, never a crash and never wrong values."""
 
 import pickle
 

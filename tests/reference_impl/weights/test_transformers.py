@@ -155,7 +155,7 @@ def test_an_encoder_and_a_decoder_that_generates(device):
             assert torch.equal(generated(), words)
         late = streamer.report.late_loads
         assert torch.equal(generated(), words)
-        # No order tells that generation ends, nor that another one follows instead of training.
+        # No order tells the end of generation, nor another generation instead of training.
         assert streamer.report.late_loads <= late + 2
         blocks = [*model.base_model.model.encoder.block, *model.base_model.model.decoder.block]
         frozen = sum(p.nbytes for block in blocks for p in block.parameters() if not p.requires_grad)

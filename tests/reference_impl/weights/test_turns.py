@@ -22,7 +22,7 @@ from reference_impl.verification.model import decoder_loss
 from reference_impl.weights.turns import Turns
 
 WAYS = ("frozen", "gradients", "update")
-# Of the test, where a thread that has to go on does not.
+# The test's limit for a thread that does not go on.
 MOST_S = 60.0
 
 

@@ -66,7 +66,7 @@ def test_a_disk_that_is_full_leaves_the_file_as_it_was(
 def test_a_device_or_a_pipe_is_not_taken_away(
     fixable: Path, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file would take the place of /dev/null for every program, where root may do that."""
+    """If root may do it, a file would take the place of /dev/null for every program."""
     pipe = fixable.with_name("pipe")
     os.mkfifo(pipe)
     assert main(["lint", str(fixable), option, str(pipe)]) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of `plan`: ten lines where something fits, and three ways that do where nothing does."""
+"""The answer of `plan`: ten lines if something fits, and three ways to fit otherwise."""
 
 import argparse
 import json

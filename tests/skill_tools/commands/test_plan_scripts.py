@@ -83,7 +83,7 @@ def test_keywords_are_python(name: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_deepspeed_s_share_of_the_optimizer_is_all_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A smaller one that fits is no plan: nothing that the plan prints would make it smaller."""
+    """A smaller one that fits is no plan: no printed line would make it smaller."""
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": True}}))
     script = tmp_path / "run.sh"

@@ -60,7 +60,7 @@ def test_a_folder_that_is_not_there_is_one_line_and_costs_no_probe(option, tmp_p
 
 @pytest.mark.parametrize("command", ["probe --device cpu", "trace config.json"])
 def test_a_device_is_no_file_to_write_to_and_costs_no_measurement(command, tmp_path, capsys, monkeypatch):
-    """A file would take the place of /dev/null for every program, where root may do that."""
+    """If root may do it, a file would take the place of /dev/null for every program."""
     monkeypatch.setattr("reference_impl.verification.probe.probe", lambda *_, **__: pytest.fail("probed"))
     monkeypatch.setattr("skill_tools.commands.trace._profile", lambda *_: pytest.fail("traced"))
     os.mkfifo(tmp_path / "pipe")

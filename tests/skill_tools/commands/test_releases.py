@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The releases that a command line states, the same for every command that takes them."""
+"""The releases stated on a command line, the same for every command with them."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""People with a run that does not fit or died: the log or the configuration, one command, and lines that mend it."""
+"""A run that does not fit or died: its log or configuration, one command, and the lines that mend it."""
 
 import copy
 import json

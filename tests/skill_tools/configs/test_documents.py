@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a script writes by here-documents are read where its command names them, and nothing is executed."""
+"""A script's here-documents are read as files if its command names them, and nothing is executed."""
 
 from pathlib import Path
 

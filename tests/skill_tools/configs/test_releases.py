@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases a text states: exact ones, of known distributions, and nothing that only compares."""
+"""The releases stated in a text: exact ones, of known distributions, and no mere comparison."""
 
 from pathlib import Path
 

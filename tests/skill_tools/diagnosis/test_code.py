@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose code a failure is in, and a deciding experiment where nothing else is known."""
+"""The owner of the failing code, and a deciding experiment if nothing else is known."""
 
 from schemas import assert_follows
 

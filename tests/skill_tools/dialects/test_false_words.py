@@ -15,7 +15,7 @@ _RAY = "rlhf_type: gkd\nmodel: a\ndataset: b\nlr: 1.0e-6\ncolocate_groups: [[tra
 _SWIFT = "model: a\ndataset: [b]\ntuner_type: lora\n"
 _LAUNCH = 'L="accelerate launch --config_file a.yaml'
 _MEGATRON = "torchrun pretrain_gpt.py --num-layers 4 --bf16 --eval-iters 1 --lr-decay-iters 9 "
-# An input of which no rule may say anything but a note, and the framework that reads it.
+# An input about which rules may only make a note, and its framework.
 SILENT = {
     "placeholder.sh": ("megatron-lm", f"{_MEGATRON} --load <some dir>/a --seq-length <length> --bf16\n"),
     "quoted_placeholder.sh": ("megatron-lm", f'A="--seq-length <your length> --num-layers 2"\n{_MEGATRON} $A\n'),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MaxText's commands and files: whose one is, which program refuses an offload, and which policy asks for tensors."""
+"""MaxText's commands and files: their framework, the program that refuses an offload, and the policy that asks for
+tensors."""
 
 import pytest
 

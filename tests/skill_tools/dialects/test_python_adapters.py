@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that a Python script adds: planned as adapters, or both ways where nobody can see whether it does."""
+"""Adapters added by a Python script: planned as adapters, or both ways if it is unclear."""
 
 import json
 from pathlib import Path

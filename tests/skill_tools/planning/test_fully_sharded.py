@@ -174,7 +174,7 @@ def test_the_ranks_of_a_host_add_up_its_memory_and_share_its_rates() -> None:
     assert two.host_bytes_per_node == pytest.approx(eight.host_bytes_per_node, rel=1e-6)
     assert two.pinned_bytes_per_node == pytest.approx(eight.pinned_bytes_per_node, rel=1e-6)
     elements = two.parameters.total / 2
-    # 4 B of staging beside 12 of states that the CPU updates, 8 of those that stream; fp32 shards are their masters.
+    # 4 B of staging beside 12 of states updated on the CPU, 8 of streamed ones; fp32 shards are their masters.
     assert two.host_bytes_per_node == pytest.approx((16 + 8) * elements, rel=1e-6)
     assert two.pinned_bytes_per_node == pytest.approx((4 + 8) * elements, rel=1e-6)
     rates = [machine.known("h100", ranks_on_node=ranks) for ranks in (2, 8)]
@@ -320,7 +320,7 @@ def test_everything_off_leaves_what_two_gathers_read() -> None:
         assert lines(found)[name] == lines(resident)[name]
     # 2 x 4 B of a block's shard, and three chunks of 32 MiB with gradients.
     assert found.between_steps_bytes < 0.8 * GIB
-    # Slots are there from step to the end of forward, which is not where the most is alive.
+    # Slots are there from step to the end of forward, and the most is alive elsewhere.
     assert "streaming slots" not in lines(found)
     narrow = run._replace(streamed_states=StreamedStates.PACKED)
     packed = memory.estimate(narrow, ALL_OFF._replace(streamed_states=StreamedStates.PACKED))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of card.yaml that this project measured for its own mechanisms, on one H200 with 16 cores and PCIe 5.
 
-Rates are those of that machine: the link as `benchmarks/optimizer.py` printed it in that run, CPU updates as
-`reference_impl/optimizers/cpu/update.py` states them for 16 cores, matrix products and HBM as in `figures.json`.
-Peak memory within 7 percent, step time and its ratio to the run without offload within 15.
+Rates are the machine's: the link as printed by `benchmarks/optimizer.py` in that run, CPU updates as in
+`reference_impl/optimizers/cpu/update.py` for 16 cores, matrix products and HBM as in `figures.json`. Peak memory within
+7 percent, step time and its ratio to the run without offload within 15.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model is who it is: published names, of which each means its own shape or none."""
+"""A model is known by published names; each means its own shape or none."""
 
 import json
 import re

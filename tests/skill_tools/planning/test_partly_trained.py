@@ -50,7 +50,7 @@ def test_adapters_are_planned_by_the_profile_of_the_model_that_has_them(
 def test_a_model_of_which_some_weights_are_frozen_has_states_of_the_others(
     share: float, rank: int, profile: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However few they are where blocks have no backward, which then have no rank of adapters."""
+    """However few they are if blocks have no backward, and then no rank of adapters."""
     elements = profile["weights_bytes"] // 2
     trained = round(share * elements)
     counts = {"parameters": elements, "trained_parameters": trained, "adapter_rank": rank}

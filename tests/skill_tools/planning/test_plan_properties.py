@@ -269,7 +269,7 @@ def test_a_host_with_little_memory_streams_what_the_cpu_would_need_more_for() ->
 
 
 def test_what_a_plan_sets_is_known_of_then() -> None:
-    """Where something that is not seen may set a key, a plan that sets it is judged with its value."""
+    """If something unseen may set a key, a plan that sets it is judged with its value."""
     key = "optimizer_offload_fraction"
     laid = with_settings(config()._replace(maybe_set=frozenset({key})), {key: 0.5})
     assert laid.value(key) == 0.5

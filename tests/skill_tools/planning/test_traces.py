@@ -178,7 +178,7 @@ def test_what_ships_is_what_a_trace_gives(tmp_path: Path) -> None:
 
 
 def test_a_profile_alone_names_its_model(profile: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing else says which model it is: not its config, nor, of a model that was counted, its parameters."""
+    """Nothing else names the model: not its config, nor, for a counted model, its parameters."""
     counted = {name: profile.pop(name) for name in ("parameters", "trained_parameters", "largest_parameter")}
     by_config = dict(profile)
     (tmp_path / "config.json").write_text(json.dumps(by_config))

@@ -239,7 +239,7 @@ def test_states_are_placed_only_where_layers_have_to_stream(capsys: pytest.Captu
 
 @for_each(range(101))
 def test_what_streams_is_never_less_than_nothing(hundredths: int) -> None:
-    """Where the CPU updates all that does not stay."""
+    """With all states but the resident ones updated on the CPU."""
     resident = hundredths / 100
     chosen = Mode(trained_layers=True, states_resident=resident, states_on_cpu=round(1 - resident, 4))
     section = pytorch_candidates.execute(chosen, of_8b(), 0)["trained_layers"]

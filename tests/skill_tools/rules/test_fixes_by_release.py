@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """No way out of a rule leads into another fault, in any release that the rule is about.
 
-A way out is a fix, an option that is one release (`deepspeed>=0.19`) or an option that is one setting (`"stage": 2`).
-Each is taken on the rule's bad example, for every known release of the packages that have a say in the keys it changes.
-Options in words are for people; no test can take them. A fix that can be written is also read back from the file, by
-the reader of that release: one that lacks a key, or has another type for it, says so there.
+A way out is a fix, an option with one release (`deepspeed>=0.19`) or an option with one setting (`"stage": 2`). Each is
+taken on the rule's bad example, for every known release of the packages that have a say in the keys it changes. Options
+in words are for people; no test can take them. A written fix is also read back from the file, by the release's reader:
+a release without the key, or with another type for it, shows there.
 """
 
 import re
@@ -43,7 +43,7 @@ def judge(config: Config, versions: Mapping[str, str]) -> LintResult:
 def releases(
     rule: Rule, config: Config, keys: set[str], stated: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Yield `stated` with each release of each package that rules about `keys` ask for, where `rule` applies."""
+    """Yield `stated` with each release of each package asked for by rules about `keys`, if `rule` applies."""
     yield dict(stated)
     asked = [each for key in keys for each in READERS.get(key, ()) if config.dialects() & {*each.dialects}]
     packages = {name for each in asked for name in each.versions} | {*rule.versions}
@@ -54,7 +54,7 @@ def releases(
 
 
 def led_to(rule: Rule, config: Config, fix: RuleFix, stated: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the rules that `fix` makes true, each with the releases where it does."""
+    """Return the rules made true by `fix`, each with its releases."""
     fixed = applied(config, fix, KEYS)
     found: dict[str, set[str]] = {}
     for versions in releases(rule, config, {*fix.set, *fix.remove}, stated):

@@ -16,7 +16,7 @@ BAD = ("suppression-without-reason", "suppression-unknown-rule", "suppression-un
 
 @pytest.fixture
 def ids(make_config: Callable[..., Config], make_rule: Callable[..., Rule]) -> Callable[[str], list[str]]:
-    """The rules found in a text whose line 2 sets `a`, which rule xx-made forbids."""
+    """The rules found in a text whose line 2 sets `a`, forbidden by rule xx-made."""
     rules = [make_rule("a"), *[make_rule("", id=name, check="input", severity="warning") for name in BAD]]
 
     def found(text: str) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots that torch 2.11 wrote on a GPU, and pickles that want to be executed or are damaged.
+"""Snapshots written by torch 2.11 on a GPU, and damaged or executable pickles.
 
 The three are of one program, a small GPT in bf16 under AdamW, which also printed the allocator's counts:
 `plain`; `hybrid`, with all states offloaded; and `oom`, where the process was limited to 256 MiB. Paths in them are
@@ -117,7 +117,7 @@ def test_earlier_forms_are_read(tmp_path: Path) -> None:
 
 
 def test_an_event_whose_beginning_was_overwritten_is_counted(tmp_path: Path) -> None:
-    """Where `max_entries` was reached a block may be freed that nobody has seen allocated."""
+    """Beyond `max_entries` a block may be freed without a seen allocation."""
     trace = [{"action": "free_completed", "addr": 64, "size": 1000, "frames": []}]
     trace += [{"action": "alloc", "addr": 64, "size": 10, "frames": []}]
     path = tmp_path / "cut.pickle"

@@ -61,7 +61,7 @@ def test_second_moments_are_those_of_the_mode_at_each_step(flush, overlap):
 
 
 class Blocks(nn.Module):
-    """Layers whose gradients are scaled down to where squares are denormal."""
+    """Layers with gradients scaled down until their squares are denormal."""
 
     def __init__(self):
         super().__init__()

@@ -73,7 +73,7 @@ def test_a_code_of_the_second_moment_is_next_to_its_root_and_never_0(bits, noise
     assert (((code.double() - wanted).abs() < 1 + 2**-10) | ((code == 1) & (wanted < 1))).all()
     assert ((restored > 0) == (values > 0)).all()
     assert restored.isfinite().all()
-    # A value that is not 0 is no subnormal, which a device may flush.
+    # A value other than 0 is no subnormal: a device may flush these.
     assert (restored[restored > 0] >= 2.0**-124).all()
 
 
@@ -123,7 +123,7 @@ def test_zero_stays_zero(name):
 
 @given(st.lists(SIGNED, **SHORT))
 def test_noise_is_right_on_average(bits):
-    """Over all noises that there are, the mean code is the value's, up to the parts into which noise cuts a code."""
+    """Over all possible noises, the mean code is the value's, up to the noise's steps of a code."""
     bits = block(bits).expand(64, -1).contiguous()
     noise = torch.arange(64, dtype=torch.int32)[:, None]
     codes, scale, _ = encoded("exp_avg", bits, noise)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step fails at each of its operations in turn: it was made, it was not, or the optimizer says that it is lost.
 
-Every operator of torch, every copy and every event of one step raises once, before it has an effect. It may lose the
-step only once that has begun, and only where nothing is allocated. Else the program steps again, leaves the batch out,
-saves, goes on with the next forward, or closes, and all weights and states are compared, bit for bit, with the
-undisturbed runs.
+Every operator of torch, every copy and every event of one step raises once, before it has an effect. It may lose only a
+begun step, and only in a call that allocates nothing. Else the program steps again, leaves the batch out, saves, goes
+on with the next forward, or closes, and all weights and states are compared, bit for bit, with the undisturbed runs.
 """
 
 from functools import cache

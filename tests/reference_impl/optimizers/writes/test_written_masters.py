@@ -190,7 +190,7 @@ def momentum(params):
     return torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True)
 
 
-# Each place that a master has: how it is made, of weights of which dtype.
+# Each place of a master: its construction, and the dtype of its weights.
 MASTERS = {
     "on the CPU": (OPTIMIZERS["on the CPU"], torch.bfloat16),
     "on the CPU, in backward": (OPTIMIZERS["on the CPU, in backward"], torch.float16),
@@ -224,7 +224,7 @@ MASTERS = {
     ),
 }
 
-# Ways that nothing counts, each beside one that writes the same and that autograd counts.
+# Uncounted ways to write, each beside one with the same values that autograd counts.
 _UNCOUNTED = {".data in place": "clamp_", "its storage": "in place"}
 
 
@@ -341,7 +341,7 @@ def test_a_write_that_undoes_a_load_is_followed(device, batches):
 
 @pytest.mark.parametrize("way", _UNCOUNTED)
 def test_all_buckets_of_a_written_weight_follow_where_backward_updates_some(device, batches, way):
-    """The last bucket of a parameter that lies in several is shared with one that the device updates in part."""
+    """A parameter in several buckets shares its last one with a parameter updated in part on the device."""
     if device.is_accelerator:
         pytest.skip("CPU and GPU kernels round differently, so shares that the CPU updates are not AdamW's")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operand lay on the CPU is read from the exception, and is the answer where nothing offloads."""
+"""The operand on the CPU is read from the exception, and is the answer if nothing offloads."""
 
 import pytest
 

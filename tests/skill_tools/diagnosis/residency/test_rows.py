@@ -20,7 +20,7 @@ from skill_tools.diagnosis.symptoms import load_offloads, load_symptoms
 from tests.support.for_each import for_each
 
 ENTRIES = knowledge.load_yaml("residency.yaml")
-# A function in whose frame each moment is seen, and a file that it may be in.
+# For each moment a function in whose frame it is seen, and a possible file.
 SHOWN_BY = {
     "cache": ("sglang/srt/managers/scheduler.py", "flush_cache"),
     "load": ("transformers/modeling_utils.py", "from_pretrained"),

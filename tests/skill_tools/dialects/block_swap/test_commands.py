@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and TOML of musubi-tuner and sd-scripts: whose they are, and which of two values counts."""
+"""Commands and TOML of musubi-tuner and sd-scripts: their framework, and the one of two values that counts."""
 
 from pathlib import Path
 

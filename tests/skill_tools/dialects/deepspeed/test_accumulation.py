@@ -20,7 +20,7 @@ _FACTORY = (
 _AXOLOTL = "base_model: a\ndatasets: [{path: b, type: alpaca}]\nmicro_batch_size: 1\n"
 _FIELDS = "deepspeed_config: {zero_stage: 2, offload_optimizer_device: cpu}\n"
 _LAUNCHES = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
-# Files, of which the first is linted, with STEPS where the argument stands.
+# Files, the first to be linted, with STEPS in the argument's place.
 RUNS = {
     "transformers": {"a.yaml": f"{_TRAINER}gradient_accumulation_steps: STEPS\ndeepspeed: ds.json\n", "ds.json": _FILE},
     "script": {"a.sh": f"torchrun train.py {_OPTIONS} STEPS --deepspeed ds.json\n", "ds.json": _FILE},

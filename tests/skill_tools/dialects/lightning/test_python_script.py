@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning's Trainer and Fabric in a Python script: which strategy, and DeepSpeed's JSON that it makes."""
+"""Lightning's Trainer and Fabric in a Python script: the strategy, and its JSON for DeepSpeed."""
 
 import json
 from pathlib import Path

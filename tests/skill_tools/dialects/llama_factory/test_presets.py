@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed presets of LLaMA-Factory that offload: planned by their names, and offered where nothing fits."""
+"""LLaMA-Factory's offloading presets for DeepSpeed: planned by their names, and offered if nothing fits."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that Bridge replaces by itself are told from values that a later input overrides."""
+"""Values replaced by Bridge itself are told from values overridden by a later input."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ROLL's files: whose one is, which strategy reads an offload, and which pipeline asks for one."""
+"""ROLL's files: their framework, the strategy that reads an offload, and the pipeline that asks for one."""
 
 import pytest
 

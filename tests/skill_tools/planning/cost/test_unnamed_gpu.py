@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where nobody names the GPU, a plan is over the cards that may be meant, and says so before anything else."""
+"""Without a named GPU a plan is over the possible cards, and says so first."""
 
 import json
 
