@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts, without the engine's help, the bytes that layers save and those that cross the link."""
+"""Counts, without the engine's help, the bytes saved by layers and the bytes on the link."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unique_bytes(model: nn.Module, step: Callable[[], object], *, min_bytes: int
 
 
 class Watched:
-    """A tier that notes the storages that it gets."""
+    """A tier that notes its storages."""
 
     def __init__(self, tier: Tier, model: nn.Module) -> None:
         """Pass everything on to `tier`."""

@@ -8,7 +8,7 @@
 A row is forward and backward, no optimizer. Times are medians of the steps after warm-up; the peak is the allocator's,
 the highest of these steps. Beside each time stands the limit that the link sets: forward and backward without offload,
 or the copies, whichever is longer. First steps are those of processes of their own, which run before everything else.
-Peers are imported where they are installed and left out where not.
+Peers are imported if they are installed, and left out otherwise.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from skill_tools.units import parse_bytes
 
 # A budget profiles, plans, measures, and may have to plan again; the others have learnt all after two.
 WARM_UP, BUDGET_WARM_UP, MEASURED = 2, 8, 3
-# Once before it counts: a page that a virtual machine has never touched costs its host a fault, which is no process's.
+# Once before it counts: a page never touched by a virtual machine costs its host a fault, and no process is charged.
 FIRST_STEPS = (EVERYTHING, NONE, EVERYTHING, RESERVED, INPUTS, SAVE_ON_CPU)
 
 
@@ -156,7 +156,7 @@ def attach_to(step: Step, attach: Attach, stack: ExitStack) -> Offloader | None:
 def predict(
     result: dict[str, Any], none: dict[str, Any], recomputed: dict[str, Any] | None, facts: dict[str, Any]
 ) -> float:
-    """Return the least seconds that the link and the computation allow a row that copies `offloaded_gb` each way."""
+    """Return the least seconds of a row that copies `offloaded_gb` each way, by the link and the computation."""
     backward_s = none["backward_s"] if recomputed is None else recomputed["backward_s"]
     return max(none["forward_s"], result["offloaded_gb"] / facts["d2h_gb_per_s"]) + max(
         backward_s, result["offloaded_gb"] / facts["h2d_gb_per_s"]

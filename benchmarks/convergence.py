@@ -9,12 +9,12 @@
 A decoder with learned positions learns to continue the source of Python's standard library, byte by byte: real text
 that is there wherever Python is. Weights are bf16, gradients are clipped, the learning rate warms up and falls to a
 tenth as a cosine. All states are off the device but exact ones, whose bits do not depend on it. A form sees the same
-weights and batches as the exact one of its seed. "weights perturbed" is exact from weights that are changed by 1e-4 of
-themselves: how far apart two trainings are that nothing distinguishes. Forms with Muon are compared with Muon whose
-states are on the device.
+weights and batches as the exact one of its seed. "weights perturbed" is exact from weights changed by 1e-4 of
+themselves: the distance of two trainings by chance alone. Forms with Muon are compared with Muon whose states are on
+the device.
 
-The validation loss is of files that are not trained on, in the last step. The largest update is that of any element of
-a matrix that AdamW updates, before the learning rate: |m| / (sqrt(v) + eps), bias corrected, every tenth of the run.
+The validation loss is of files that are not trained on, in the last step. The largest update is over all elements of
+matrices under AdamW, before the learning rate: |m| / (sqrt(v) + eps), bias corrected, every tenth of the run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def texts() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PlacedDecoder(Decoder):
-    """A decoder that knows where a token is: without, it learns little of this text in a few thousand steps."""
+    """A decoder with positions of tokens: without them it learns little of this text in a few thousand steps."""
 
     def __init__(self, shape: DecoderShape, tokens: int) -> None:
         super().__init__(shape)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainings of `distributed.py`: the rows of its table, their optimizers, and the model under each engine.
 
-A row also says which bytes it moves, from which the least follows that the rates of a machine allow.
+A row also says the bytes that it moves. From these and a machine's rates follows its least time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1
 MAX_NORM = 1.0
 # The row that ratios of all others with Muon are to.
 TORCHS_MUON = "muon, torch's"
-# Of states: where the peak counts, and where the host has least time to launch.
+# Forms of states for the peak, and for a host with the least time to launch.
 SMALL_CHUNK_BYTES, LARGE_CHUNK_BYTES = 32 * 2**20, 192 * 2**20
 
 

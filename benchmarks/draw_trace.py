@@ -3,8 +3,8 @@
 
     python benchmarks/draw_trace.py trace.json docs/figures/layer-streaming.svg --title "LoRA, 8192 tokens"
 
-The trace comes from `trace_overlap.record`: two steps, of which the second is drawn; where that consists of several
-steps, one behind the other, the last one that another follows.
+The trace comes from `trace_overlap.record`: two steps, of which the second is drawn; of several steps, one behind the
+other, the last but one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.model import Decoder, DecoderShape, add_lora, decoder_loss
 from skill_tools.units import parse_bytes
 
-# The setting that cuBLAS asks of a program that wants deterministic kernels; read once, when the first one runs.
+# cuBLAS's setting for deterministic kernels; read once, when the first one runs.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 PUBLISHED = DecoderShape(hidden=4096, ffn=14336, layers=16, heads=32, vocab=32000)
@@ -79,7 +79,7 @@ def streamed(**options: Any) -> Attach:
 
 
 def limited(limit_bytes: int) -> Attach:
-    """Return the function that attaches a streamer in a process that may pin only `limit_bytes`."""
+    """Return the function that attaches a streamer, in a process limited to `limit_bytes` of pinned memory."""
 
     @contextmanager
     def attached(model: nn.Module) -> Iterator[FrozenLayerStreamer]:

@@ -11,17 +11,17 @@
 
 A row is full training in bf16 with AdamW, random weights, and exact clipping unless `no-clip`: forward, backward with
 each layer recomputed, step, zero_grad. The words behind a colon hold for that row alone: `memory`, `inputs`,
-`resident`, `prefetch`, as the options of these names, `attention`, which keeps its outputs on the host, `chunk`, the
-MiB of a chunk of states, and `no-clip`, which updates in backward. Layers run `--slices` micro-batches one after the
-other, by default each sequence of `--tokens` alone; fewer are fewer kernels and more memory. The loss is chunked in
-every row. `resident` keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike,
-but its slices add up in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and
-fp32 parameters, `fsdp2-bf16` with bf16 ones and states, which is other arithmetic; `zero3` is DeepSpeed's ZeRO-3,
-parameters and optimizer on the host, where deepspeed is installed. A step's update runs behind the next forward, so the
-time is the mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first. `limit_s` is the
-time that compute and the measured link need at least (`stream_limits`). GPU memory is the allocator's peak, reserved
-included; host memory is the pinned part, and the process's own peak. Models are Hugging Face's classes where
-transformers is installed, else decoders of like shape.
+`resident`, `prefetch`, as the options of these names, `attention` (outputs kept on the host), `chunk` (MiB of a chunk
+of states), and `no-clip` (updates in backward). Layers run `--slices` micro-batches one after the other, by default
+each sequence of `--tokens` alone; fewer are fewer kernels and more memory. The loss is chunked in every row. `resident`
+keeps all on the GPU (`HybridDeviceOptimizer(offload_fraction=0)`), recomputed and sliced alike, but its slices add up
+in bf16; it has no memory limit. `fsdp2` is torch's FSDP2 on one rank with CPUOffloadPolicy and fp32 parameters,
+`fsdp2-bf16` with bf16 ones and states, which is other arithmetic; `zero3` is DeepSpeed's ZeRO-3, parameters and
+optimizer on the host, where deepspeed is installed. A step's update runs behind the next forward, so the time is the
+mean of `--steps` steps in a row; `times_s` are those of each, the ones that warm up first. `limit_s` is the time that
+compute and the measured link need at least (`stream_limits`). GPU memory is the allocator's peak, reserved included;
+host memory is the pinned part, and the process's own peak. Models are Hugging Face's classes where transformers is
+installed, else decoders of like shape.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def limit_of(row: Row, streamer: TrainableLayerStreamer, known: Limits) -> float
 def measure(row: Row, setting: Setting, known: Limits, trace: Path | None = None) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB.
 
-    Where `trace` is given, more steps follow, of which it gets a Perfetto trace, and the result their overlap.
+    With `trace`, more steps follow: it gets their Perfetto trace, and the result their overlap.
     """
     device = setting.device
     with suppress(OSError):

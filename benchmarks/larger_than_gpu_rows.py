@@ -247,7 +247,7 @@ def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> T
 def sharded(
     row: Row, model: nn.Module, setting: Setting, last: ExitStack
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model that FSDP2 shards over one rank and keeps on the host, and its optimizer, which runs there."""
+    """Return a model sharded by FSDP2 over one rank and kept on the host, and its optimizer on the host."""
     device = setting.device.torch_device
     join_alone(setting.device, last)
     if row.form == "fsdp2":

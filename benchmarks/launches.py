@@ -5,9 +5,8 @@
     python benchmarks/launches.py --tiny                             # the same code at toy size, on any machine
 
 Where both are through a phase at the same time, the GPU waited for the host: it runs kernels no faster than they are
-launched. One more step under torch's profiler, which slows the host, says how long kernels ran, how many were
-launched, and which calls made the host wait. `launch_us` is the time that `offload probe` measures with its own
-decoder.
+launched. One more step under torch's profiler tells the time and number of kernels, and the calls that made the host
+wait. The profiler slows the host. `launch_us` is the time that `offload probe` measures with its own decoder.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "recompute, states": {"optimizer": _STATES, "activations": {"mode": "recompute"}},
     "layers streamed": {"trained_layers": {"inputs": "host", "split": _HALF}},
 }
-# Layers whose weights leave where layers stream: few, as where the weights would nearly fit.
+# Layers with leaving weights if layers stream: few, as if the weights nearly fitted.
 _LEAVE = 2
 # How many of the calls that let the host wait are shown.
 _SHOWN = 3

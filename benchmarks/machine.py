@@ -16,7 +16,7 @@ from reference_impl.device import Device
 def machine(device: Device, *, begin: Callable[[], object] = lambda: None) -> dict[str, object]:
     """Return names, versions and, on CUDA, pinned copy bandwidths in GB/s.
 
-    Each measurement calls `begin` first, where ranks that share a host wait for each other.
+    Each measurement calls `begin` first: there ranks of one host wait for each other.
     """
     facts: dict[str, object] = {
         "device": device.name,

@@ -10,7 +10,7 @@
 A row is one optimizer in training: forward, backward, step, zero_grad. Times are medians of steps 3 to 6, from one end
 of the compute stream's work to the next: copies that should hide behind the next forward and do not are paid there.
 Peaks are the allocator's: of steps from the second on, and of the calls of `step()` in them, without memory that rows
-before have left on the GPU. Peers are imported where they are installed and left out where not.
+before have left on the GPU. Peers are imported if they are installed, and left out otherwise.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def measure(build: Build, shape: DecoderShape, device: Device, batch: int, token
 
 
 def solved_split(device: Device, numel: int) -> dict[str, object]:
-    """Return the split that `auto` chooses, and the seconds of one bare update that it predicts and that it takes."""
+    """Return the split chosen by `auto`, and the predicted and measured seconds of one bare update."""
     rates = machine_rates(device)
     weights = [
         nn.Parameter(torch.zeros(numel // 16, dtype=torch.bfloat16, device=device.torch_device))

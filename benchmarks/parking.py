@@ -10,15 +10,15 @@
 A row is one way for all of training memory, in bf16 weights and gradients with fp32 masters and moments of torch's
 AdamW, or with our optimizer. `away` and `back` are seconds from the synchronized device to the synchronized device,
 divided by the time that one pinned copy of as many bytes takes on this link, which is measured in the same run. Between
-the two lie `--pause-s`, as a generation does: the driver clears memory that it has taken back, and copies into memory
-that it is still clearing wait. `left` is the GPU memory that the process still has beyond its context. Per-tensor
-copies are the way of trainers. A second process measures the same rows with the allocator's `expandable_segments`,
-unless this one has them. A row is printed as soon as it is there. torch_memory_saver keeps addresses and leaves out the
-allocator: its tensors are made in a pool of its own, here by its `hook_mode="torch"`, which needs no LD_PRELOAD. Its
-wheel (0.0.10: 2.6 MB, any Python from 3.9, CUDA 12 and 13) works unpacked in a folder of PYTHONPATH. It has a process
-of its own, twice: `resume()` gives the pinned memory back unless `retain_cpu_backup` is set, and a call that frees its
-memory outside of its region ends the process (`tms_torch_free`). A peer that does not end within `--peer-limit-s` is
-stopped, and the row names its call.
+the two lie `--pause-s`, as a generation does: the driver clears memory that it has taken back, and copies into it wait
+until then. `left` is the GPU memory that the process still has beyond its context. Per-tensor copies are the way of
+trainers. A second process measures the same rows with the allocator's `expandable_segments`, unless this one has them.
+A row is printed as soon as it is there. torch_memory_saver keeps addresses and leaves out the allocator: its tensors
+are made in a pool of its own, here by its `hook_mode="torch"`, which needs no LD_PRELOAD. Its wheel (0.0.10: 2.6 MB,
+any Python from 3.9, CUDA 12 and 13) works unpacked in a folder of PYTHONPATH. It has a process of its own, twice:
+`resume()` gives the pinned memory back unless `retain_cpu_backup` is set, and a call that frees its memory outside of
+its region ends the process (`tms_torch_free`). A peer that does not end within `--peer-limit-s` is stopped, and the row
+names its call.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     python benchmarks/plans.py --tiny               # the same code at toy size, also on the CPU twin
 
 First the machine is probed, as `offload probe` does, so that predictions rest on its own rates. Each plan is made as
-`offload plan` makes it, for the GPU memory that a case allows; where the case is about a mechanism that is not the
-fastest under that budget, the plan is the best one with that mechanism. Errors are measured over predicted, less 1. The
-last lines are the rows for `verified_plans` in card.yaml, which `offload card render` writes into docs/measured.md.
+`offload plan` makes it, for the GPU memory that a case allows; if the case's mechanism is not the fastest under that
+budget, the plan is the best one with the mechanism. Errors are measured over predicted, less 1. The last lines are the
+rows for `verified_plans` in card.yaml, which `offload card render` writes into docs/measured.md.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ CASES = (
 
 
 def make_plan(case: Case, sizes: dict[str, int], profile: Path, folder: Path) -> Plan:
-    """Return the plan for `case`, with the recommendation that it asks for, whether or not that fits."""
+    """Return the plan for `case`, with its recommendation, fitting or not."""
     config = folder / "config.json"
     config.write_text(json.dumps(llama(sizes)))
     parser = argparse.ArgumentParser()

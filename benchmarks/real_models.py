@@ -8,8 +8,8 @@
     python benchmarks/real_models.py --tiny                          # the same code at toy size, on any machine
 
 It needs transformers, and peft for LoRA. Each case is a process of its own with its own limit of the allocator. A case
-fits the model, trains one step that is not counted and five that are, on other batches of the same shape, and then
-every other plan, or, where that fits, the same steps with nothing offloaded. Errors are measured over predicted, less
+fits the model, then trains one uncounted step and five counted ones on other batches of the same shape. Then it tries
+every other plan, or, if that fits, the same steps with nothing offloaded. Errors are measured over predicted, less
 1. `host_phases_s` and `device_phases_s` are when each was through forward, backward and update, from a step's start.
 `passed` says whether the peak was within 6 %, the time in its range, and little memory left unused; `why` names the
 condition that was not so.
@@ -241,7 +241,7 @@ def _fitted(task: trial.Task, batches: Sequence[Any], budget: Any, *, on_host: b
 
 
 def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]:
-    """Return the memory of training with nothing offloaded, where that fits."""
+    """Return the memory of training with nothing offloaded, if it fits."""
     try:
         found = _run(task, _RESIDENT, batches)
     except torch.OutOfMemoryError:
@@ -259,7 +259,7 @@ def _without_offload(task: trial.Task, batches: Sequence[Any]) -> dict[str, Any]
 def _best(
     task: trial.Task, row: dict[str, Any], batches: Sequence[Any], *, tokens: int, sequences: int
 ) -> dict[str, Any]:
-    """Try every plan that the planner gives where mechanisms are left out, and return the fastest that fits.
+    """Try every plan of the planner without some of the mechanisms, and return the fastest that fits.
 
     It is asked for as much memory as `fit` asks for at first, and a trial may take as much as its, so that every plan
     has the same headroom. On an accelerator a plan whose shortest predicted time is longer than the settled plan's
@@ -270,7 +270,7 @@ def _best(
     on_cuda = task.device.is_accelerator
     profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens, on_cuda=on_cuda)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
-    # As `fit` does: a plan that had no room may leave weights on the host, and layers that stream take no cache.
+    # As `fit` does: a plan without room may leave weights on the host, and streamed layers take no cache.
     before = Before(task.model, task.optimizer, task.device)
     without_caches(task.model)
     asked_bytes = round((1 - HEADROOM) * row["budget_bytes"]) - task.other_bytes()
@@ -313,10 +313,10 @@ def _key(execute: Mapping[str, Any]) -> str:
 
 
 def _plans(planner: Planner, asked_bytes: int) -> Iterator[Plan]:
-    """Yield the fastest plan, and the fastest where mechanisms are left out: those that a plan has, one after another.
+    """Yield the fastest plan, and the fastest without mechanisms: each plan's own, one after another.
 
-    To leave out a mechanism that a plan has not changes nothing, but for optimizer offload, without which layers that
-    stream may have their states elsewhere.
+    Leaving out a mechanism missing in a plan changes nothing. Optimizer offload is the exception: without it streamed
+    layers may have their states elsewhere.
     """
     waiting: list[frozenset[str]] = [frozenset()]
     asked: set[frozenset[str]] = set()

@@ -15,9 +15,8 @@ clipping and the loss in chunks: forward, backward with each layer recomputed, s
 with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
 up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the
 driver; host memory is the pinned part. Losses are those of all steps: rows may differ by the rounding of kernels.
-With `--kernels` one more step runs under the profiler: how many kernels it has, and how long at least one of them ran,
-which is the time that a faster host or link could reach.
-The models are those of Transformers, with random weights.
+With `--kernels` one more step runs under the profiler. It tells the number of kernels, and the time with at least one
+running: a faster host or link could reach it. The models are those of Transformers, with random weights.
 """
 
 from __future__ import annotations
@@ -251,7 +250,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     args = parser.parse_args()
     names = args.rows.split(",")
-    # A number that was asked for is that of short sequences too.
+    # An asked number counts for short sequences too.
     head_groups = {"groups": args.head_groups, "longer_than": args.tile_tokens} if args.head_groups else {}
     if not set(names) <= set(ROWS):
         parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")

@@ -79,8 +79,8 @@ def compute_of(
 def limit_s(compute: Compute, traffic: Traffic, rates: CopyRates, *, clips: bool) -> float:
     """Return the least seconds of a step.
 
-    With clipping states pass in the next forward, behind all gradients; without it in backward, where the gradients
-    are, which then never leave.
+    With clipping states pass in the next forward, behind all gradients; without it in backward, beside the gradients;
+    these then never leave.
     """
     weights, states = 2 * traffic.streamed, traffic.states_bytes * traffic.parameters
     gradients = 2 * traffic.parameters

@@ -7,9 +7,9 @@
 A row is a whole step of Transformers' `Trainer`: forward, backward, clipping at 1.0, AdamW. Times are medians of the
 steps after warm-up, between two events with the device finished; the peak is the allocator's, the highest of these
 steps. All rows run in one process on one model, one after the other, and in each further round in the opposite order,
-so that a device that slows down slows all of them. A row that runs out of memory says so, and peers that are not
-installed are left out. Rows that offload all activations are left out where a step without offload does not fit: there
-is nothing to compare them with, and they would take as much host memory.
+so that a device that slows down slows all of them. A row out of memory says so, and missing peers are left out. Rows
+with all activations offloaded are left out if a step without offload does not fit: there is nothing to compare them
+with, and they would take as much host memory.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Clock(TrainerCallback):
         return {"steps_s": steps, "peak_gb": self.ledger.peak_device_bytes / GB}
 
 
-# Its events would count as somebody's who reads weights, for which ours waits; it reads none.
+# Its events would count as a reader's of weights, and ours waits for readers; it reads none.
 Clock.__module__ = "transformers.clock"
 
 

@@ -98,7 +98,7 @@ def triggers(path: Path) -> str:
 
 
 def _left_out(task: str, cells: Mapping[tuple[str, str], Means]) -> str:
-    """Name a task that was not run, with the arm where it is only one."""
+    """Name a task that was not run, with the arm if only one is missing."""
     arms = [arm for arm in ARMS if (task, arm) not in cells]
     return f"`{task}`{' ' + arms[0] if len(arms) == 1 else ''}" if arms else ""
 

@@ -90,7 +90,7 @@ def _named_in(fault: Any) -> set[str]:
 
 
 def _matching(planted: Mapping[str, set[str]], reported: Sequence[set[str]]) -> dict[str, int]:
-    """Give each planted fault one reported fault of its own where that is possible (augmenting paths)."""
+    """Give each planted fault one reported fault of its own if possible (augmenting paths)."""
     owner: dict[int, str] = {}
 
     def place(rule: str, seen: set[int]) -> bool:

@@ -78,7 +78,8 @@ def load() -> list[dict[str, Any]]:
 
 
 def held_out(reports: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Return the ids that measure: those drawn of the newest collection, because who mends comes to know the others."""
+    """Return the ids that measure, drawn from the newest collection: whoever mends the tool comes to know the
+    others."""
     newest = max(_collection(each) for each in reports)
     return frozenset(each["id"] for each in reports if _collection(each) == newest and "first" in each)
 
@@ -135,7 +136,7 @@ def _is_named(file: str, files: Mapping[str, str]) -> bool:
 
 
 def grade(report: Mapping[str, Any], said: str) -> str:
-    """Return right, partly, silent, wrong or misleading; an input that is refused has no answer, which is silent."""
+    """Return right, partly, silent, wrong or misleading; a refused input has no answer, and counts as silent."""
     if not said.strip():
         return "silent"
     holds = [

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python error inside of a library's own code: what the code met there, and the feature that meets the offload.
+"""A Python error inside of a library's own code: the object that the code met, and the feature beside the offload.
 
 No user passes a None into a library's private record. Such an error is the library's own: of one release, or of two
-features that nobody ran together. No fact about the library is needed: the exception and its line of source tell what
-was met, and the frames whose code it is and which neighbour was there.
+features that nobody ran together. No fact about the library is needed: the exception and its line of source tell the
+object, and the frames the code's library and the neighbour.
 """
 
 import re
@@ -89,7 +89,8 @@ def neighbour(failure: Failure, texts: Sequence[tuple[str, str]], innermost: int
 
 
 def met(failure: Failure, source: str) -> str:
-    """Return what a library's code met, in words: `reset (cache.py:7) has a list in cache, which has no zero_`.
+    """Return the object that a library's code met, in words: `reset (cache.py:7) has a list in cache, which has no
+    zero_`.
 
     `source` is the line of source that the traceback shows last. "" for an error of another kind, of a script of the
     user's own, or among the run's data.

@@ -18,7 +18,7 @@ from skill_tools.rules.knowledge import Rule
 _IN_PARTS = frozenset(
     {"block-swap", "group-offload", "activation"}
 )  # offloads of as much as the user asks for
-_AT_ITS_END = 3  # innermost frames of a failure, of which one is a neighbour's where the offload is the cause
+_AT_ITS_END = 3  # innermost frames of a failure, one of them a neighbour's if the offload is the cause
 
 
 def without_the_option(evidence: Evidence) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def less_of_it(evidence: Evidence) -> str:
 def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str, ...]]:
     """Return the feature whose own code is innermost, as an addition to a cause, and the run without it.
 
-    Where the cause is an offload's, only one that the run's files switch on counts.
+    If the cause is an offload's, only a feature switched on in the run's files counts.
     """
     beside = own_code.neighbour(failure, evidence.texts, innermost=_AT_ITS_END)
     option = beside.shown_by.partition(" (")[0] if beside else ""
@@ -64,7 +64,7 @@ def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str
 
 
 def of_own_code(evidence: Evidence, failure: Failure) -> Conclusion | None:
-    """Return the library whose own code met what it does not expect, under an offload, and each way around it."""
+    """Return the library whose own code met an unexpected object, under an offload, and each way around it."""
     met, library = own_code.met(failure, evidence.source), interfaces.trainer(failure)
     is_known = code.of(failure) is not None or library in knowledge.index()["releases"]["known"]
     if not (met and library and is_known and evidence.offloads):

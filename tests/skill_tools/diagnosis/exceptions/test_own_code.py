@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python error in a library's own code: what it met, whose code it is, and the neighbour that meets the offload."""
+"""A Python error in a library's own code: the object that it met, its library, and the offload's neighbour."""
 
 from collections.abc import Mapping
 
