@@ -79,6 +79,12 @@ def _lacking(failure: Failure) -> Said | None:
         called, lacks = "", f"{match['called']} has no argument {match['name']}"
     else:
         return None
+    if not asks and called and failure.frames:
+        return Said(
+            f"releases that do not fit: {place(failure.frames[-1])} was written for another release of {called}; in "
+            f"the installed one {lacks}",
+            (f"the release of {called} that this script was written for, or the script's newest",),
+        )
     if not asks or asks == called:
         return None
     other = called or "the library that it calls"

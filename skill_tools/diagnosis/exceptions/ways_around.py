@@ -13,11 +13,13 @@ from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_rule
 from skill_tools.diagnosis.exceptions import interfaces, own_code
 from skill_tools.diagnosis.exceptions.signatures import place
 from skill_tools.diagnosis.failures import Failure
+from skill_tools.rules.fixes import spell
 from skill_tools.rules.knowledge import Rule
 
 _IN_PARTS = frozenset(
     {"block-swap", "group-offload", "activation"}
 )  # offloads of as much as the user asks for
+_SWAP = re.compile(r"(?i)nvme|swap_|_swap|swapper")
 _AT_ITS_END = 3  # innermost frames of a failure, one of them a neighbour's if the offload is the cause
 
 
@@ -40,6 +42,19 @@ def off(evidence: Evidence, change: Sequence[str]) -> tuple[str, ...]:
             setting = re.split(r"[=: ]", without.removeprefix("without "))[0].rpartition(".")[2]
             return () if any(setting in line for line in change) else (f"or {without}",)
     return ()
+
+
+def from_the_disk(evidence: Evidence, failure: Failure, words: str) -> tuple[str, ...]:
+    """Return the run's settings of NVMe with the host's memory in its place, if `failure` (`words`) is of the swap."""
+    frames = " ".join(f"{frame.path} {frame.function}" for frame in failure.frames[-_AT_ITS_END:])
+    if evidence.config is None or not _SWAP.search(f"{frames} {words}"):
+        return ()
+    told = ", ".join(
+        spell(evidence.config.framework, setting.written, "cpu")
+        for setting in evidence.config.settings.values()
+        if setting.value == "nvme"
+    )
+    return (f"or {told}",) if told else ()
 
 
 def less_of_it(evidence: Evidence) -> str:
@@ -80,6 +95,7 @@ def of_own_code(evidence: Evidence, failure: Failure) -> Conclusion | None:
         "",
         (
             f"a newer {library}, or a release of it from the time of the libraries that it calls",
+            *from_the_disk(evidence, failure, met),
             *([f"or {beside.told}"] if beside else []),
             f"or {symptoms.switched_off(offload, evidence.config)}",
             *without_the_option(evidence),
@@ -92,17 +108,17 @@ def of_code_that_is_off(evidence: Evidence, failure: Failure) -> Conclusion | No
     where, library = code.of(failure), interfaces.trainer(failure)
     if where is None or not where.code.mechanisms or evidence.offloads or not library:
         return None
-    off = code.set_off(evidence.config, where.code.mechanisms)
-    if not off:
+    switches = code.set_off(evidence.config, where.code.mechanisms)
+    if not switches:
         return None
-    told = ", ".join(f"{each.written}={each.value}" for each in off)
+    told = ", ".join(f"{each.written}={each.value}" for each in switches)
     return Conclusion(
         f"{where.code.name} ran all the same ({place(where.frame)}), though {told} switches it off: it brings back, or "
         "frees, copies on the host that were never made",
         "",
         (
             f"a newer {library}, which may not run it there",
-            f"or the offload switched on, so that its copies are there: {off[0].written}",
+            f"or the offload switched on, so that its copies are there: {switches[0].written}",
         ),
     )
 

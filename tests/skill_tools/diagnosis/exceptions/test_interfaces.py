@@ -84,3 +84,14 @@ def test_the_line_of_source_is_read_past_marks_and_ranks() -> None:
     failure = ended_by(bare, failures(bare))
     assert failure is not None
     assert source_line(bare, failure) == ""
+
+
+def test_a_script_that_asks_a_library_for_a_part_that_is_gone_was_written_for_another_release() -> None:
+    log = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in <module>
+    callback = mine.callbacks.Offload()
+AttributeError: module 'mine.callbacks' has no attribute 'Offload'
+"""
+    found = concluded(log)
+    assert "train.py:9 was written for another release of mine" in found.cause
+    assert found.change[0].startswith("the release of mine")

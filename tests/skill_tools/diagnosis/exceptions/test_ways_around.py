@@ -92,3 +92,19 @@ def test_where_no_more_can_be_pinned_fewer_layers_are_offloaded() -> None:
         found.change[1]
         == "or less of it (model.layer_offloading (wan.yaml:5)), or model.layer_offloading: false"
     )
+
+
+NO_SWAPPER = """Traceback (most recent call last):
+  File "/e/site-packages/deepspeed/runtime/zero/stage3.py", line 389, in prefetch
+    if nvme_swapper.available_swap_in_buffers() > 0:
+AttributeError: 'NoneType' object has no attribute 'available_swap_in_buffers'
+"""
+
+
+def test_a_fault_of_the_swap_to_nvme_names_the_setting_with_the_host_s_memory() -> None:
+    text = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "%s", "nvme_path": "/nvme"}}}'
+    swapped = concluded(NO_SWAPPER, "deepspeed", "ds.json", text % "nvme")
+    assert swapped.change[1] == "or zero_optimization.offload_param.device: cpu"
+    assert not any(
+        "device: cpu" in line for line in concluded(NO_SWAPPER, "deepspeed", "ds.json", text % "cpu").change
+    )
