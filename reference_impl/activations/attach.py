@@ -38,8 +38,8 @@ _NO_PART_OF_A_GRAPH = (
 class WrappedCall:
     """The callable in one slot of a module, `forward` or its compiled call, while wrappers run around that call.
 
-    All wrappers of a slot share one `WrappedCall`, so they may be removed in any order. A patch that somebody else puts
-    on top later stays; once all wrappers are removed it calls the module's own forward alone.
+    All wrappers of a slot share one `WrappedCall`, so they may be removed in any order. A later patch on top stays;
+    once all wrappers are removed it calls the module's own forward alone.
     """
 
     def __init__(self, module: nn.Module, slot: str) -> None:
@@ -90,7 +90,7 @@ class WrappedCall:
             return
         self._undo_state()
         if not self.is_in_place:
-            # Somebody else's patch is on top, and may call this method, which only passes the call on from now on.
+            # Another patch is on top, and may call this method: it only passes the call on from now on.
             return
         if self._beneath is None:
             del self._module.__dict__[self._slot]

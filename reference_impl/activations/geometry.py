@@ -193,7 +193,7 @@ class Weights:
 
 
 def _storages_of(module: nn.Module) -> set[int]:
-    # Without their names, which the host would put together for every layer of every forward.
+    # Without names: the host would put them together for every layer of every forward.
     listed = ((*each._parameters.values(), *each._buffers.values()) for each in module.modules())
     tensors = (tensor for each in listed for tensor in each if tensor is not None)
     # A sharded parameter keeps its bytes in a local tensor.

@@ -91,7 +91,7 @@ class OffloadedStorage:
         if not self.is_on_host:
             return
         assert self._block is not None
-        # The storage of forward: backward reads it even where somebody has given the weight other memory since.
+        # The storage of forward: backward reads it even if the weight was given other memory since.
         resize_storage(self._storage, self._size_bytes)
         after = (self._device.record(), self._ready)
         self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)

@@ -181,7 +181,7 @@ class Offloader(Shown, ClosedAtExit):
         self._is_closed = True
 
     def __enter__(self) -> Self:
-        """Return the offloader, which is attached already. Raises RuntimeError when it was closed."""
+        """Return the offloader, attached already. Raises RuntimeError when it was closed."""
         if self._is_closed:
             raise RuntimeError(
                 f"this {type(self).__name__} was closed and has left its model; expected an open one; "
@@ -266,7 +266,7 @@ class Offloader(Shown, ClosedAtExit):
         """Prepare for a forward of the model; by default there is nothing to prepare."""
 
     def _announce_backward(self, result: Any, run: ForwardPass) -> None:
-        """Start `run`'s copies back when the gradient of an output arrives, which is after the loss's own peak."""
+        """Start `run`'s copies back at the arrival of an output's gradient, after the loss's own peak."""
 
         def start(_: torch.Tensor) -> None:
             self.engine.headroom.start_backward(run)

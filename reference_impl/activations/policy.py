@@ -77,7 +77,7 @@ class Nothing:
 
 
 class AtMost:
-    """Offload as `policy` does, but keep storages above `limit_bytes`, which may be set at any time."""
+    """Offload as `policy` does, but keep storages above `limit_bytes`; this may be set at any time."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

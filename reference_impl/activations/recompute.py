@@ -27,7 +27,7 @@ from reference_impl.memory.compiler import uncompiled
 
 
 def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Return `function(*inputs)`, which keeps only its inputs for backward, and is called again there.
+    """Return `function(*inputs)`: only its inputs are kept for backward, and it is called again there.
 
     Tensors among `inputs` are saved as an operation of torch's saves them, by the hooks that are active outside. The
     second call has the random numbers, autocast and default device of the first. Backward raises RuntimeError if it
@@ -90,7 +90,7 @@ def _first_call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _AllComputedError(Exception):
-    """Ends a recomputation: all that the layer had saved has been computed again."""
+    """Ends a recomputation: all the layer's saved tensors have been computed again."""
 
 
 class _Recomputation:
@@ -181,7 +181,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Inputs:
-    """A layer's inputs until backward; its tensors are saved by autograd, and so by whoever's hooks are active."""
+    """A layer's inputs until backward; its tensors are saved by autograd, and so by any active hooks."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         self._others = [None if isinstance(each, torch.Tensor) else each for each in inputs]

@@ -362,7 +362,7 @@ class ForwardPass:
         self._round = 0
         # Bytes on the device that backward has not asked for yet.
         self.ahead_bytes = 0
-        # Whether somebody brings storages back for a proof, which is no part of the step.
+        # Whether storages are brought back for a proof, outside of the step.
         self.is_proving = False
         self.observer: Observer | None = None
 
@@ -431,7 +431,7 @@ class ForwardPass:
         self._in_flight.hand_over(original)
 
     def abandon(self, loaded: Event, buffer: torch.Tensor) -> None:
-        """Keep `buffer`, which nobody needs any more, until its copy is over. Safe in a finalizer."""
+        """Keep the unneeded `buffer` until its copy is over. Safe in a finalizer."""
         self._in_flight.keep_until(loaded, buffer)
 
     def copy_for_this_stream(self, flat: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 """Torch's stacks of a thread: hooks of saved tensors, and modes that hear of each operation.
 
 Torch's context managers push and pop them between bytecodes of Python, where a signal's handler may raise. A hook or
-mode that stays on the stack hears of all later work of the thread, closed or not. So whoever uses such a context has
-one of these around it.
+mode that stays on the stack hears of all later work of the thread, closed or not. So each use of such a context has one
+of these around it.
 
 Explained in docs/reliability.md.
 """

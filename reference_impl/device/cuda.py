@@ -233,7 +233,7 @@ class CudaDevice(Device, torch_type="cuda"):
         # For the kernels that round masters to weights there; copies know no priority.
         self._h2d_of_weights = torch.cuda.Stream(torch_device, priority=-1)
         self._allocator = CachingAllocator(torch_device)
-        # Those that have been current, by torch's number: to make an object of Python takes longer than to find one.
+        # Streams that have been current, by torch's number: making a Python object takes longer than finding one.
         self._known_streams: dict[int, torch.cuda.Stream] = {}
 
     @classmethod

@@ -37,7 +37,7 @@ def data_parallels(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def foreign_hook(model: DistributedDataParallel) -> str | None:
-    """Return the name of the communication hook that somebody else has registered; None where there is none.
+    """Return the name of other code's communication hook; None without one.
 
     The reducer of compiled autograd takes no hook of ours; its name is returned too.
     """
@@ -89,13 +89,13 @@ class _Reduction:
     def __init__(self, model: DistributedDataParallel, device: Device) -> None:
         self.model, self.device = weakref.ref(model), device
         self.group = model.process_group
-        # A hook that somebody else has registered later, and its first argument.
+        # A later hook of other code, and its first argument.
         self.other: tuple[Callable[..., torch.futures.Future[torch.Tensor]], object] | None = None
         self.listeners: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
 
     @property
     def others_name(self) -> str | None:
-        """The name of the hook that somebody else has registered."""
+        """The name of other code's hook."""
         return None if self.other is None else str(getattr(self.other[0], "__qualname__", self.other[0]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> object:

@@ -126,7 +126,7 @@ class Shard:
     def serve(self, read: Read, when_read: Callable[[], None]) -> None:
         """Let every gather call `read` instead of reading the memory, until `stop_serving`.
 
-        It calls `when_read` when all that reads the shard has been given to the stream of `read`.
+        It calls `when_read` once all reads of the shard are in the stream of `read`.
 
         This is the protocol that FSDP2 has for tensors of other classes (`fsdp_pre_all_gather`), on the local tensor.
         """
@@ -181,8 +181,8 @@ def shards_by_gather(model: nn.Module) -> list[list[Shard]]:
 def reductions() -> dict[torch.Tensor, object]:
     """Return for each sharded parameter of this process a key of its reduction, hashable.
 
-    One reduction makes the gradients of all its parameters in one buffer, which is freed with the last of them. Where
-    this torch has other private names, nothing is known of any parameter.
+    One reduction makes the gradients of all its parameters in one buffer, freed with the last of them. Where this torch
+    has other private names, nothing is known of any parameter.
     """
     known: list[nn.Module] = list(getattr(_composable_state, _SHARDED_MODULES, ()))
     if any(missing_shard_name(module) is not None for module in known):

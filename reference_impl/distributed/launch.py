@@ -136,7 +136,7 @@ def _run(
             parent.send(("failed", (type(error), error.args, error.__dict__)))
         except Exception:
             parent.send(("failed", (RankError, (f"rank {rank}: {type(error).__name__}: {error}",), {})))
-    # Whoever goes takes its connections along, and other ranks would fail of that. The parent ends all.
+    # A lost rank takes its connections along, and other ranks would fail. The parent ends all.
     with suppress(EOFError):
         parent.recv()
     os._exit(0)

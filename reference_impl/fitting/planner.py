@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the planner, `skill_tools`, which this package does not import: it runs as a process, and its answer is a plan.
+"""Asks the planner, `skill_tools`: it runs as a process, not imported here, and its answer is a plan.
 
 So there is one search and one model of step time, and a JSON document passes between the packages. Explained in
 docs/fitting.md, "Why the planner is a process".
@@ -59,7 +59,7 @@ class Planner:
         self._text = json.dumps(described)
 
     def plan(self, tensor_bytes: int, *, without: frozenset[str] = frozenset()) -> Plan:
-        """Return the plan for at most `tensor_bytes` on the device, which uses no mechanism of `without`.
+        """Return the plan for at most `tensor_bytes` on the device, without the mechanisms in `without`.
 
         Raises RefusedPlanError where nothing fits.
         """

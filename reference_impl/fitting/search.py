@@ -44,8 +44,8 @@ _RETRIED = (
 # The last resort: a trial of it takes all steps, and it was the fastest way for none of seven models that fitted
 # otherwise.
 _BUDGET_ENGINE = "activation-budget"
-# Two ways to divide states, of which a plan has one: the weights themselves leave, or they stay on the device. The
-# first is the last resort for weights that are on the device; where they are on the host, the faster way is taken.
+# Two ways to divide states; a plan has one: the weights themselves leave, or they stay on the device. The first is the
+# last resort for weights that are on the device; where they are on the host, the faster way is taken.
 _TRAINED_LAYERS = "trained-layer-streaming"
 _OPTIMIZER = "optimizer-offload"
 _OTHER_WAY = {_TRAINED_LAYERS: _OPTIMIZER, _OPTIMIZER: _TRAINED_LAYERS}
@@ -267,7 +267,7 @@ class Search:
                 if _time(self._plan(other))["least_s"] < found.step_s:
                     return other, self._without
         mechanisms = frozenset(plan["recommendation"]["option"]["mechanisms"])
-        # One that has all mechanisms of the plan, and more, is no answer to leaving some out.
+        # A plan with all the mechanisms, and more, is no answer to leaving some out.
         faster = [
             (option["time"]["step_s"], self._without | others)
             for option in plan["alternatives"]

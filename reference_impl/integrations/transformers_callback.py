@@ -57,7 +57,7 @@ def callback_of(
                 generation.begin(kwargs["model"], kwargs["optimizer"])
 
         def finish_weights(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            """Let whoever comes next read weights as they are."""
+            """Let later callbacks read weights as they are."""
             if handle.optimizer is not None:
                 handle.optimizer.synchronize()
 

@@ -4,8 +4,8 @@
 Computing with a weight without bytes on the device is an error that names the weight. Without this, kernels would
 read address 0 (the process dies) or memory that a copy is still filling (silently wrong values). So an absent tensor
 has a class that answers questions about its shape, device and version and refuses everything else. It stays the same
-object: changing an instance's class is how torch's own lazy parameters become real, and kernels and autograd, which
-do not look at Python classes, are not affected.
+object: changing an instance's class is how torch's own lazy parameters become real. Kernels and autograd do not look at
+Python classes, and are not affected.
 
 A sealed tensor serves everything, and whatever might write it gives it its own class back first. Fused kernels, `.data`
 and storages write past autograd's version counter; none of them passes a seal unseen.
@@ -73,9 +73,9 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 
 def seal(tensor: torch.Tensor) -> None:
-    """Have `is_sealed` tell whether anybody has used `tensor`, which is there, since.
+    """Have `is_sealed` tell whether the present `tensor` has been used since.
 
-    One that wraps others stays open.
+    A wrapper of tensors stays open.
     """
     present_class = own_class(tensor)
     if present_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
@@ -113,7 +113,7 @@ def own_class(tensor: torch.Tensor) -> type[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """Return the storage of `tensor` to whoever does not write it: a seal stays whole, and one that is away answers."""
+    """Return the storage of `tensor` for reading: a seal stays whole, and an absent tensor answers."""
     return unanswered(tensor.untyped_storage)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Closing after a failure: every resource is closed, and an exception already raised stays the one that is reported.
 
-A file of its own, because the activation and the weight offloaders, which do not know each other, close alike.
-Explained in docs/reliability.md.
+A file of its own, because the activation and the weight offloaders close alike without knowing each other. Explained in
+docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def owned(
 
 
 def _finalize(finalizer: Callable[[], object]) -> None:
-    # One that is cut short between its two halves is over, and has done nothing.
+    # An action cut short between its two halves is over, and has done nothing.
     with deferred_interrupts():
         finalizer()
 
@@ -80,7 +80,7 @@ def register_undoably(
     steps: list[Callable[[], None]],
     **options: bool,
 ) -> None:
-    """Call torch's method `register` with a hook; `steps` gets the call that takes it off."""
+    """Call torch's method `register` with a hook; `steps` gets its removal."""
     do_undoably(lambda: register(hook, **options).remove, steps)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies within host memory by several threads; one that somebody waits for comes first.
+"""Copies within host memory by several threads; an awaited copy comes first.
 
 One core reads and writes host memory at a fraction of the link's rate, so pageable memory needs several to keep up. As
 many copy at a time as cores are idle: the threads of a CPU update keep theirs, also where they begin in the middle.
@@ -106,7 +106,7 @@ class Copiers:
     """Threads called `name`, from the first copy until they are closed, or dropped."""
 
     def __init__(self, name: str) -> None:
-        # Asked once: the system is asked for it, which takes longer than all other bookkeeping of a copy.
+        # Asked once: asking the system takes longer than all other bookkeeping of a copy.
         self._cores = own_cores()
         self._most_threads = min(self._cores, _MOST_THREADS)
         self._worker = Worker(name, threads=self._most_threads)
@@ -191,7 +191,7 @@ class Copiers:
             try:
                 self._worker.submit(self._serve).add_done_callback(self._lose_if_failed)
             except RuntimeError:
-                # Those that were called do it all.
+                # The called threads do it all.
                 if not (number or self._serving):
                     raise
                 return

@@ -111,7 +111,7 @@ class DiskTier:
         self._failure: BaseException | None = None
         # How many failures have been raised. Bytes stored before the last one belong to a step that has failed.
         self.failures_raised = 0
-        # Only a write that ends frees staging memory for whoever waits.
+        # Only the end of a write frees staging memory for waiters.
         self.last_write: Future[None] | None = None
 
     def store(self, source: torch.Tensor, *, after: Event) -> StoredBytes:
@@ -280,10 +280,10 @@ class DiskBytes(ReleasedOnce):
                     raise
 
     def load(self, target: torch.Tensor) -> Event:
-        """Start the H2D copy once the bytes are in memory, which this waits for. Raises DiskError.
+        """Wait until the bytes are in memory, and start the H2D copy. Raises DiskError.
 
         The block goes back behind the copy, since more may be loaded ahead than the staging memory holds at once. After
-        an error it may be called again, which reads again.
+        an error it may be called again, and reads again.
         """
         block = self._in_memory()
         host = block.view(torch.uint8, (self._size_bytes,))

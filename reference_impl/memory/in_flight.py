@@ -37,7 +37,7 @@ class InFlight:
             self._trim(self._limit_bytes)
 
     def hand_over(self, references: object) -> None:
-        """Count `references` no more, since somebody else counts them now; they are kept until their event."""
+        """Count `references` no more, since other code counts them now; they are kept until their event."""
         with self._lock:
             for place, (event, kept, size_bytes) in enumerate(self._counted):
                 if kept is references:

@@ -246,7 +246,7 @@ class Ledger:
             self._device.allocator.limit(limit_bytes)
 
     def lift_limit(self) -> None:
-        """Let the device tier take all that there is from here on."""
+        """Let the device tier take all memory from here on."""
         if self._watch is not None:
             self._watch.limit_bytes = None
         self._limit(None)
@@ -261,7 +261,7 @@ class Ledger:
             self._watch.peak_bytes = self._watch.live_bytes
 
     def read_peak(self) -> None:
-        """Take over the allocator's peak, which somebody is about to reset."""
+        """Take over the allocator's peak before a reset."""
         allocator = self._device.allocator
         if allocator is not None:
             self._peak_bytes = max(self._peak_bytes, allocator.peak_bytes)

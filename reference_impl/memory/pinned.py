@@ -139,7 +139,7 @@ class PinnedLimit(ClosedAtExit):
             self._is_closed = True
 
     def __enter__(self) -> PinnedLimit:
-        """Return the limit, which is in force already."""
+        """Return the limit, in force already."""
         return self
 
 

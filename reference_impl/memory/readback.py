@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few numbers of the device on their way to the host, where any thread may wait for them.
 
-Apart because the clip decision and the comparison of weights, which know nothing of each other, read numbers alike.
-Explained in docs/optimizer-offloading.md.
+Apart because the clip decision and the comparison of weights read numbers alike without knowing each other. Explained
+in docs/optimizer-offloading.md.
 """
 
 from __future__ import annotations

@@ -322,7 +322,7 @@ class SlabSupply:
         try:
             return order.wait()
         except Exception:
-            # An order is a guess: whoever truly needs the memory asks for it and gets the error.
+            # An order is a guess: a true need of the memory asks for it and gets the error.
             self.close()
             return None
 

@@ -66,7 +66,7 @@ class Landing:
     def synchronize(self) -> None:
         """Wait for it: it is needed first. Raises the error of a thread, and RuntimeError when one has died."""
         if (before := self._before) is not None:
-            # Its own error is for whoever waits for it.
+            # Its own error is for its waiters.
             with suppress(Exception):
                 before.synchronize()
             self._before = None

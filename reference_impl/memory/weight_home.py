@@ -43,7 +43,7 @@ class WeightHome(Protocol):
 
     @property
     def is_lent(self) -> bool:
-        """Whether the user has the weights of the block as ordinary tensors, which will go home as they are then."""
+        """Whether the user has the weights of the block as ordinary tensors; they will go home as they are then."""
 
     def bring(self) -> Event:
         """Copy the weight to the device once more if its block is there or on its way; return the event of its end."""

@@ -48,7 +48,7 @@ class Worker:
         self._lock = UninterruptedLock()
         self._is_closed = False
         self._threads: list[_Thread] = []
-        # The threads know this, and not the worker, which they would keep alive.
+        # The threads know this object, and not the worker: they would keep the worker alive.
         self._tasks: _Tasks = SimpleQueue()
         weakref.finalize(self, self._tasks.put, None).atexit = False
 

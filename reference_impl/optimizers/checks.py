@@ -219,7 +219,7 @@ def check_clipping(*, max_grad_norm: float | None, updates_in_backward: bool) ->
 
 
 def check_model(model: nn.Module, *, serves_data_parallel: bool) -> None:
-    """Raise ValueError where weights or gradients are moved by somebody else, out of step with our hooks."""
+    """Raise ValueError if other code moves weights or gradients, out of step with our hooks."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(
             "FullyShardedDataParallel (FSDP1) gathers flat parameters on streams of its own, which cannot be made to "
@@ -348,7 +348,7 @@ def check_thread(stepped_by: threading.Thread | None) -> None:
 
 def check_unshared(params: Iterable[torch.Tensor], is_trained: Callable[[torch.Tensor], bool]) -> None:
     """Raise ValueError for parameters whose states another open optimizer keeps."""
-    # One that nobody can reach any more may still wait for the garbage collector.
+    # An unreachable one may still wait for the garbage collector.
     if any(map(is_trained, params)) and (gc.collect(), any(map(is_trained, params)))[1]:
         param = next(filter(is_trained, params))
         raise ValueError(

@@ -374,7 +374,7 @@ class Engine:
             member.has_arrived()
 
     def let_users_wait(self, members: Iterable[Member]) -> None:
-        """Let users of a weight in flight wait for it, except compiled code, which checks classes."""
+        """Let users of a weight in flight wait for it, except compiled code: it checks classes."""
         if not self.attached.has_compiled:
             let_wait((member.param for member in members if member.pending), self)
 

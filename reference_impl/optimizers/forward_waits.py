@@ -182,10 +182,10 @@ class ForwardWaits:
         return hook
 
     def _hook_compiled(self, model: nn.Module) -> None:
-        """Let each compiled module inside `model` wait at its begin for all that is inside.
+        """Let each compiled module inside `model` wait at its begin for all its own weights.
 
         A wait cuts compiled code in two. In front of all operations nothing is cut, and later waits find nothing
-        pending. Whoever compiles a module after the first forward has a cut at each module whose weights are pending.
+        pending. A module compiled after the first forward has a graph break at each module with pending weights.
         """
         for module in model.modules():
             if module is model or not _is_compiled(module):
@@ -207,8 +207,8 @@ class ForwardWaits:
     def _wait_inside_compiled(self, members: Sequence[Member]) -> None:
         """Do as a forward hook of `members` in code that is being compiled.
 
-        The compiler notes each value read here, and compiles again after it has changed. So the clock, which every
-        forward changes, is not read; which members are pending is the same after each step.
+        The compiler notes each value read here, and compiles again after it has changed. So the clock, changed by every
+        forward, is not read; which members are pending is the same after each step.
         """
         for member in members:
             member.is_compiled = True
@@ -330,8 +330,8 @@ class Gates:
     def pass_through(self, gate: Gate, others: Iterable[Member]) -> None:
         """Let the gathers that the forward of a gate's modules is about to start wait for their weights and `others`.
 
-        Those are its own and the ones it prefetches. Their stream waits, and then the current stream: it reads shards
-        too if a gather needs no other rank, and the update has used its memory.
+        These are its own modules and the ones it prefetches. Their stream waits, and then the current stream: it reads
+        shards too if a gather needs no other rank, and the update has used its memory.
         """
         self._check_outermost(gate)
         prefetched = (self._by_key.get(key) for key in gate.group.prefetched)
@@ -371,7 +371,7 @@ class Gates:
                 raise checks.gathered_outside_forward(each.group.modules[0])
 
     def order_gathers(self, *, all_are_new: bool) -> None:
-        """Let all gathers run behind the work of the live current stream, which may make all weights new."""
+        """Let all gathers run behind the work of the live current stream: it may make all weights new."""
         streams = {id(stream): stream for gate in self._gates if (stream := gate.group.stream) is not None}
         if streams:
             with self._noting_status():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor of which others hold the memory: whoever writes it, or a view of it, is heard before and after.
+"""A tensor with shared memory: a write to it, or to a view of it, is heard before and after.
 
 Apart because gradients still read by an update and streamed states are both such tensors.
 """
@@ -36,11 +36,11 @@ class GuardedTensor(torch.Tensor):
         raise NotImplementedError
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values, as `torch.Tensor.numpy` does, which takes no subclass."""
+        """Return the values, as `torch.Tensor.numpy` does; torch's takes no subclass."""
         return self.plain.numpy(force=force)
 
     def tolist(self) -> Any:
-        """Return the values, as `torch.Tensor.tolist` does, which takes no subclass."""
+        """Return the values, as `torch.Tensor.tolist` does; torch's takes no subclass."""
         return self.plain.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

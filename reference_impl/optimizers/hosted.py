@@ -257,7 +257,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             self.state[param] = self._states_of_frozen.pop(param)
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        """Hear of new members, which have their states."""
+        """Hear of new members, complete with states."""
 
     def _admit_new(self) -> None:
         """Make states of the trainable parameters that have none, and let the attached model wait for them."""
@@ -291,7 +291,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
     def _step(self) -> None:
         """Take a step, with states of parameters that were frozen and have a gradient now, as `torch.optim` does.
 
-        Raises RuntimeError for parameters that somebody has put into the groups.
+        Raises RuntimeError for parameters put into the groups by other code.
         """
         unfrozen = self._trained.unfrozen()
         self._placement.check_unfrozen(unfrozen, self._engine.attached.model)
@@ -474,7 +474,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
                 undo_all(self._unclosed)
 
     def _abandon(self, error: BaseException) -> None:
-        """Give back everything taken by the constructor, which failed with `error`."""
+        """Give back everything taken by the constructor that failed with `error`."""
         with deferred_interrupts():
             self._let_go()
             close_behind(error, partial(undo_all, self._unclosed))

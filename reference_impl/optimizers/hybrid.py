@@ -45,8 +45,8 @@ class HybridDeviceOptimizer(HostedOptimizer):
     Args:
         params: parameters or groups, in the order in which the forward uses them; bf16, fp16 or fp32.
         offload_fraction: share of the state's bytes that the CPU holds and updates, exact to 64 elements.
-        offload_filter: instead of the fraction, which parameters are offloaded whole.
-        split: instead of both, the shares (resident, streamed, CPU), which sum to 1, or `auto` for the fastest.
+        offload_filter: instead of the fraction, selects the parameters to offload whole.
+        split: instead of both, the shares (resident, streamed, CPU) with the sum 1, or `auto` for the fastest.
         budgets: memory that `auto` may use for states, and this machine's rates.
         streaming: how the streamed share's states cross the link.
         cpu: threads, buckets and pinning of the CPU share, and whether its update overlaps with the next forward.
@@ -196,7 +196,7 @@ class HybridDeviceOptimizer(HostedOptimizer):
                 with as_one():
                     self._leaving.backward_part = part
                     engine.open.submit(bucket, part, written)
-                # Whoever uses such a weight before step() would find it old or new.
+                # A use of such a weight before step() would find it old or new.
                 engine.let_users_wait(piece.member for piece in bucket.pieces)
 
     @contextmanager

@@ -90,7 +90,7 @@ class Member:
             self.watched, self.version, self.address = local, local._version, local.data_ptr()
 
     def has_arrived(self) -> None:
-        """Take note that somebody has waited for the new weight."""
+        """Note that the new weight has been waited for."""
         self.pending = False
         has_arrived(self.param)
 
@@ -155,7 +155,7 @@ class Member:
     def weight(self) -> torch.Tensor:
         """This rank's weight as it is, in its own shape: on the host where it lives there.
 
-        Autograd does not count writes to it: whatever it counts is somebody else's, see `module_load`.
+        Autograd does not count writes to it: counted writes are other code's, see `module_load`.
         """
         if self.home is None:
             return self.param_local.data

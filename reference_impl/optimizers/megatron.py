@@ -59,7 +59,7 @@ class HybridDeviceOptimizer(hybrid.HybridDeviceOptimizer):
 
     # It writes offsets of its buffers among the states.
     _trains_frozen = _whole_members = _passes_over_unknown = True
-    # Megatron makes a second one of these while the first, which it drops, is still there.
+    # Megatron makes a second one of these before it drops the first.
     _trains_others = True
     # It says so itself where it writes parameters: `update_fp32_param_by_new_param`.
     _follows_writes = False

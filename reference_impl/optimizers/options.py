@@ -36,11 +36,11 @@ class Streaming:
             - `compact-16` (4.06): moments in 8 bits by blocks of 64, rounded likewise. Masters are exact.
             - `compact-8` (3.06): the same, and masters of 24 bits.
 
-            With the last two, parameters of one dimension keep exact states, which stay on the device.
+            With the last two, parameters of one dimension keep exact, resident states.
         prefetch_bytes: how much may come in during an attached model's backward, into memory that this frees. Under
             FSDP2 backward frees little. There as many bytes stay on the device, beside the step's other memory.
 
-    Raises ValueError for a form that there is not.
+    Raises ValueError for an unknown form.
     """
 
     chunk_bytes: int = STATE_CHUNK_BYTES
@@ -48,7 +48,7 @@ class Streaming:
     prefetch_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a form that there is not."""
+        """Refuse an unknown form."""
         if self.states not in STATES:
             raise ValueError(
                 f"states is {self.states!r}; expected one of {', '.join(STATES)}; try {STATES[0]!r}"
@@ -81,7 +81,7 @@ class CpuUpdate:
     Args:
         threads: update threads; by default this rank's share of the node's cores less two. If states stream beside the
             update, enough threads to be done with them, and at least a third of the cores.
-        bucket_elements: elements of one bucket, which is updated and copied as one.
+        bucket_elements: elements of one bucket, updated and copied as one.
         pinned: pin the staging buffers, through which gradients come and new weights go.
         overlap_forward: False means that `step()` returns finished, whether or not a model is attached.
     """

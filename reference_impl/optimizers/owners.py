@@ -17,7 +17,7 @@ from reference_impl.memory.closing import register_undoably
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.engine import Engine
 
-# Those of all optimizers that have not been collected; an engine has its optimizer, and would keep it here for ever.
+# Engines of all uncollected optimizers; an engine has its optimizer, and would keep it here for ever.
 _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 

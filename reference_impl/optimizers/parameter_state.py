@@ -40,7 +40,7 @@ class StateParts(Protocol):
         """Replace the streamed parts by parts of `value` (fp32, of the member's shape)."""
 
     def follow_weight(self, member: Member) -> None:
-        """Set the streamed part of an fp32 parameter's master, which is the parameter, to the parameter."""
+        """Set the streamed part of an fp32 parameter's master to the parameter: they are the same."""
 
     def note_weight(self, member: Member) -> None:
         """Note that the master equals the weight now: a later write is seen."""
@@ -62,7 +62,7 @@ FinishedParts = Callable[[Iterable[Member]], StateParts]
 class WrittenBack(GuardedTensor):
     """A copy of a state that stands in several places or streams: values written into it are written to all of them.
 
-    Reading shows the state as it was when it was asked for; whoever writes begins with the state of now.
+    Reading shows the state as it was when it was asked for; a write begins with the present state.
     """
 
     whole: torch.Tensor
@@ -247,7 +247,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         finished: see `FinishedParts`.
         failures: see `StoredState`.
         shows_steps: also where torch's class keeps no `step`: the noise of rounded moments depends on it.
-        masters_of_all: fp32 parameters, which are their own masters, show a `master_param` too.
+        masters_of_all: fp32 parameters, their own masters, show a `master_param` too.
         passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
     """
 
@@ -345,7 +345,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
 
     @torch.no_grad()
     def follow(self, member: Member) -> None:
-        """Set a master to the weight, but for elements of which the weight is the master rounded."""
+        """Set a master to the weight, except elements where the weight is the master rounded."""
         target = self._stored(member.param)
         if member.dtype == torch.float32:
             target.write_in_place(MASTER, member.weight)

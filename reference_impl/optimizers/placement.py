@@ -64,8 +64,8 @@ class SplitPlacement:
     Args:
         split: the shares (resident, streamed, CPU).
         ahead: elements that stream first of all, because they come in behind backward.
-        offload: instead of the split, which parameters leave as a whole.
-        stays_in_chunks: the streamed share has the resident elements, too: in its format, or with masters apart.
+        offload: instead of the split, selects the parameters that leave as a whole. stays_in_chunks: the streamed share
+            has the resident elements, too: in its format, or with masters apart.
         ranks: the process group of one model, if its parameters do not tell.
         option: the argument to reduce if the host has too little memory.
     """
@@ -125,7 +125,7 @@ class SplitPlacement:
         return self._stays_in_chunks or member.matrices is not None
 
     def check_room(self, shares: Shares, members: Sequence[Member], parts: Mapping[Member, Part]) -> None:
-        """Raise HostMemoryError, which says how large a part of the states fits."""
+        """Raise HostMemoryError; it names the part of the states that fits."""
         staging, states = shares.cpu.host_bytes(members)
         items = {"staging of the CPU share": staging, "its masters and moments": states}
         if parts:
@@ -167,9 +167,8 @@ def placed(
         params: the parameters that the split is chosen for.
         split: the shares (resident, streamed, CPU), or `auto`.
         options: see `Options`.
-        offload: instead of the split, which parameters leave as a whole.
-        matrices: the formulas of `params` updated in matrices. These stay or stream; the split between streaming and
-            the CPU is for all others.
+        offload: instead of the split, selects the parameters that leave as a whole. matrices: the formulas of `params`
+            updated in matrices. These stay or stream; the split between streaming and the CPU is for all others.
         follows_writes: see `StreamedShare`.
     """
     ranks = options.budgets.ranks
@@ -197,7 +196,7 @@ def placed(
                 )
             ),
             matrices=_matrix_bytes(matrices, device, algorithm, options.streaming),
-            # How much does come in, the length of a backward says, which nobody knows yet. Of sharded parameters as
+            # The length of a backward decides how much does come in, and is not known yet. Of sharded parameters as
             # much stays on the device.
             hidden_bytes=options.streaming.prefetch_bytes // (1 if any_is_sharded(cut) else 2),
             ranks=RankGroup.of(cut, ranks),

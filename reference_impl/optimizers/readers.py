@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever reads weights that an update still writes: the forward of an attached model, and other threads.
+"""Readers of weights that an update still writes: the forward of an attached model, and other threads.
 
 Explained in docs/optimizer-offloading.md.
 """
@@ -132,9 +132,9 @@ class StepSite:
         return self._thread != threading.get_ident() and torch._C._current_graph_task_id() == -1
 
     def see(self, wait: Callable[[], None]) -> None:
-        """Run `wait`, which makes the live current stream wait for weights, and nobody after it.
+        """Run `wait`: it makes the live current stream wait for weights, and nobody waits after it.
 
-        The stream of the steps waits first. A thread that reads on its own stream then waits behind it.
+        So the stream of the steps waits, and a thread that reads on its own stream waits behind it.
         """
         stream = self.stream
         if stream is None or not self.is_elsewhere or self.device.current_stream() == stream:

@@ -102,7 +102,7 @@ class ResidentShare:
 
     @torch.no_grad()
     def take_over(self, members: Iterable[Member]) -> None:
-        """Let masters of `members`, which no update changes now, take over writes of others."""
+        """Let masters of `members` take over writes of other code; no update may be running on them."""
         states = [self._states[member] for member in members if member in self._states]
         for state in states:
             state.follow()
@@ -113,7 +113,7 @@ class ResidentShare:
             _take_over_on_host(state)
 
     def _take_over(self, states: Iterable[ResidentState]) -> None:
-        """Let masters take over writes of others to their weights, which nothing may have counted."""
+        """Let masters take over other code's writes to their weights, also uncounted ones."""
         apart = _with_masters(states)
         if self._written is None or not apart:
             return
@@ -141,7 +141,7 @@ class ResidentShare:
         """Yield (first element, flat fp32 view) of the part of a moment or `master_param` that is here."""
         state = self._states.get(member)
         if state is not None:
-            # Whoever writes to it must not write to memory that another model may have by now.
+            # A write to it must not reach memory that another model may have by now.
             state.follow()
             yield 0, state.master if name == MASTER else state.moments[self._algorithm.moments.index(name)]
 
@@ -244,8 +244,8 @@ class ResidentUpdate:
 class _Part(NamedTuple):
     """The elements updated in one launch of the kernel: the range `where` of each state of a chunk, or all of them.
 
-    Those of the `gradients` that are `copied`, by index, go to `copies` in scratch: `sizes` elements, each with a gap
-    behind it.
+    The `copied` ones of the `gradients`, by index, go to `copies` in scratch: `sizes` elements, each with a gap behind
+    it.
     """
 
     where: slice | None

@@ -19,7 +19,7 @@ from reference_impl.optimizers.layout import MASTER, STEP, Member
 Groups = Sequence[Mapping[str, Any]]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Counters are fp32, which counts no further.
+# Counters are fp32, and fp32 counts no further.
 _MOST_STEPS = 2**24
 
 

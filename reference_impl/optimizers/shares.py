@@ -146,7 +146,7 @@ class Shares:
         factors: Mapping[Member, Sequence[torch.Tensor | float]],
         backward_part: CpuStep | None = None,
     ) -> None:
-        """Prepare a step: allocate and send all that it needs. Changes nothing.
+        """Prepare a step: allocate and send everything for it. Changes nothing.
 
         Args:
             plan: its hyper-parameters and clip decision.
@@ -188,14 +188,14 @@ class Shares:
     def begin(self) -> None:
         """Begin the prepared step: let it own its gradients, and queue its updates, the CPU's by deadline.
 
-        Only where the device or a worker is lost does it raise. Chunks of weights that visit the device are queued by
-        whoever waits for them.
+        Only where the device or a worker is lost does it raise. Chunks of visiting weights are queued by a wait for
+        them.
         """
         assert self._prepared is not None
         prepared, self._prepared = self._prepared, None
         self.cpu.take(prepared.step, prepared.arrivals)
         for member in prepared.streamed:
-            # Whoever reads a weight waits from now on.
+            # Readers of a weight wait from now on.
             member.pending = True
         if self._streamed is not None:
             # Copies of the first chunks out, and of the next ones in, run beside the resident update.
@@ -273,7 +273,7 @@ class Shares:
 
     @property
     def has_unqueued(self) -> bool:
-        """Whether a step has begun that is not queued to its end: whoever waits for weights goes on with it."""
+        """Whether a begun step is not queued to its end: a wait for weights goes on with it."""
         return self._streamed is not None and self._streamed.unqueued > 0
 
     def is_on_its_way(self, member: Member) -> bool:

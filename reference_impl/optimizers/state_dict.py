@@ -45,7 +45,7 @@ def checked(
     formulas: Iterable[AnyAlgorithm],
     state: OptimizerState,
 ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Any]]:
-    """Return the groups to take over, which `formulas` update, and the states to write by parameter, of a state_dict.
+    """Return the groups of a state_dict, to be taken over under `formulas`, and the states to write by parameter.
 
     Raises ValueError with the name of an entry that cannot be loaded exactly.
     """
@@ -130,11 +130,11 @@ class StateWrites:
         self.go_on()
 
     def go_on(self) -> None:
-        """Make the writes that there are."""
+        """Make the pending writes."""
         if not self._writes:
             return
         with deferred_interrupts():
-            # Writing waits for updates, and whoever waits comes here too.
+            # Writing waits for updates, and every wait comes here too.
             writes, self._writes = self._writes, deque()
             try:
                 while writes:

@@ -49,7 +49,7 @@ class OptimizerStateOffloader(HostedOptimizer):
 
     Args:
         optimizer: `torch.optim.AdamW`, `Adam` or `SGD` with `fused=True`, `torch.optim.Muon`, or a list of Muon and one
-            of the others, which this steps together; with or without states.
+            of the others, to be stepped together; with or without states.
         fraction: share of the elements whose states are offloaded, exact to 64; the forward's last ones are offloaded
             first.
         chunk_bytes: most bytes of states that one copy moves.
@@ -67,8 +67,8 @@ class OptimizerStateOffloader(HostedOptimizer):
     weights are their masters rounded to nearest even. A step whose gradients are not finite changes nothing.
 
     After `step()` gradients stay on the parameters until `zero_grad()`, as torch leaves them. With a model attached the
-    update still reads them until the forward has waited for it: whoever writes into `param.grad` before that waits for
-    it too. Who wrote through a tensor kept from before `step()`, or into a shard, gets a RuntimeError.
+    update still reads them until the forward has waited for it: an earlier write into `param.grad` waits too. Who wrote
+    through a tensor kept from before `step()`, or into a shard, gets a RuntimeError.
 
     Threads may call it at the same time, for instance `state_dict()` beside training: one waits for the other.
 

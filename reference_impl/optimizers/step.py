@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decisions of one optimizer step before any update begins.
 
-A step is prepared, then it begins. Preparing allocates and checks all that the step needs; it may fail, and changes
-nothing. From its begin on the step owns its gradients, hyper-parameters and clip decision (`StepPlan`). Then it
-queues kernels and copies, inside `as_one`: no signal comes between them, and they fail only where the device or a
-worker is lost. `Failures` records the state in which errors have left an optimizer.
+A step is prepared, then it begins. Preparing allocates and checks everything for the step; it may fail, and changes
+nothing. From its begin on the step owns its gradients, hyper-parameters and clip decision (`StepPlan`). Then it queues
+kernels and copies, inside `as_one`: no signal comes between them, and they fail only where the device or a worker is
+lost. `Failures` records the state in which errors have left an optimizer.
 
 Explained in docs/optimizer-offloading.md, "When something fails".
 """
@@ -67,8 +67,8 @@ class StepPlan:
     def check_unchanged(self, groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> None:
         """Raise RuntimeError if the hyper-parameters `names` in `groups` differ from this plan's.
 
-        They belong to `step()`, so they may not change once backward has used them. Other entries of a group are
-        somebody else's.
+        They belong to `step()`, so they may not change once backward has used them. Other entries of a group belong to
+        other code.
         """
         listed = list(names)
         for used, now in zip(self.groups, groups, strict=True):
@@ -137,9 +137,9 @@ class Failures:
 
     def __init__(self, status: Callable[[], Status]) -> None:
         self._status = weakref.WeakMethod(status)
-        # Workers never take it: whoever has it may wait for them.
+        # Workers never take it: its holder may wait for them.
         self.turn = threading.RLock()
-        # Whether somebody has heard that a step has begun, and may call step() to go on with it.
+        # Whether a begun step has been reported: a caller may go on with it by step().
         self.reported_begun = False
         self.first: BaseException | None = None
         _all.add(self)
@@ -170,7 +170,7 @@ class Failures:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Note the fate of the step on `error`; a note of an earlier call, which knew less, makes way."""
+        """Note the fate of the step on `error`; an earlier call's note knew less, and makes way."""
         with self.turn:
             if self.first is None and is_lasting(error):
                 self.first = error
@@ -214,7 +214,7 @@ _Method = Callable[Concatenate[_Optimizer, _P], _Result]
 
 
 def without_gradients(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
-    """Run `function` in no gradient mode, as `torch.no_grad()`, which an interrupt at its begin or end leaves off."""
+    """Run `function` without gradient mode. After an interrupt `torch.no_grad()` might leave it off."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **named: _P.kwargs) -> _Result:
@@ -258,10 +258,10 @@ def as_steps_run(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
 
 
 def in_turn(method: _Method[_Optimizer, _P, _Result]) -> _Method[_Optimizer, _P, _Result]:
-    """Let one thread at a time run `method` of an optimizer, in no gradient mode; its errors tell the fate of a step.
+    """Let one thread at a time run `method` of an optimizer, without gradient mode; its errors tell the fate of a step.
 
-    An interrupt never leaves the turn taken: torch's functions and locks take and give back as one bytecode, which a
-    context manager written in Python does not.
+    An interrupt never leaves the turn taken: torch's functions and locks take and give back as one bytecode; a context
+    manager in Python would not.
     """
     run = without_gradients(method)
 

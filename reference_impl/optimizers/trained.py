@@ -54,7 +54,7 @@ class TrainedParameters:
     def check_replaced(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Raise RuntimeError when others stand in a group than the parameters that have states.
 
-        Whoever shards a model after its optimizer was made gives groups other lists. A step would change no weight.
+        Sharding a model after its optimizer was made gives groups other lists. A step would change no weight.
         """
         lists = [group["params"] for group in groups]
         if len(lists) == len(self._checked) and all(map(operator.is_, lists, self._checked)):

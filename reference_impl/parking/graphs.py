@@ -28,7 +28,7 @@ _COMPILED = "CompiledFunctionBackward"
 def captured_before(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], device: Device
 ) -> set[Kind]:
-    """Return of which kinds graphs know addresses, as far as outputs in their pools tell.
+    """Return the kinds whose addresses graphs know, as far as outputs in their pools tell.
 
     Of states only where each optimizer may have been captured: torch's own say so by `capturable`.
     """
@@ -55,7 +55,7 @@ def _outputs_in(pools: Sequence[tuple[int, int]]) -> list[Any]:
 
 def _leaves_of(nodes: list[Any]) -> Iterable[int]:
     """Yield the ids of the leaves that autograd's `nodes` lead to."""
-    # Whoever is seen is kept, so that no other node gets its id.
+    # Seen nodes are kept, so that no other node gets their ids.
     seen: dict[int, Any] = {}
     while nodes:
         node = nodes.pop()

@@ -24,7 +24,7 @@ _Read = Callable[[Any], Any]
 
 
 class HostStates:
-    """The states of `models` and `optimizers`, of which the bytes of `parked` are on the host."""
+    """The states of `models` and `optimizers`; the bytes of `parked` are on the host."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class HostStates:
         *,
         follow: Sequence[Callable[[], None]],
     ) -> None:
-        """`follow` has masters follow weights that somebody wrote before they were parked."""
+        """`follow` makes masters follow weights written before they were parked."""
         self._models, self._optimizers, self._follow = models, optimizers, follow
         self._read = _reader(parked)
 
@@ -47,7 +47,7 @@ class HostStates:
         return {key: each[0] if len(each) == 1 else each for key, each in copies.items()}
 
     def write(self, theirs: object) -> None:
-        """Write `theirs`, which `copied` has returned of the same training, into tensors and groups.
+        """Write `theirs`, a result of `copied` for the same training, into tensors and groups.
 
         Raises ValueError for another structure, shape or dtype, before anything is written.
         """

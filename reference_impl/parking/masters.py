@@ -4,7 +4,7 @@
 Masters follow a weight written by other code. They see the write by the weight's version and address. Parking changes
 both, and is no write.
 
-Explained in docs/parking.md. Apart because it is about our optimizers, which parking serves beside any other.
+Explained in docs/parking.md. Apart because it is about our optimizers, and parking serves any.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def tensors_in(
         if id(root) not in but:
             yield name, cast("torch.Tensor", root)
         return
-    # Whoever is seen is kept, so that no other object gets its id.
+    # Seen objects are kept, so that no other object gets their ids.
     seen: dict[int, object] = {}
     waiting = deque([(name, root, into_objects)])
     while waiting:
@@ -232,7 +232,7 @@ def _way_of(cls: type) -> tuple[Callable[[str, Any], Iterable[tuple[str, object]
     """Return a function to the references of an object of `cls`, and whether it is followed only with leave."""
     if cls in _ATOMS or issubclass(cls, _NOT_FOLLOWED):
         return _nothing, False
-    # Before mappings: the values of ours are views that are made when somebody asks.
+    # Before mappings: the values of ours are views made on request.
     if _is_of(cls, _PACKAGE):
         return partial(_attributes, _slots(cls)), False
     for kind, follow in _WAYS.items():

@@ -157,7 +157,7 @@ class Transfer:
             self._device.allocator.give_back()
 
     def bring_back(self, storages: Sequence[ParkedStorage], *, timeout_s: float) -> None:
-        """Have the bytes of `storages` on the device, none of which may be used yet, or none of them after an error.
+        """Have the bytes of all `storages` on the device, not yet for use; after an error none of them.
 
         Raises OutOfMemoryError where there is no memory for them within `timeout_s`.
         """

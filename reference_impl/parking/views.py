@@ -26,11 +26,11 @@ class UnnamedViews:
     """The views that were found; it keeps none alive."""
 
     def __init__(self) -> None:
-        # By storage. Objects, and not ids, which come again.
+        # By storage. Objects, because ids come again.
         self._seen: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         # Tensors that wrap such views, and have no memory of their own.
         self._wrappers: list[weakref.ref[torch.Tensor]] = []
-        # Storages of which something else than objects of Python holds a reference: how many.
+        # The number of references to storages from outside of Python's objects.
         self._held_elsewhere: dict[int, int] = {}
 
     def add_to(self, storages: Iterable[FoundStorage]) -> None:

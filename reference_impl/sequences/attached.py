@@ -49,7 +49,7 @@ class DividedCalls(Shown, ClosedAtExit):
         undo_all(self._undo)
 
     def __enter__(self) -> Self:
-        """Return this object, which is attached already."""
+        """Return this object, attached already."""
         return self
 
     def _around(

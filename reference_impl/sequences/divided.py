@@ -63,7 +63,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Division:
-    """Attention in `groups` of heads, which have parts of `cuts`.
+    """Attention in `groups` of heads, each with its parts of `cuts`.
 
     `outputs` are the leaves of attention's result, TENSOR in the place of the one tensor, and their structure.
     `last` is the name of the inner module that makes this tensor of the kernel's output, or None.
@@ -95,7 +95,7 @@ class Division:
         return found
 
     def of_kernel(self, operation: str, number: int, result: Any, group: int) -> Any:
-        """Return a group's part of result `number` of an attention kernel, which returns (output, logsumexp, ...)."""
+        """Return a group's part of result `number` of an attention kernel: (output, logsumexp, ...)."""
         if number > 1 or not isinstance(result, torch.Tensor):
             return result
         # The logsumexp is (batch, heads, ...), or (heads, tokens) of packed sequences.
@@ -145,7 +145,7 @@ def division_of(
     *,
     exactly: bool,
 ) -> Division:
-    """Return how `call(leaves)` of `module`, which is `name` in its model, is divided among `groups`.
+    """Return how `call(leaves)` of `module`, named `name` in its model, is divided among `groups`.
 
     Not `exactly`, another number of groups will do, the next larger one first.
 
@@ -230,7 +230,7 @@ class _Seen:
         self.heads |= {each.shape[heads_dim(operation_of(func), each)] for each in args[:3]}
 
     def cuts(self) -> tuple[Cut, ...]:
-        """Return the parameters of which each group has a part."""
+        """Return the parameters divided among the groups."""
         found: list[Cut] = []
         names = {inner: name for name, inner in self._module.named_modules()}
         for layers, dim in ((self._before, 0), (self._behind, 1)):

@@ -34,7 +34,7 @@ Kernel = tuple[str, tuple[Any, ...]]
 
 
 class GroupedCall:
-    """A call of attention `module`, which is `name` in its model, by `forward` on `leaves`, inputs of `structure`."""
+    """A call of attention `module`, named `name` in its model, by `forward` on `leaves`, inputs of `structure`."""
 
     def __init__(
         self,
@@ -190,8 +190,8 @@ class _Grouped(torch.autograd.Function):
         ctx.kernels = [
             (operation, tuple(_numbered(each, saved) for each in results)) for operation, results in kernels
         ]
-        # Weights too: whoever holds them elsewhere until they are used hears of their use. Frozen ones have no version:
-        # peft's adapters of experts register a parametrization in each forward, which counts as a write.
+        # Weights too: their keeper elsewhere hears of their use. Frozen ones have no version: peft's adapters of
+        # experts register a parametrization in each forward, which counts as a write.
         ctx.save_for_backward(*saved, *tensors, *(weight.data for weight in call.frozen))
         ctx.saved_results = len(saved)
         (output,) = (each for each in outputs if isinstance(each, torch.Tensor))

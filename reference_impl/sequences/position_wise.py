@@ -221,7 +221,7 @@ def _differs(
 def rounding(dtype: torch.dtype) -> float:
     """Return by how much kernels for other shapes may differ, of the largest output."""
     eps = torch.finfo(dtype).eps
-    # Sums of 16-bit products are rounded once, in each of a few products. Those of others are added in another order.
+    # Sums of 16-bit products are rounded once, in each of a few products. Results of others are added in another order.
     return 4 * eps if dtype.itemsize == 2 else eps**0.5
 
 

@@ -71,7 +71,7 @@ def leading_of(leaves: Sequence[Any]) -> Leading | None:
 
 
 class Joined:
-    """One output of all tiles, which are written to it one after the other."""
+    """One output of all tiles; they are written to it one after the other."""
 
     def __init__(self, name: str, leading: Leading, first: torch.Tensor, count: int) -> None:
         """Make room for all positions beside `first`, the output of `count` of them.

@@ -27,7 +27,7 @@ from reference_impl.sequences.positions import TENSOR, Joined, Leading, part_of_
 
 
 class TiledCall:
-    """A call of `module`, which is `name` in its model, by `forward` on `leaves`, the inputs of `structure`."""
+    """A call of `module`, named `name` in its model, by `forward` on `leaves`, the inputs of `structure`."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class TiledCall:
         return self._forward(*args, **kwargs)
 
     def take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Note the outputs' gradients for `backward`, which comes next."""
+        """Note the outputs' gradients for the next call, `backward`."""
         self._gradients = gradients
 
     def backward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -164,8 +164,8 @@ class _Inputs(torch.autograd.Function):
         ctx: Any, call: TiledCall, inputs: Sequence[torch.Tensor], *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.call, ctx.count = call, len(inputs)
-        # Weights too: whoever holds them elsewhere until they are used hears of their use. Frozen ones have no version:
-        # peft's adapters of experts register a parametrization in each forward, which counts as a write.
+        # Weights too: their keeper elsewhere hears of their use. Frozen ones have no version: peft's adapters of
+        # experts register a parametrization in each forward, which counts as a write.
         ctx.save_for_backward(*tensors, *(weight.data for weight in call.frozen))
         return torch.empty(0, device=tensors[0].device)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of streamed trained layers: `BlockGradients` leave in backward, `PassedGradients` are used there.
 
-Those of a block leave together, and come back in one chunk with their states. Others stay on the device until backward
-has passed their block, and their update begins.
+A block's gradients leave together, and come back in one chunk with their states. Others stay on the device until
+backward has passed their block, and their update begins.
 
 Explained in docs/larger-than-gpu.md.
 """
@@ -25,7 +25,7 @@ from reference_impl.optimizers.gradients.of_step import PreparedGradients
 from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.layout import Member, Piece, gradient_of
 
-# The advice of an error to whoever needs a gradient's values.
+# The advice in an error about a gradient's missing values.
 READ_IN_A_HOOK = "try param.register_hook(), which is given each gradient with its values in backward"
 
 
@@ -143,7 +143,7 @@ class PassedGradients(LeavingGradients):
         self._backward = _NO_BACKWARD
 
     def fail_backward(self) -> None:
-        """Note an error, which ends this backward if it has begun to update."""
+        """Note an error: it ends this backward if an update has begun."""
         if (
             self.backward_part is not None
             and self._backward == torch._C._current_graph_task_id() != _NO_BACKWARD
@@ -186,7 +186,7 @@ class PassedGradients(LeavingGradients):
     def passed(self) -> dict[Member, torch.Tensor]:
         """Return the gradients that backward has done with.
 
-        Whoever has dropped a gradient before any was used has left out the batch.
+        Dropping a gradient before any was used leaves the batch out.
         """
         return {m: g for m, g in self._final.items() if _stands(m) or self.backward_part is not None}
 

@@ -36,11 +36,11 @@ from reference_impl.trained_layers.shares import StateShares
 class InBackwardOptimizer(HostedOptimizer):
     """The optimizer of `TrainableLayerStreamer(backward_overlap="update")`: use it in the wrapped one's place.
 
-    The update runs in backward, with the hyper-parameters of that moment. `step()` updates the rest: the first
-    block, weights before it, and parameters on which somebody has put a gradient. Between both, `zero_grad()`,
-    `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so
-    does `step()`, once, if a gradient with a begun update was dropped or replaced. After a backward that has failed
-    with updates begun, the optimizer is broken. A stand-in on `param.grad` has no values.
+    The update runs in backward, with the hyper-parameters of that moment. `step()` updates the rest: the first block,
+    weights before it, and parameters with a gradient put there by other code. Between both, `zero_grad()`,
+    `state_dict()` and `close()` raise RuntimeError, because some weights are of this batch and others are not; so does
+    `step()`, once, if a gradient with a begun update was dropped or replaced. After a backward that has failed with
+    updates begun, the optimizer is broken. A stand-in on `param.grad` has no values.
 
     Args:
         optimizer: see `OptimizerStateOffloader`.
@@ -130,7 +130,7 @@ class InBackwardOptimizer(HostedOptimizer):
     def _end_backward(self) -> None:
         """Note that this backward has ended well.
 
-        Whoever uses a weight before `step()` that it has updated in place gets an error: it is new too early.
+        A use before `step()` of a weight updated in place is an error: the weight is new too early.
         """
         self._passed.end_backward()
         in_place = [member for member in self._passed.used_in_backward if member.home is None]

@@ -55,7 +55,7 @@ def chunked_cross_entropy(
         )
         return loss
 
-    # Within the head's own call: whoever has hooked it, to bring its weight or to free it, hears of its use.
+    # Within the head's own call: hooks on it that bring or free its weight hear of its use.
     undo = wrap_forward(head, instead)
     try:
         found: torch.Tensor = head(hidden)

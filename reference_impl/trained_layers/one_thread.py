@@ -59,7 +59,7 @@ class OneThread:
             (module.register_state_dict_pre_hook, module._state_dict_pre_hooks, self._before_state_dict),
             (module.register_load_state_dict_pre_hook, module._load_state_dict_pre_hooks, self._before_load),
         ):
-            # In front of FSDP2's hooks, which reshard.
+            # In front of FSDP2's resharding hooks.
             register_first(register, hooks, hook, undo)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

@@ -32,7 +32,7 @@ class VisitingWeights(Protocol):
         """The trained parameters that are on the device or on their way, in the order of the model."""
 
     def reload(self) -> None:
-        """Bring the weights anew that are on the device: somebody has written their homes."""
+        """Bring the weights on the device again: their homes have been written."""
 
     def end_failed_loads(self) -> None:
         """Let weights stream again that a failed load has left on the device."""

@@ -51,9 +51,9 @@ def recompute_in_slices(
     RuntimeError, because nothing says there when backward needs its weights.
 
     Tensors of two or more dimensions whose first is the batch are cut along it; others go whole to every slice.
-    `recomputes=False` leaves recomputation to somebody inside. Evaluation runs the block as it is. While training the
-    block raises ValueError for a batch of fewer sequences than slices, for an output that cannot be joined, or for a
-    cache of keys and values: it would be written twice.
+    `recomputes=False` leaves recomputation to the inside. Evaluation runs the block as it is. While training the block
+    raises ValueError for a batch of fewer sequences than slices, for an output that cannot be joined, or for a cache of
+    keys and values: it would be written twice.
     """
 
     def around(forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

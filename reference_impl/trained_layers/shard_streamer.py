@@ -43,7 +43,7 @@ _REMEDY = "try Streaming(states='bf16-moments') or Streaming(states='compact-8')
 
 
 class ShardStreamer(Shown, ClosedAtExit):
-    """Attached to `model`, which FSDP2 has sharded, from its construction to `close()`; train with its `optimizer`.
+    """Streams the shards of `model`, sharded by FSDP2, from its construction to `close()`; train with its `optimizer`.
 
     >>> wrapped = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     >>> with ShardStreamer(model, wrapped, max_grad_norm=1.0) as streamer:
@@ -145,7 +145,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         _hook(model, self._shards, self.optimizer, self._undo)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Last, and in front: whoever is refused has changed nothing.
+                # Last, and in front: a refused call has changed nothing.
                 self._one_thread.guard(module, self._undo)
 
     def _facts(self) -> Mapping[str, str]:
@@ -155,7 +155,7 @@ class ShardStreamer(Shown, ClosedAtExit):
     def gathered(self, module: nn.Module | None = None) -> Iterator[None]:
         """Have the shards of `module`, or of the whole model, as ordinary device tensors, to read or change them.
 
-        Those that are gathered together with one of them come too. Masters of weights that were changed are made anew.
+        Parameters gathered together with one of them come too. Masters of weights that were changed are made anew.
         """
         self._one_thread.check("gathers a model whose shards stream")
         params = (module or self._model).parameters()
@@ -183,7 +183,7 @@ class ShardStreamer(Shown, ClosedAtExit):
         self._shards.close()
 
     def __enter__(self) -> Self:
-        """Return the streamer, which is attached already."""
+        """Return the streamer, attached already."""
         return self
 
 

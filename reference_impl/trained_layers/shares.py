@@ -45,7 +45,7 @@ def state_shares(
 
     The states of `exposed` ones, whose update has nothing to hide behind, stay first. Other resident states, and the
     CPU's, are spread evenly: link and CPU are busy all along. A parameter is updated on the CPU as a whole, or not at
-    all: its weight goes to one home, once. Those that formulas of `matrices` update are divided by themselves, in whole
+    all: its weight goes to one home, once. Parameters under formulas of `matrices` are divided separately, in whole
     matrices, and the CPU has none of them.
     """
     if split.streamed == 1:

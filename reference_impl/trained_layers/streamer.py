@@ -85,7 +85,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
             updated once backward has passed it; gradients stay on the device, and nothing can be skipped, clipped or
             added up over several backwards.
         streaming: how states cross the link, see `Streaming`; `prefetch_bytes` is not used here.
-        split: the shares of states (resident, streamed, CPU), which sum to 1. Resident states belong first to weights
+        split: the shares of states (resident, streamed, CPU), with the sum 1. Resident states belong first to weights
             outside the blocks, then to parameters all along, in the format of streamed ones. The CPU share is some
             whole parameters of the rest, with exact fp32 masters and moments whatever `streaming` says, and not with
             `backward_overlap="update"`.
@@ -268,7 +268,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         self._weights.close()
 
     def __enter__(self) -> Self:
-        """Return the streamer, which is attached already."""
+        """Return the streamer, attached already."""
         return self
 
 

@@ -102,7 +102,7 @@ class AppliedPlan(Shown, ClosedAtExit):
         undo_all(self._undo)
 
     def __enter__(self) -> Self:
-        """Return the applied plan, which is in force already."""
+        """Return the applied plan, in force already."""
         return self
 
 

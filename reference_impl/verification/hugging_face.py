@@ -138,7 +138,7 @@ def text_batch(sequences: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def without_caches(model: nn.Module) -> Callable[[], None]:
-    """Have a Hugging Face model keep no keys and values for generating, which recomputation would append to twice.
+    """Have a Hugging Face model keep no keys and values for generating: recomputation would append to them twice.
 
     Return the call that undoes it.
     """

@@ -59,7 +59,7 @@ INPUTS = ("device", "host")
 FORMULAS = ("muon",)
 SHARD_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _OVERLAPS = ("gradients", "update")
-# Planners name no other; whoever reads gradients changes a plan so.
+# Planners name no other; for code that reads gradients a plan is changed so.
 _OVERLAPS_OF_OPTIMIZER = ("gradients", "update", "nothing")
 _MOST_BYTES = 2**63 - 1
 _SUM_TOLERANCE = 1e-6

@@ -45,7 +45,7 @@ class PlanError(ValueError):
     def of(cls, error: Exception, where: str = "", *, attempt: str) -> Self:
         """Return `error` as a plan's: with its fault and expectation, and `attempt` in place of its own remedy.
 
-        Its remedy is for whoever calls a mechanism; here a plan does.
+        Its remedy is for the caller of a mechanism; here a plan does.
         """
         problem, _, expected = str(error).partition("; expected ")
         return cls(

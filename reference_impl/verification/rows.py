@@ -45,7 +45,7 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """A run without offload, which rows are compared with."""
+    """A run without offload, to compare rows with."""
 
     name: str
     workload: Workload
@@ -68,7 +68,7 @@ class Mechanism:
     same_kernels: bool
 
 
-# Asks for the peak of a reference, which is known when a row is attached.
+# Asks for the peak of a reference, known when a row is attached.
 PeakOf = Callable[[Reference], int]
 
 

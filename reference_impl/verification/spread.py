@@ -132,7 +132,7 @@ class UnseenReduceScatter(_Unseen):
 
 
 def _ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield embedding and head, which are modules of their own to FSDP2 unless they share their weight."""
+    """Yield embedding and head: FSDP2's modules of their own unless they share their weight."""
     inside = {module for block in find_blocks(model).values() for module in block.modules()}
     ends = [
         module
@@ -148,7 +148,7 @@ def _parameters_on_meta() -> Iterator[None]:
     """Let parameters of new modules have sizes alone; buffers have their values."""
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter | None:
-        # One that is there already may be shared.
+        # An existing one may be shared.
         if param.is_meta:
             return None
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

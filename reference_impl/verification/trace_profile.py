@@ -3,7 +3,7 @@
 
 Every size of a step is `fixed + a * tokens + b * tokens * length` for a batch of sequences of `length`: weights and
 their gradients do not grow, activations grow with tokens, and scores or masks that attention saves with tokens times
-length. Four traces give the three numbers, for a table of positions, which sequences share, grows with the length
+length. Four traces give the three numbers, because a table of positions, shared by all sequences, grows with the length
 alone. Where each sequence has something of a fixed size, such as images, `+ c * sequences` is added.
 
 Explained in docs/tracing.md.

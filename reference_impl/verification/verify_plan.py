@@ -79,7 +79,7 @@ class PlanVerification:
 
     @property
     def runs(self) -> dict[str, list[Quantity]]:
-        """Predictions and measurements of each run: bytes, and on CUDA times, which the twin cannot have."""
+        """Predictions and measurements of each run: bytes, and times on CUDA alone."""
         planned, baseline = self.planned, self.without_offload
         runs = {planned.with_plan.label: (planned.with_plan, self.trained)}
         if baseline is not None:

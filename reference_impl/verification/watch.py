@@ -86,7 +86,7 @@ class _Predicted(NamedTuple):
 
 
 def _predicted(plan: Mapping[str, Any]) -> _Predicted | None:
-    """Return the predictions of a planner's document, None where somebody has written another one."""
+    """Return the predictions of a planner's document, None for a document of other origin."""
     try:
         option, budget_bytes = plan["recommendation"]["option"], (plan.get("budget") or {}).get("gpu_bytes")
         span = option["time"]

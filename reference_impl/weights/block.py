@@ -129,7 +129,7 @@ class StreamedBlock(VisitingBlock):
         return self._host is not None
 
     def take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
-        """Have the host keep `storages`, and give their tensors a device storage, which is freed.
+        """Have the host keep `storages`, and give their tensors a device storage, freed at first.
 
         Every block's device storage is at least `slot_bytes` long, so that the allocator swaps equals. Raises
         HostMemoryError, and leaves the tensors as they were.
@@ -194,7 +194,7 @@ class StreamedBlock(VisitingBlock):
             mark_present(watched.tensor)
 
     def rest(self) -> None:
-        """Hear of whatever may write the weights, which are on the device and not in use."""
+        """Hear of possible writes to the unused weights on the device."""
         if self.is_streamed and self.is_loaded:
             self._rests = True
             for watched in self._watched:
@@ -211,7 +211,7 @@ class StreamedBlock(VisitingBlock):
         self._device.wait(self._stored)
         self._device.wait(self._brought)
         if self._stream_id != self._device.current_stream_id():
-            # The memory belongs to another stream, which does not know of this one's kernels.
+            # The memory belongs to another stream, unaware of this one's kernels.
             self._device.synchronize()
         self._free()
 
@@ -254,8 +254,8 @@ class StreamedBlock(VisitingBlock):
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of `tensor`, in host memory.
 
-        The result shares memory with the host copy, unless somebody has written the tensor since. It has a storage of
-        its own, so that saving it saves no more.
+        The result shares memory with the host copy, unless the tensor was written since. It has a storage of its own,
+        so that saving it saves no more.
         """
         if is_traceable_wrapper_subclass(tensor):
             parts, context = tensor.__tensor_flatten__()
@@ -289,7 +289,7 @@ class StreamedBlock(VisitingBlock):
         return self._flat[place.offset : place.offset + place.host.numel()]
 
     def _is_written(self, place: Place) -> bool:
-        """Whether somebody has written the storage on the device, so that its host copy is old."""
+        """Whether the storage on the device was written, so that its host copy is old."""
         return self.is_loaded and (
             place in self._found_written()
             or any(

@@ -88,7 +88,7 @@ class Load:
 
     @classmethod
     def of(cls, module: nn.Module, gather: Gather, undo: list[Callable[[], None]]) -> Load:
-        """Return the loads of `module`, which call back; `undo` as in `follow`."""
+        """Return the loads of `module`; they call back; `undo` as in `follow`."""
         load = cls(gather)
         register_undoably(module.register_load_state_dict_pre_hook, load.begin, undo)
         register_undoably(module.register_load_state_dict_post_hook, load.end, undo)

@@ -74,7 +74,7 @@ class Host(Protocol):
 
 
 class Loader:
-    """Starts H2D copies of blocks; where somebody has to fill pinned buffers first, a thread does."""
+    """Starts H2D copies of blocks; if pinned buffers have to be filled first, a thread fills them."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -63,7 +63,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         storages: for each block the storages that may stream; of these it keeps `allowances` bytes on the device.
         host: keeps the bytes; closed with this.
 
-    It touches nothing until it is attached, so that whoever closes it knows it by then.
+    It touches nothing until it is attached, so that its closer knows it by then.
     """
 
     _with_trained = False
@@ -186,7 +186,7 @@ class LayerStreamer(Shown, ClosedAtExit):
             self._host.close()
 
     def __enter__(self) -> Self:
-        """Return the streamer, which is attached already."""
+        """Return the streamer, attached already."""
         return self
 
     def _forget_loads(self, block: StreamedBlock) -> None:

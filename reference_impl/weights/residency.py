@@ -84,7 +84,7 @@ def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_b
 def pinned_within(sizes: Sequence[int], limit_bytes: int, *, seldom: Collection[int] = ()) -> list[bool]:
     """Return which blocks of `sizes` are pinned within `limit_bytes`, spread evenly over all.
 
-    Those of `seldom`, by their indices, are pinned where all others are.
+    The blocks of `seldom`, by their indices, are pinned if all others are.
     """
     pinned = [False] * len(sizes)
     often = [index for index in range(len(sizes)) if index not in seldom]

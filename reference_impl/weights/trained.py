@@ -123,7 +123,7 @@ class Homes:
         self._loader = Loader(device)
         self._copies: dict[int, HomeCopy] = {}
         self._shapes: dict[int, tuple[list[int], int]] = {}
-        # For each block, which of its storages the last `keep` has found changed.
+        # For each block, its storages found changed by the last `keep`.
         self.changed: dict[int, list[bool]] = {}
 
     @property
@@ -217,7 +217,7 @@ class TrainedWeights(LayerStreamer):
         return [param for block in self._window.loaded for param in self._params[block.index]]
 
     def reload(self) -> None:
-        """Bring the weights anew that are on the device: somebody has written their homes."""
+        """Bring the weights on the device again: their homes have been written."""
         self._window.reload()
 
     def end_failed_loads(self) -> None:

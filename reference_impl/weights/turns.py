@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward or backward at a time uses the visiting blocks: a reading thread waits for the training one.
 
-A turn is one block's forward, or a whole backward, which goes from block to block and may compute forwards again. Work
-of a turn on another stream than that of the one before runs behind it.
+A turn is one block's forward, or a whole backward: it goes from block to block and may compute forwards again. Work of
+a turn on another stream than that of the one before runs behind it.
 
 Explained in docs/reliability.md.
 """
@@ -28,7 +28,7 @@ _DEADLINE_S = 600.0
 
 
 class Turns:
-    """The turns of all blocks of one model, which is on `device`."""
+    """The turns of all blocks of one model on `device`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

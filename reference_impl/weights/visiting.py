@@ -69,7 +69,7 @@ class VisitingBlock(ABC):
         return self._memory[offset : offset + size_bytes]
 
     def hold(self) -> Event:
-        """Keep it, which is loaded, on the device until `stored`; return the event of its arrival."""
+        """Keep the loaded block on the device until `stored`; return the event of its arrival."""
         self.is_being_written = True
         return self._started()
 
@@ -82,5 +82,5 @@ class VisitingBlock(ABC):
         self._brought = event
 
     def wait_stored(self) -> None:
-        """Block until all that was written is home."""
+        """Block until all written bytes are home."""
         self._stored.synchronize()

@@ -39,7 +39,7 @@ class Adam:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Those of `torch.optim.AdamW` or `torch.optim.Adam`."""
+        """Options of `torch.optim.AdamW` or `torch.optim.Adam`."""
         return {
             "lr": 1e-3,
             "betas": (0.9, 0.999),
@@ -50,7 +50,7 @@ class Adam:
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """Those that this formula does not have, and how it decays weights."""
+        """Options that this formula lacks, and its weight decay."""
         return {
             "amsgrad": False,
             "capturable": False,

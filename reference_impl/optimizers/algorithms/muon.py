@@ -33,7 +33,7 @@ class Muon(ShardedMatrixAlgorithm):
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Those of `torch.optim.Muon`."""
+        """Hyper-parameters of `torch.optim.Muon`."""
         return {
             "lr": 1e-3,
             "weight_decay": 0.1,

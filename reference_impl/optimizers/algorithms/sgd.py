@@ -36,12 +36,12 @@ class SGD:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Those of `torch.optim.SGD` less `dampening`."""
+        """Hyper-parameters of `torch.optim.SGD` less `dampening`."""
         return {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
     @property
     def fixed(self) -> Mapping[str, Any]:
-        """Those that this formula does not have."""
+        """Options that this formula lacks."""
         return {"dampening": 0, "differentiable": False}
 
     @property

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets: their pieces, and the host memory of their states and staging buffer.
 
-The staging buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes
-out of the same bytes, which saves memory and the read-for-ownership of a second buffer. Host bytes an
-offloaded bf16 element: 2 staging + 4 master + 8 Adam moments = 14; fp32: 4 + 4 + 8 = 16. Only staging is pinned,
-because copies touch nothing else.
+The staging buffer has the parameter's dtype and carries both directions: a gradient comes in, the new weight goes out
+of the same bytes. That saves memory and the read-for-ownership of a second buffer. Host bytes an offloaded bf16
+element: 2 staging + 4 master + 8 Adam moments = 14; fp32: 4 + 4 + 8 = 16. Only staging is pinned, because copies touch
+nothing else.
 
 Explained in docs/optimizer-offloading.md.
 """

@@ -89,7 +89,7 @@ class CpuShare:
         """Start the threads, unless they run: as many as are done while so many bytes stream in for each element."""
         if self._started is None:
             threads = self._threads or threads_beside(streamed_bytes)
-            # An fp32 block for each worker, which takes one with its first task: it stays in the cache of its core.
+            # An fp32 block for each worker, taken with its first task: it stays in the cache of its core.
             with unseen():
                 self._scratch = [torch.empty(BLOCK_ELEMENTS) for _ in range(threads)]
             self._started = DeadlineWorkers(threads=threads)
@@ -126,7 +126,7 @@ class CpuShare:
             self._sums.add(_own_weights(members))
 
     def forget(self, members: Iterable[Member]) -> None:
-        """Drop the buckets of `members`, which no step has used; each bucket is theirs alone."""
+        """Drop the buckets of `members`, not yet used by a step; each bucket is theirs alone."""
         members = list(members)
         if self._sums is not None:
             self._sums.forget(members)
@@ -169,7 +169,7 @@ class CpuShare:
         _note(self._sums, member)
 
     def compare(self, members: Iterable[Member]) -> WrittenWeights[Member] | None:
-        """Find, on the live current stream, the weights of `members` that somebody has written since they were noted.
+        """Find, on the live current stream, the weights of `members` written since they were noted.
 
         Others are passed over. It must not run beside their updates, and allocates.
         """

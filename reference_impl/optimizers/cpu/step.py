@@ -76,7 +76,7 @@ class CpuStep:
 
 
 class BucketUpdate:
-    """One bucket in one step, which its `tasks` jobs share.
+    """One bucket in one step, shared by its `tasks` jobs.
 
     Args:
         step: the step.

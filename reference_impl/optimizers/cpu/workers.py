@@ -89,7 +89,7 @@ class _Queue:
             try:
                 return self.waiting.pop(self._first_arrived())
             except BaseException:
-                # The device is gone: whoever runs a job finds out.
+                # The device is gone: the job's thread finds out.
                 return self.waiting.pop(0)
 
     def _first_arrived(self) -> int:

@@ -94,7 +94,7 @@ class BackwardHooks:
     def attach(self, model: nn.Module) -> None:
         """Hear of the gradients that DDP reduces in `model`, if some of them leave, and of no other model's.
 
-        Beside a communication hook of somebody else gradients stay on the parameters, with a warning.
+        Beside another communication hook gradients stay on the parameters, with a warning.
         """
         self._stop_listening()
         parallels = data_parallels(model)

@@ -70,7 +70,7 @@ class ClipDecision:
         norm: of all gradients, 0-dim fp32.
         loss_scale: the factor of the loss, 0-dim on the norm's device, or None.
         max_norm: the greatest norm allowed after unscaling, or None.
-        found: not 0 when somebody else has already found an overflow, 0-dim.
+        found: not 0 if an overflow was found before, 0-dim.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient on its parameter that a begun update still reads: whoever writes it waits for the update first.
+"""A gradient on its parameter that a begun update still reads: a write to it waits for the update first.
 
-`GradientInUse` has the gradient's own memory, so all that reads it finds its values. It takes the gradient's place on
+`GradientInUse` has the gradient's own memory, so every read finds its values. It takes the gradient's place on
 `param.grad` from `step()` until a forward has waited for the new weight.
 
 Explained in docs/optimizer-state-offloading.md.
@@ -19,7 +19,7 @@ from reference_impl.optimizers.layout import Member
 
 
 class GradientInUse(GuardedTensor):
-    """A gradient, which is written only once `finish()` has made the live current stream wait for its update."""
+    """A gradient; `finish()` makes the live current stream wait for its update before any write."""
 
     finish: Callable[[], None]
 

@@ -55,8 +55,8 @@ class StepGradients(ABC):
     ) -> dict[Member, torch.Tensor]:
         """Return the gradients of a step, each laid out like its parameter, or the stand-in of one on the host.
 
-        Those of members that backward has begun to update are not among them. `wait_for` makes the live current stream
-        see new weights: of the last step's members that have to be new before these gradients are used. Raises
+        Gradients of members that backward has begun to update are not among them. `wait_for` makes the live current
+        stream see new weights: of the last step's members that have to be new before these gradients are used. Raises
         RuntimeError for a gradient made from a weight in flight.
         """
 
@@ -73,7 +73,7 @@ class StepGradients(ABC):
 
     @abstractmethod
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
-        """Let the prepared step own its gradients: whoever writes one calls `wait_for`; without it nobody may."""
+        """Let the prepared step own its gradients: a write to one calls `wait_for`; without it nobody may."""
 
     def end(self, members: Iterable[Member]) -> torch.Tensor | None:
         """Note that the updates of `members` are waited for; return a gradient that was written before, if any."""

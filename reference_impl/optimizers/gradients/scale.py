@@ -2,7 +2,7 @@
 """The scale and the overflow flag that GradScaler hands to an optimizer, for one step.
 
 GradScaler sets both as attributes before `step()` and deletes them after it. An error or a signal keeps it from that,
-and it would multiply its next scale by the old one; so whoever uses them forgets them.
+and it would multiply its next scale by the old one; so their user forgets them.
 """
 
 from __future__ import annotations

@@ -155,8 +155,7 @@ class GradientStandIn(torch.Tensor):
         return torch._C._current_graph_task_id() not in (_NO_BACKWARD, self._made_in)
 
     def plus(self, other: torch.Tensor, alpha: Any, *, by_backward: bool) -> torch.Tensor:
-        """Return the sum of the gradient, which comes back, and `other` times `alpha`; itself if the gradient is
-        lost."""
+        """Bring the gradient back and return its sum with `other` times `alpha`; itself if the gradient is lost."""
         if self.recall is not None:
             recalled = self.recall(by_backward)
             self.drop()
@@ -319,7 +318,7 @@ def _foreach_zero(gradients: Sequence[torch.Tensor]) -> None:
 def _add(first: torch.Tensor, second: torch.Tensor, *, alpha: Any = 1) -> torch.Tensor:
     """Autograd adds a new gradient to the one on `param.grad`: to zeros, once that has been dropped.
 
-    One that has not been dropped comes back, since the loop adds up the gradients of several backwards.
+    An undropped gradient comes back, since the loop adds up the gradients of several backwards.
     """
     if not isinstance(first, GradientStandIn) or isinstance(second, GradientStandIn) or not first.is_added_to:
         raise _refused(_aten.add.Tensor, [first, second])
@@ -336,7 +335,7 @@ def _add_in_place(gradient: torch.Tensor, other: torch.Tensor, *, alpha: Any = 1
 
 
 def _div_by_number(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """Multiply by the inverse of a power of two, which gives the same bits; other divisors round otherwise."""
+    """Multiply by the inverse of a power of two: it gives the same bits; other divisors round otherwise."""
     number = _scalar_of(divisor)
     if (
         isinstance(number, torch.Tensor)

@@ -29,7 +29,7 @@ class StandingGradients(StepGradients):
     def to_use(
         self, members: Iterable[Member], wait_for: Callable[[Iterable[Member]], None]
     ) -> dict[Member, torch.Tensor]:
-        """Return the gradients that stand on `members`; all that the last update reads still is waited for."""
+        """Return the gradients that stand on `members`; everything still read by the last update is waited for."""
         listed = list(members)
         wait_for(in_use(listed))
         used = {member: gradient_of(member) for member in standing_on(listed)}
@@ -47,7 +47,7 @@ class StandingGradients(StepGradients):
         return PreparedGradients({}, {}, {})
 
     def begin(self, wait_for: Callable[[Sequence[Member]], None] | None) -> None:
-        """Let the prepared step read its gradients; whoever writes one calls `wait_for` first, if it is given."""
+        """Let the prepared step read its gradients; a write to one calls `wait_for` first, if it is given."""
         self._read, self._prepared = self._prepared, {}
         if wait_for is not None:
             put_in_use(self._read, wait_for)

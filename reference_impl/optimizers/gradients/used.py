@@ -98,7 +98,7 @@ class RestOfStep:
         self._awaited: list[Member] = []
 
     def be_awaited(self) -> None:
-        """Have whoever reads a weight of the members wait for the step."""
+        """Have readers of the members' weights wait for the step."""
         self._awaited += [member for member in self._members if not member.pending]
         for member in self._awaited:
             member.pending = True
@@ -106,7 +106,7 @@ class RestOfStep:
     def use(self, take: Callable[[], None], *, has_begun: Callable[[], bool]) -> None:
         """Call `take` while these gradients stand on their parameters; put back later ones afterwards.
 
-        Until the step `has_begun`, it is awaited. Raises WorkLostError where somebody has written one of the gradients.
+        Until the step `has_begun`, it is awaited. Raises WorkLostError for a written gradient.
         """
         try:
             for member in self._awaited:

@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
     The states of `streamed` elements are copied in and out. States of `resident` elements stay on the device, in fp32;
     states of `staying` ones stay too, in the streamed format. With `is_split` the CPU updates other elements of the
-    same member, so new weights do not go into the parameter: they are kept apart until somebody writes all of them
+    same member, so new weights do not go into the parameter: they are kept apart until all of them are written
     together.
     """
 

@@ -73,7 +73,7 @@ def random_parts(random: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 def join(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """Return the bits (int32) of masters from bf16 weights (int16) and low bits (int16, or int8 for masters of 24).
 
-    No master is rounded up to zero: somebody has written that weight, and its low bits are of the weight before.
+    No master is rounded up to zero: other code has written the weight, and its low bits are of the weight before.
     """
     is_written = (low < 0) & ((high & 0x7FFF) == 0)
     wide = torch.where(is_written, 0, low.to(torch.int32))
@@ -260,7 +260,7 @@ class CompactOperands(NamedTuple):
     scales: Sequence[torch.Tensor]
 
     def part(self, elements: slice) -> CompactOperands:
-        """Return the operands of some elements, which begin with a block."""
+        """Return the operands of some elements that begin with a block."""
         first, last = elements.start // BLOCK, -(-elements.stop // BLOCK)
         padded = slice(first * BLOCK, last * BLOCK)
         weight, master = (None if one is None else one[elements] for one in (self.weight, self.master))
@@ -280,7 +280,7 @@ class CompactOperands(NamedTuple):
         return CompactOperands(weight, low, master, rows(self.gradient), codes, scales)
 
     def launch(self, formula: Formula, scalars: Scalars) -> None:
-        """Run the GPU's kernel, which has Adam's formula in it."""
+        """Run the GPU's kernel, with Adam's formula in it."""
         from reference_impl.optimizers.streamed import compact_kernel
 
         compact_kernel.update(self, scalars, CONSTANTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of compact states on a GPU: one Triton kernel a piece, which makes the bytes of `compact` on the twin.
+"""The update of compact states on a GPU: one Triton kernel a piece, with the bytes of `compact` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. Products and sums are not fused, and
 quotients and roots follow IEEE 754, so that each operation of `compact.new_tables` gives the same bits here. `compact`

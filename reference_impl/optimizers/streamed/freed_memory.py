@@ -39,7 +39,7 @@ class FreedMemory:
         return self._count == self._expected_passes
 
     def limit_bytes(self, extra_bytes: int) -> int | None:
-        """Return the most bytes of all extra slots, given that there are `extra_bytes` now; None if nobody counts."""
+        """Return the most bytes of all extra slots, with `extra_bytes` now; None if nobody counts."""
         now = device_bytes(self._device)
         if now is None or self._began_bytes is None:
             return None

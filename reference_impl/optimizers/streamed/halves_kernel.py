@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs and unpacks hi/lo masters on a GPU: a Triton kernel for each, which makes the bits of `packing` on the twin.
+"""Packs and unpacks hi/lo masters on a GPU: a Triton kernel for each, with the bits of `packing` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. The host launches one in a tenth of the
 time that a kernel of `torch.compile` takes it. `packing` describes the halves.
@@ -103,7 +103,7 @@ def joined(high, low, is_up):
     """Return masters (int32) of weights and lower halves (both int32); `is_up` says which way a tie was rounded."""
     is_rounded_up = (low < 0) & is_up
     upper = tl.where(is_rounded_up, high - 1, high)
-    # No master is rounded up to zero: somebody has written that weight.
+    # No master is rounded up to zero: other code has written the weight.
     is_written = is_rounded_up & ((high & 0x7FFF) == 0)
     return tl.where(is_written, high << 16, (upper << 16) | (low & 0xFFFF))
 

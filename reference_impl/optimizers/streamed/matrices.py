@@ -3,7 +3,8 @@
 
 The parts before and behind the products run in one kernel each if `matrix_parts` allows it. Of
 matrices that ranks share each rank has its shards here. A formula of elements runs on them, before and behind an
-exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. Those of a chunk cross together.
+exchange (`distributed.matrix_owners`) by which the owner of each matrix has it whole. A chunk's matrices cross
+together.
 
 A formula changes nothing if the device has skipped the step. Matrices run one after the other, or
 several short ones together, so one scratch, as long as the longest matrix takes, serves all. Moments that are kept in
@@ -245,7 +246,7 @@ class MatrixUpdate:
         matrices: Sequence[tuple[Piece, Matrix]],
         step: Applied,
     ) -> None:
-        """Update this rank's shards of matrices, each of which its owner has whole between.
+        """Update this rank's shards of matrices; meanwhile each matrix is whole on its owner.
 
         Bytes of a parameter that has no gradient, on any rank, cross and are not used.
         """

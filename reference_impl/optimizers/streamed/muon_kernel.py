@@ -23,7 +23,7 @@ _ROWS, _COLUMNS = 32, 64
 
 
 def before(matrix, direction, group, grad_scale, skipped):
-    """Update the mean of gradients of a `matrix_parts.Matrix`, and write the direction, which has the same strides."""
+    """Update the mean of gradients of a `matrix_parts.Matrix`, and write the direction, with the same strides."""
     (average,) = matrix.moments
     momentum, numel = group["momentum"], matrix.gradient.numel()
     rounds = average.element_size() == 2

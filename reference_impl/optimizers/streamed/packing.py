@@ -57,7 +57,7 @@ _BLOCK = 2**16
 def join(high: torch.Tensor, low: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
     """Return the bits (int32) of masters from bf16 weights, lower halves (both int16) and flags (bool).
 
-    No master is rounded up to zero: somebody has written that weight, and its lower half is of the weight before.
+    No master is rounded up to zero: other code has written the weight, and its lower half is of the weight before.
     """
     rounded_up = (low < 0) & ~flag
     upper = high.to(torch.int32) - rounded_up.to(torch.int32)
@@ -168,7 +168,7 @@ class Rounding(NamedTuple):
     """A moment's new values (fp32 bits as int32), where they are stored in bf16 (int16), and their noise.
 
     `first` (0-dim int64) and `shift` number the first element, `step` (0-dim) the step; nothing is written where
-    `skipped` (0-dim bool). `moment` is the place among the moments, of which two have noise of their own.
+    `skipped` (0-dim bool). `moment` is the place among the moments; two of them have noise of their own.
     """
 
     stored: torch.Tensor
@@ -279,7 +279,7 @@ class PieceOperands(Protocol):
         """The gradient, flat."""
 
     def part(self, elements: slice) -> PieceOperands:
-        """Return the operands of some elements, which begin at a multiple of `ALIGNMENT`."""
+        """Return the operands of some elements that begin at a multiple of `ALIGNMENT`."""
 
     def launch(self, formula: Formula, scalars: Scalars) -> None:
         """Run the GPU's kernel."""
@@ -289,7 +289,7 @@ class PieceOperands(Protocol):
 
 
 class Operands(NamedTuple):
-    """The tensors of one piece, all of one length: weights and states, which are written, and the gradient.
+    """The tensors of one piece, all of one length: written weights and states, and the gradient.
 
     Either `low` holds the lower halves of masters (int16) beside bf16 `weight` (as int16), or `master` holds whole ones
     beside `weight` of any dtype. An fp32 weight is its own master, so `weight` is None. `moments` are the bits of bf16

@@ -14,10 +14,9 @@ slot is free long before one read by a copy out, and neither kind waits for the 
 The pipeline knows chunks and gradients. `share` decides their part in a step and the waits for weights. Every slot is
 either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
 
-A step is planned (`plan`, which allocates and changes nothing) and begun (`begin`). Then its chunks are queued by
-whoever calls `advance`, `queue_for` or `finish`. The weights of a chunk may have to visit the device first: that may
-raise, and the chunk is then queued by a later call. All else is kernels and copies, for which all memory is there
-(`as_one`).
+A step is planned (`plan`, which allocates and changes nothing) and begun (`begin`). Then `advance`, `queue_for` and
+`finish` queue its chunks. The weights of a chunk may have to visit the device first: that may raise, and the chunk is
+then queued by a later call. All else is kernels and copies, for which all memory is there (`as_one`).
 
 Explained in docs/optimizer-state-offloading.md, "A step".
 """
@@ -134,10 +133,10 @@ class StreamedPipeline:
         return self._slots.at_limit
 
     def synchronize(self) -> None:
-        """Block until all that has been queued of the step has happened."""
+        """Block until all queued work of the step has happened."""
         for event in (self._step_start, *self.updated.values()):
             event.synchronize()
-        # Whoever reads many states, each of one parameter, would wait for all of them each time.
+        # A reader of many states, one parameter at a time, would wait for all of them each time.
         self.updated.clear()
 
     def allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
@@ -223,7 +222,7 @@ class StreamedPipeline:
         self._queue_until(len(self._queue.chunks) - len(self._unqueued) + count)
 
     def finish(self) -> None:
-        """Queue all that is left of the step, and the copies of the next step's first chunks."""
+        """Queue the rest of the step, and the copies of the next step's first chunks."""
         self._queue_until(len(self._queue.chunks))
 
     def prefetch(self, chunks: deque[Chunk], *, limit_bytes: int | None) -> None:
@@ -337,7 +336,7 @@ class StreamedPipeline:
         stored = [updated]
         for span, pieces in chunk.runs:
             home = span.member.home
-            # One that has no gradient goes home as it came.
+            # A weight without a gradient goes home as it came.
             if home is not None and any(piece.member in step.gradients for piece in pieces):
                 part = span.start, span.stop
                 copied = self._device.copy_out(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of bf16 moments on a GPU: one Triton kernel a piece, which makes the bits of `packing` on the twin.
+"""The update of bf16 moments on a GPU: one Triton kernel a piece, with the bits of `packing` on the twin.
 
 Imported where it runs, because triton comes with torch's builds for GPUs only. The host launches it in a tenth of the
 time that a kernel of `torch.compile` takes it. `packing` describes the format.

@@ -153,7 +153,7 @@ class StreamedShare:
             self.steps.update(steps)
 
     def _allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
-        """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, which names the largest one's."""
+        """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, with the largest chunk's bytes."""
         try:
             self._pipeline.allocate(chunks, slots=slots)
         except Exception as error:
@@ -363,7 +363,7 @@ class StreamedShare:
     def on_gradient(self, member: Member) -> None:
         """Note a final gradient, and prefetch states into memory freed by backward.
 
-        For a hook on every parameter, where `prefetches_in_backward` and somebody calls `wait_for` during forward.
+        For a hook on every parameter, if `prefetches_in_backward` and `wait_for` is called during forward.
         """
         if self._freed.on_gradient(member) and not self._pipeline.at_slot_limit:
             if self._prefetchable is None:
@@ -391,8 +391,8 @@ class StreamedShare:
     def split_weights(self, member: Member) -> tuple[int, torch.Tensor, Event] | None:
         """Return the new weights of a split member after `update`; None for one that is updated in place.
 
-        They are: the first element, the flat weights, and the event after which these are new. Before the next
-        `update` with this member, the live current stream must wait for whoever reads them.
+        They are: the first element, the flat weights, and the event after which these are new. Before the next `update`
+        with this member, the live current stream must wait for all reads of them.
         """
         apart = self._weights.kept_apart(member)
         if apart is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes the states of single members, always in fp32, for whoever saves, loads or shows them.
+"""Reads and writes the states of single members, always in fp32, to save, load or show them.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -63,7 +63,7 @@ class StreamedStates:
                     self._write(piece, chunk, MASTER, weight[piece.start : piece.stop])
 
     def is_behind(self, member: Member) -> bool:
-        """Return whether somebody has written the weight since its whole master was the same; waits for the device.
+        """Return whether other code has written the weight since its whole master was the same; waits for the device.
 
         Of a hi/lo master the upper half is the weight as it is, here as in a step: the lower half stays.
         """

@@ -22,11 +22,11 @@ from reference_impl.optimizers.streamed.chunks import StreamedWeights
 class StreamedStep:
     """Gradients, numbers and decision of one step.
 
-    `gradients` have the shape of their parameters; one may be taken out once its update is queued, which frees its
-    memory. `steps` are the step counters, 0-dim fp32 on the device, which count this step from its begin on. `groups`
-    are the hyper-parameters by group. Without a `decision` gradients are used as they are.
-    For chunks with gradients on the host `gradients` only names the members. Each gradient there is whole after its
-    member's event in `arrived`, and is multiplied by each of its `factors`, in its own dtype.
+    `gradients` have the shape of their parameters; one may be taken out once its update is queued; this frees its
+    memory. `steps` are the step counters, 0-dim fp32 on the device; they count this step from its begin on. `groups`
+    are the hyper-parameters by group. Without a `decision` gradients are used as they are. For chunks with gradients on
+    the host `gradients` only names the members. Each gradient there is whole after its member's event in `arrived`, and
+    is multiplied by each of its `factors`, in its own dtype.
     """
 
     gradients: dict[Member, torch.Tensor]

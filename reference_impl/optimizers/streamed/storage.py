@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where states are between steps: chunks in pinned host memory, reserved at once, or on the device.
 
-`StateFormat` has the states of a chunk with their dtypes, and `StateStorage` makes the chunks. Whoever saves,
-loads or shows the states of single members goes through `states`.
+`StateFormat` has the states of a chunk with their dtypes, and `StateStorage` makes the chunks. Saving, loading and
+showing the states of single members go through `states`.
 
 Explained in docs/optimizer-state-offloading.md.
 """
@@ -171,7 +171,7 @@ class StateFormat:
     def check(self, algorithm: Algorithm, *, chunk_bytes: int) -> None:
         """Raise ValueError for chunks of fewer elements than a piece begins at.
 
-        Those are `ALIGNMENT` in fp32, or `COMPACT_ALIGNMENT` in the compact format with masters in fp32.
+        The multiples are `ALIGNMENT` in fp32, or `COMPACT_ALIGNMENT` in the compact format with masters in fp32.
         """
         fields = self.fields if self.compact_low_bits is not None else self.unpacked_fields
         largest = fields(torch.float16, algorithm.moments)
@@ -303,7 +303,7 @@ class StateStorage:
         return chunks
 
     def discard(self) -> None:
-        """Take the host memory of the last `make` back, which no copy may have used; the next chunks get it."""
+        """Take back the host memory of the last `make`, before any copy has used it; the next chunks get it."""
         for block in self._blocks:
             # A chunk begins with states that are zero.
             block.view(torch.uint8, (block.size_bytes,)).zero_()
@@ -383,7 +383,7 @@ class StateStorage:
         return torch.zeros(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def _on_host(self, size_bytes: int) -> torch.Tensor:
-        """Return a part of the slab, which holds zeros: freed memory is set to zero."""
+        """Return a part of the slab, filled with zeros: freed memory is set to zero."""
         block = self._arena.allocate(size_bytes)
         self._blocks.append(block)
         return block.view(torch.uint8, (size_bytes,))

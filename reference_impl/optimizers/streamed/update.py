@@ -99,7 +99,7 @@ class ChunkUpdate:
     def numbers(self, step: StreamedStep, chunks: Sequence[Chunk]) -> StepNumbers:
         """Compute the numbers of `run` for `chunks`, on the live current stream. All later work must run behind it.
 
-        They are kept until the next step has begun, which does so behind all updates of this one. Resident masters take
+        They are kept until the next step has begun: it begins behind all updates of this one. Resident masters take
         over weights written by others.
         """
         self._masters.before_step(chunks, step.gradients, step.weights)
@@ -115,7 +115,7 @@ class ChunkUpdate:
         numbers: StepNumbers,
         came_in: torch.Tensor | None = None,
     ) -> None:
-        """Update the states in `buffer`, which is laid out like the chunk's storage, and the weights of its pieces.
+        """Update the states in `buffer`, laid out like the chunk's storage, and the weights of its pieces.
 
         Pieces of members without a gradient stay as they are. `came_in` are the gradients of all elements where they
         come from the host, flat.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds weights of which somebody holds another tensor: he reads it behind `step()`, and nothing makes him wait.
+"""Finds weights with another live tensor: a read of it behind `step()` is not made to wait.
 
 A parameter waits for its new weight (`awaited`). A tensor taken from it before (`p.data`, a view, a `state_dict()` that
 was kept) is a plain one. So `step()` waits for such weights itself, as without an attached model. How many tensors
@@ -68,7 +68,7 @@ def _memory(member: Member) -> int:
 
 
 def _uses(members: Iterable[Member]) -> dict[Member, int]:
-    """Return how many tensors use the memory of each of `members`; whoever asks uses it, too."""
+    """Return how many tensors use the memory of each of `members`; the caller uses it, too."""
     # Asked once for all of them: each step asks of every weight.
     return unanswered(_count_uses, members)
 

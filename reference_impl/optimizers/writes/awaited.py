@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter whose new weight is on its way: whoever reads or writes it waits first, whatever way he goes.
+"""A parameter with its new weight on the way: every read or write waits first, by whatever way.
 
 Behind an attached `step()` the model's forward waits for each weight. Others read weights too, or write them: an
 average, a clamp through `.data`, a logger. Until a weight has arrived, its parameter is of a class of its own, whose
 `__torch_function__` waits; then it is an `nn.Parameter` again. So nothing is asked of anybody, and nothing is there
 once weights are new. So it is with a DTensor, whose methods wait as well. Parameters of a class of the user's keep it.
 
-Where backward has begun an update, a weight is new too early for whoever uses it before `step()`: he gets an error.
+If backward has begun an update, a weight is new too early for a use before `step()`: the use is an error.
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 """
@@ -149,7 +149,7 @@ _OWN_CLASSES = {awaited: own for own, awaited in _CLASSES.items()}
 
 
 def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
-    """Let whoever uses one of `params` wait for it, which `waiter` has; not kept alive."""
+    """Let uses of `params` wait, by `waiter`; not kept alive."""
     reference = weakref.ref(waiter)
     for param in params:
         if (awaited := _CLASSES.get(type(param))) is not None:

@@ -121,7 +121,7 @@ class ModuleLoad:
 
 def written(members: Iterable[Member]) -> list[Member]:
     """Return the `members` with weights written by other code since their masters were the same."""
-    # One that is on its way would be asked whether it has arrived: each forward asks of every weight.
+    # A weight on its way would be asked about its arrival: each forward asks every weight.
     return unanswered(_written, members)
 
 

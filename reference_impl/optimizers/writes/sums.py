@@ -3,7 +3,7 @@
 
 Fused kernels, `.data` and a tensor's storage write past the counter. Where a master is in other memory than its weight,
 such a write would be undone by the next update. So each weight is added up once it has been written here, and again
-before the next update; where both sums differ, somebody else has written.
+before the next update; if both sums differ, other code has written.
 
 Blocks of a weight have a sum each, of 64 bits: any change of one element changes it, and so do elements that change
 places or signs. The sums stay on the device, and so does their comparison; the host waits for neither.
@@ -27,7 +27,7 @@ from reference_impl.memory.arena import HostArena
 from reference_impl.memory.ledger import unseen
 from reference_impl.memory.readback import Readback
 
-# Bytes of a block, which one program of the kernel adds up.
+# Bytes of a block; one program of the kernel adds it up.
 BLOCK_BYTES = 2**17
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -108,7 +108,7 @@ class WeightSums(Generic[_Name]):
             self._summed.pop(name, None)
 
     def note(self, weights: Mapping[_Name, torch.Tensor]) -> None:
-        """Add up `weights` as they are now: whatever is written from here on is somebody else's.
+        """Add up `weights` as they are now: later writes are other code's.
 
         Parked sums stay: a later comparison finds that each element is its master rounded.
         """
@@ -200,7 +200,7 @@ class WeightSums(Generic[_Name]):
 
 
 class WrittenWeights(Generic[_Name]):
-    """Which weights somebody else has written; a copy to the host is on its way.
+    """The weights written by other code; a copy to the host is on its way.
 
     Args:
         device, host: the device, and where the copy goes.
