@@ -60,8 +60,8 @@ _SIGNS = (
     ),
     _Sign(
         re.compile(r"(?:dataloader|preprocessing)_num_workers['\"]?\s*[=: ]\s*['\"]?([1-9]\d{0,2})"),
-        "{} dataloader workers, each with its prefetched batches; a forked one keeps the old pages of what its rank "
-        "writes while it lives, such as the states of an optimizer on the CPU",
+        "{} dataloader workers, each with its prefetched batches; a forked one keeps the old pages of tensors "
+        "that its rank writes meanwhile, such as the states of an optimizer on the CPU",
         "fewer dataloader workers, or spawned ones (multiprocessing_context); persistent ones are forked once",
     ),
 )  # fmt: skip
