@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from skill_tools.diagnosis import code, events, no_effect, phases, symptoms
 from skill_tools.diagnosis.changes import told
-from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, reason
 from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words, ways_around
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
@@ -192,7 +192,8 @@ def _of_error(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion:
         for package, range_ in rule.versions.items()
         if (bound := _BELOW.search(range_))
     )
-    return Conclusion(rule.title, "", (*newer, *(where.code.decide if where else _DECIDE))[:SHOWN])
+    change = (*newer, *(where.code.decide if where else _DECIDE))[:SHOWN]
+    return Conclusion(f"{rule.title}{reason(rule.why)}", "", change)
 
 
 def _confirmed(errors: Sequence[KnownError], evidence: Evidence) -> Conclusion | None:
@@ -231,6 +232,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         cause, change = cause + because, (*less, *change)
         because, less = no_effect.of_a_setting(evidence)
         cause, change = cause + because, (*less[:1], *change)
+        because, less = ways_around.of_states_on_the_gpu(evidence)
+        cause, change = cause + because, (*change[:1], *less, *change[1:])
     elif message.kind == "resume" and out_of_memory is not None:
         because, less = _by_residency(evidence)
         cause, change = cause + because, (*change[:1], *less, *change[1:])
@@ -286,9 +289,8 @@ def _what_stays(evidence: Evidence) -> str:
     """Name the tensors left by an offload of weights or states, for a training step out of memory."""
     signs = [(name, evidence.offloads[name]) for name in _OF_STATES if name in evidence.offloads]
     others = evidence.out_of_memory is not None and evidence.out_of_memory.is_shared
-    if not signs or others or not _ENGINES.isdisjoint(evidence.offloads):
-        return ""
-    if evidence.phase not in (Phase.FIRST_STEP, Phase.LATER):
+    in_a_step = evidence.phase in (Phase.FIRST_STEP, Phase.LATER)
+    if not signs or others or not in_a_step or not _ENGINES.isdisjoint(evidence.offloads):
         return ""
     name, sign = signs[0]
     return (
@@ -321,22 +323,24 @@ def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:
     """
     where = code.of(evidence.failure) if evidence.failure is not None else None
     stopped = evidence.failure is not None or any(each.message.kind in _GENERIC for each in evidence.seen)
-    mechanisms = {rule.id: rule.mechanism for rule in load_rules()} if evidence.findings else {}
+    rules = {rule.id: rule for rule in load_rules()} if evidence.findings else {}
+    fitting = []
     for finding in phases.in_order(tuple(evidence.findings), evidence.phase, failed=stopped):
-        if finding.severity is Severity.INFO:
-            continue
-        if stopped and finding.effect == "out-of-memory" and not _is_of_memory(evidence):
+        of_memory = stopped and finding.effect == "out-of-memory" and not _is_of_memory(evidence)
+        if finding.severity is Severity.INFO or of_memory:
             continue
         fits = phases.stops(finding, evidence.phase) if stopped else finding.effect in _SILENT
         # A fault that would have printed its own text is not the reason for another text.
         silent = finding.effect == "crashes-later" or not finding.text
-        mechanism = mechanisms.get(finding.rule)
+        mechanism = rules[finding.rule].mechanism if finding.rule in rules else ""
         in_its_code = (where is not None and mechanism in where.code.mechanisms) or (
             mechanism == "optimizer-offload" and moments.is_of_states(evidence.failure, evidence.phase)
         )
         if fits and (silent or not stopped) and (in_its_code or not needs_code):
-            return of_finding(finding)
-    return None
+            fitting.append(finding)
+    # Of two faults in one offload's code the one that asks more of this run is nearer.
+    nearest = (lambda each: len(rules[each.rule].keys)) if needs_code else (lambda each: 0)
+    return of_finding(max(fitting, key=nearest)) if fitting else None
 
 
 def _is_of_memory(evidence: Evidence) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
-from skill_tools.diagnosis.memory_owners import READ
+from skill_tools.diagnosis.memory_owners import READ, UNPIN
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import rows
 from skill_tools.units import gib
@@ -58,7 +58,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
-    less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less)
+    less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
     if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
         change = (
             "less memory of this process: smaller batches, fewer workers, data that is mapped from disk",
@@ -66,7 +66,12 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         )
         rule = ""
     return Conclusion(
-        cause, rule, (*less[:SHOWN], *change)[: SHOWN + bool(less)], plans_away=not (less or owners.process)
+        cause,
+        rule,
+        (*less[:SHOWN], *change)[: SHOWN + bool(less)],
+        plans_away=not (less or owners.process),
+        # Beside a plan too: no plan changes what is pinned.
+        others=(f"or {told(UNPIN, evidence.dialects, evidence.config)}",) if UNPIN in owners.less else (),
     )
 
 

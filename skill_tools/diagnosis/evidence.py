@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that a log and its run's configuration show, and the form of an answer."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -92,6 +93,10 @@ class Suspect(NamedTuple):
     check: str
 
 
+_SENTENCE = re.compile(r".{1,240}?(?<=[\w)\]`\"'])\.(?= [A-Z]|$)")
+_OF_THE_SOURCE = re.compile(
+    r"(?i)issue thread|^A report|^The call is"
+)  # sentences about the evidence, not the fault
 SHOWN = 2  # lines to change that an answer has
 
 
@@ -99,14 +104,22 @@ def of_finding(finding: Finding) -> Conclusion:
     """Return the conclusion of a finding of the run's own configuration."""
     fix = finding.fix
     lines = fix.options or tuple(_changed(fix.diff)) or (finding.next,)
-    return Conclusion(f"{finding.title} ({finding.place})", finding.rule, lines[:SHOWN])
+    return Conclusion(f"{finding.title} ({finding.place}){reason(finding.why)}", finding.rule, lines[:SHOWN])
 
 
 def of_rule(rule: Rule) -> Conclusion:
     """Return the conclusion of a rule with its text in the log."""
     fix = rule.fix
     set_ = tuple(f"{key}: {value}" for key, value in fix.set.items())
-    return Conclusion(rule.title, rule.id, (fix.options or set_ or (rule.next,))[:SHOWN])
+    return Conclusion(
+        f"{rule.title}{reason(rule.why)}", rule.id, (fix.options or set_ or (rule.next,))[:SHOWN]
+    )
+
+
+def reason(why: str) -> str:
+    """Return the first sentence of a rule's reason, as an addition to its title."""
+    first = _SENTENCE.match(" ".join(why.split()))
+    return f"; why: {first[0].rstrip('.')}" if first and not _OF_THE_SOURCE.search(first[0]) else ""
 
 
 def _changed(diff: str) -> Iterable[str]:

@@ -31,6 +31,7 @@ class _Sign(NamedTuple):
     less: str
 
 
+UNPIN = "unpin"  # of changes.yaml
 # Others, as a configuration or a command in the log names them; `{}` is the pattern's first group.
 _SIGNS = (
     _Sign(
@@ -56,7 +57,7 @@ _SIGNS = (
     _Sign(
         re.compile(r"(?<![\w.])(?:fsdp_)?(?:pin_memory|offload_params|fsdp_cpu_offload)['\"]?\s*[=:]\s*['\"]?[Tt]rue"),
         "page-locked blocks, which torch rounds up to a power of two of bytes: up to twice their contents",
-        "unpin",
+        UNPIN,
     ),
     _Sign(
         re.compile(r"(?:dataloader|preprocessing)_num_workers['\"]?\s*[=: ]\s*['\"]?([1-9]\d{0,2})"),

@@ -9,16 +9,21 @@ from collections.abc import Sequence
 
 from skill_tools import knowledge
 from skill_tools.diagnosis import code, options, symptoms
+from skill_tools.diagnosis.changes import load_changes, told
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, of_rule
 from skill_tools.diagnosis.exceptions import interfaces, own_code
 from skill_tools.diagnosis.exceptions.signatures import place
 from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.phases import Phase
 from skill_tools.rules.fixes import spell
 from skill_tools.rules.knowledge import Rule
 
 _IN_PARTS = frozenset(
     {"block-swap", "group-offload", "activation"}
 )  # offloads of as much as the user asks for
+_STATES_TO_THE_HOST = "optimizer-off-gpu"  # of changes.yaml
+_STEPS = frozenset({Phase.FIRST_STEP, Phase.FIRST_UPDATE, Phase.LATER})
+_ADAPTERS = ("lora", "LoRA", "adapter", "peft")  # words of a run whose states are few
 _SWAP = re.compile(r"(?i)nvme|swap_|_swap|swapper")
 _AT_ITS_END = 3  # innermost frames of a failure, one of them a neighbour's if the offload is the cause
 
@@ -49,12 +54,27 @@ def from_the_disk(evidence: Evidence, failure: Failure, words: str) -> tuple[str
     frames = " ".join(f"{frame.path} {frame.function}" for frame in failure.frames[-_AT_ITS_END:])
     if evidence.config is None or not _SWAP.search(f"{frames} {words}"):
         return ()
-    told = ", ".join(
+    settings = ", ".join(
         spell(evidence.config.framework, setting.written, "cpu")
         for setting in evidence.config.settings.values()
         if setting.value == "nvme"
     )
-    return (f"or {told}",) if told else ()
+    return (f"or {settings}",) if settings else ()
+
+
+def of_states_on_the_gpu(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return an addition to a cause about a full GPU, and the change, if a full training offloads no states at all."""
+    words = told(_STATES_TO_THE_HOST, evidence.dialects)  # a configuration has no place for it yet
+    has_a_form = words != load_changes()[_STATES_TO_THE_HOST].words
+    if evidence.offloads or evidence.config is None or evidence.phase not in _STEPS or not has_a_form:
+        return "", ()
+    if symptoms.sign_in(_ADAPTERS, evidence.texts) is not None:
+        return "", ()
+    return (
+        "; nothing of the optimizer is offloaded: masters and moments, 12 bytes a trained parameter over the ranks "
+        "that share them, stay in the GPU's memory",
+        (words,),
+    )
 
 
 def less_of_it(evidence: Evidence) -> str:
@@ -111,10 +131,10 @@ def of_code_that_is_off(evidence: Evidence, failure: Failure) -> Conclusion | No
     switches = code.set_off(evidence.config, where.code.mechanisms)
     if not switches:
         return None
-    told = ", ".join(f"{each.written}={each.value}" for each in switches)
+    given = ", ".join(f"{each.written}={each.value}" for each in switches)
     return Conclusion(
-        f"{where.code.name} ran all the same ({place(where.frame)}), though {told} switches it off: it brings back, or "
-        "frees, copies on the host that were never made",
+        f"{where.code.name} ran all the same ({place(where.frame)}), though {given} switches it off: it "
+        "brings back, or frees, copies on the host that were never made",
         "",
         (
             f"a newer {library}, which may not run it there",

@@ -170,7 +170,8 @@ CASES = {
         "diagnose rule.log both.yaml",
         [
             "  your configuration breaks la-pp (Layer-level activation offload needs PP = #)",
-            "cause: Layer-level activation offload needs PP = # (both.yaml:#:#)",
+            "cause: Layer-level activation offload needs PP = # (both.yaml:#:#); why: The offload context counts "
+            "the layers of one forward pass; the interleaved passes of a pipeline schedule would confuse its counters",
             "rule: la-pp (offload explain la-pp)",
             "the configuration's own:",
         ],

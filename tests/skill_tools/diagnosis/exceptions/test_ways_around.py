@@ -108,3 +108,21 @@ def test_a_fault_of_the_swap_to_nvme_names_the_setting_with_the_host_s_memory() 
     assert not any(
         "device: cpu" in line for line in concluded(NO_SWAPPER, "deepspeed", "ds.json", text % "cpu").change
     )
+
+
+FULL = """{'loss': 1.2, 'grad_norm': 0.2, 'step': 7}
+Traceback (most recent call last):
+  File "/e/site-packages/torch/nn/functional.py", line 2, in silu
+    return torch.sigmoid(x) * x
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.84 GiB. GPU 0 has a total capacity of 79.19 GiB.
+"""
+
+
+def test_a_full_gpu_without_any_offload_of_states_names_the_offload_in_the_framework_s_own_key() -> None:
+    def change(offload: str, optimizer: str = "") -> str:
+        text = f'{{"zero_optimization": {{"stage": 2, {offload}"overlap_comm": true}}{optimizer}}}'
+        return " ".join(concluded(FULL, "deepspeed", "ds.json", text).change)
+
+    assert "offload_optimizer.device: cpu" in change("")
+    assert "offload_optimizer.device: cpu" not in change('"offload_optimizer": {"device": "cpu"}, ')
+    assert "offload_optimizer.device: cpu" not in change("", ', "comment": "a lora"')
