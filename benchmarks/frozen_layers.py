@@ -7,6 +7,7 @@
     python benchmarks/frozen_layers.py --trace trace.json       # with a Perfetto trace of two steps
     python benchmarks/frozen_layers.py --rows streamed --tokens 8192 --pinned 2GiB,512MiB --old CHECKOUT
                                                                 # with little pinned memory, beside older code
+    python benchmarks/frozen_layers.py --rows recomputed        # beside block swaps of others (`block_swaps.py`)
 
 A row is LoRA training at batch 1: forward, backward, AdamW on the adapters, zero_grad. Times are medians of
 steps 3 to 6; the peak is the allocator's. `same_bits` is a run of its own, for every row and size, with deterministic
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_swaps import musubi, recomputed, unsloth
 from caches import forget_caches
 from machine import machine, print_table
 from torch import nn
@@ -97,13 +99,32 @@ def rows(shape: DecoderShape, pinned: Sequence[str] = ()) -> dict[str, Attach]:
     layer_bytes = 2 * shape.hidden * (4 * shape.hidden + 3 * shape.ffn)
     half_pinned_bytes = (shape.layers // 2 + 2) * layer_bytes
     layers = shape.layers
+    few_pinned = {
+        f"streamed, {limit} pinned": limited(parse_bytes(limit, option="--pinned")) for limit in pinned
+    }
     return {
         "resident": resident,
         "streamed": streamed(),
         "streamed, prefetch 1": streamed(prefetch=1),
         "half resident": streamed(resident_layers=layers // 2),
         "half pinned": streamed(host_limit_bytes=half_pinned_bytes),
-        **{f"streamed, {limit} pinned": limited(parse_bytes(limit, option="--pinned")) for limit in pinned},
+        **few_pinned,
+        "recomputed, resident": recomputed(resident),
+        "recomputed, streamed": recomputed(streamed()),
+        **{f"recomputed, {name}": recomputed(attach) for name, attach in few_pinned.items()},
+        **(peers() if torch.cuda.is_available() else {}),
+    }
+
+
+def peers() -> dict[str, Attach]:
+    """Return the rows of others by name; they copy between a GPU and its host, and know no twin."""
+    return {
+        "recomputed, musubi-tuner, copies in alone": musubi(exchanges=False, pinned=True),
+        "recomputed, musubi-tuner, copies in alone, two pinned buffers": musubi(
+            exchanges=False, pinned=False
+        ),
+        "recomputed, musubi-tuner, exchanges": musubi(exchanges=True, pinned=True),
+        "recomputed, Unsloth": unsloth,
     }
 
 
@@ -286,7 +307,11 @@ def main() -> None:
         for name, attach in rows(shape, pinned).items():
             if wanted and name != "resident" and not any(part in name for part in wanted):
                 continue
-            result = baseline if attach is resident else measure(attach, setting, build(setting))
+            try:
+                result = baseline if attach is resident else measure(attach, setting, build(setting))
+            except ImportError as missing:
+                print(f"{name} is left out: {missing}")
+                continue
             results[name] = {
                 "ratio": result["step_s"] / baseline["step_s"],
                 "less_gb": baseline["peak_gb"] - result["peak_gb"],

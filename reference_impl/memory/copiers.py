@@ -9,8 +9,9 @@ are filled at 25 to 29 GB/s: no more threads work than there are buffers, and th
 Threads that share fill one after the other, and the buffer is still in the cache when the link reads it.
 
 A part is one `memmove` without Python's lock. torch's own would be divided among the threads of its pool, of which each
-thread here would have another. The rest of a part needs that lock, and training wants it too. So a thread waits a
-moment for the next part after a copy, and a copy's end is awaited on one lock in place of a future.
+thread here would have another. All else of a part needs Python's lock, which training wants too. So a thread takes and
+ends a part without another lock, by operations that Python's makes one: a count that goes on, a set that grows. A
+thread that has copied waits for the next part for a moment, and a copy has one queue to wait for in place of a future.
 
 Explained in docs/fitting.md, "Pinned memory".
 """
@@ -18,6 +19,7 @@ Explained in docs/fitting.md, "Pinned memory".
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 from collections import deque
@@ -36,6 +38,8 @@ from reference_impl.memory.worker import Worker
 _PART_BYTES = 4 * 2**20
 # More do not fill buffers faster than the link empties them.
 _MOST_THREADS = 14
+# Of a copy: then the cores that are idle are counted again.
+_PARTS_BETWEEN_LOOKS = 8
 # A copy that takes longer is lost.
 _DEADLINE_S = 600.0
 
@@ -43,50 +47,62 @@ _DEADLINE_S = 600.0
 class Copy:
     """`source`'s bytes on their way to `target`, two contiguous tensors of one size on the host, a part at a time.
 
-    All but `run` and `ends` is called by one thread at a time.
+    Any thread may call any method at any time.
     """
 
-    __slots__ = ("_claimed_bytes", "_end", "_source", "_target", "_threads", "error", "is_over", "size_bytes")
+    __slots__ = (
+        "_end",
+        "_is_claimed",
+        "_numbers",
+        "_places",
+        "_tensors",
+        "_threads",
+        "error",
+        "is_over",
+        "parts",
+        "size_bytes",
+    )
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._target: torch.Tensor | None = target
-        self._source: torch.Tensor | None = source
+        self._tensors: tuple[torch.Tensor, torch.Tensor] | None = (target, source)
+        self._places = target.data_ptr(), source.data_ptr()
         self.size_bytes = target.nbytes
-        # The bytes of it taken by threads, and the threads now copying.
-        self._claimed_bytes = 0
+        self.parts = max(-(-self.size_bytes // _PART_BYTES), 1)
+        # The next part's number, whether the last one is taken, and the threads that copy now.
+        self._numbers = itertools.count()
+        self._is_claimed = False
         self._threads: set[int] = set()
         # Whether nothing of it is still to be written, and why it is not there.
         self.is_over = False
         self.error: BaseException | None = None
-        self._end = threading.Lock()
-        self._end.acquire()
+        self._end: SimpleQueue[None] = SimpleQueue()
 
-    @property
-    def is_claimed(self) -> bool:
-        """Whether nothing of it is left to be taken."""
-        return self._claimed_bytes >= self.size_bytes or self.error is not None
+    def take(self, me: int) -> int | None:
+        """Return the number of the next part, which the thread `me` copies, or None where none is left.
 
-    def take(self, me: int) -> tuple[int, int]:
-        """Return the first byte and the end of the next part, which the thread `me` copies."""
+        It calls `leave` afterwards, either way. Nobody takes a part once `error` is set and no thread is known.
+        """
+        # First, so that who sets the error behind this sees the thread, and who has set it before is seen.
         self._threads.add(me)
-        start = self._claimed_bytes
-        self._claimed_bytes = min(start + _PART_BYTES, self.size_bytes)
-        return start, self._claimed_bytes
+        if self.error is not None or (number := next(self._numbers)) >= self.parts:
+            return None
+        if number == self.parts - 1:
+            self._is_claimed = True
+        return number
 
-    def run(self, start: int, end: int) -> None:
+    def run(self, number: int) -> None:
         """Copy a part."""
-        target, source = self._target, self._source
-        assert target is not None
-        assert source is not None
-        ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
+        start = number * _PART_BYTES
+        target, source = self._places
+        ctypes.memmove(target + start, source + start, min(_PART_BYTES, self.size_bytes - start))
 
     def leave(self, me: int) -> None:
         """Note that the thread `me` has copied its part, or has failed to."""
         self._threads.discard(me)
-        if self.is_claimed and not self._threads and not self.is_over:
-            self._target = self._source = None
+        if (self._is_claimed or self.error is not None) and not self._threads and not self.is_over:
+            self._tensors = None
             self.is_over = True
-            self._end.release()
+            self._end.put(None)
 
     def fail(self, error: BaseException) -> None:
         """Let a wait raise `error`, unless the copy is over; parts that are being copied come to their end."""
@@ -96,9 +112,11 @@ class Copy:
 
     def ends(self, within_s: float) -> bool:
         """Wait for a moment; return whether it is over."""
-        if not self.is_over and self._end.acquire(timeout=within_s):
-            # For others who wait.
-            self._end.release()
+        if not self.is_over:
+            with suppress(Empty):
+                self._end.get(timeout=within_s)
+                # For others who wait.
+                self._end.put(None)
         return self.is_over
 
 
@@ -114,10 +132,14 @@ class Copiers:
         # In the order of their need: awaited copies, and others.
         self._needed: deque[Copy] = deque()
         self._others: deque[Copy] = deque()
-        # The threads now copying, and the threads waiting for a call.
+        # Calls of `_serve`, some of them over.
+        self._tasks: list[Future[None]] = []
+        # The threads that copy or are called to, and those that wait, each for a call of its own: one that is awake
+        # would take the call of another that is still being woken, which then slept on (measured: 8 of 14 copied).
         self._serving: set[int] = set()
-        self._waiting: set[int] = set()
-        self._calls: SimpleQueue[None] = SimpleQueue()
+        self._waiting: dict[int, SimpleQueue[None]] = {}
+        # How many may copy.
+        self._most_serving = self._most_threads
 
     def start(self, target: torch.Tensor, source: torch.Tensor, *, is_needed: bool) -> Copy:
         """Queue a copy; a copy that `is_needed` goes before others.
@@ -128,7 +150,7 @@ class Copiers:
         try:
             with self._lock:
                 # First: a queued copy is sure of a thread.
-                self._call_threads(-(-copy.size_bytes // _PART_BYTES))
+                self._call_threads(copy.parts)
                 (self._needed if is_needed else self._others).append(copy)
         except BaseException:
             self.stop_writing([copy])
@@ -140,10 +162,11 @@ class Copiers:
 
         Raises RuntimeError when a thread is dead, as all are in a forked child.
         """
-        with self._lock:
-            if copy in self._others:
-                self._others.remove(copy)
-                self._needed.append(copy)
+        if not copy.is_over:
+            with self._lock:
+                if copy in self._others:
+                    self._others.remove(copy)
+                    self._needed.append(copy)
         deadline = time.monotonic() + _DEADLINE_S
         while not wait_uninterrupted(copy.ends):
             self._worker.check_alive()
@@ -183,75 +206,113 @@ class Copiers:
     def _call_threads(self, parts: int) -> None:
         """Have as many threads as there are `parts` look at the queue; those that copy look when they have."""
         self._worker.check_open()
-        for number in range(min(parts, self._most_threads - len(self._serving))):
-            if self._waiting:
-                self._waiting.pop()
-                self._calls.put(None)
-                continue
+        self._most_serving = min(idle_cores(self._cores), self._most_threads)
+        missing = min(parts, self._most_serving - len(self._serving))
+        while missing > 0 and self._waiting:
+            # The last one to wait: its core may still be awake.
+            thread, call = self._waiting.popitem()
+            self._serving.add(thread)
+            call.put(None)
+            missing -= 1
+        if missing > 0:
+            self._tasks = [task for task in self._tasks if not task.done()]
+        new = min(missing, self._most_threads - len(self._tasks))
+        if not self._serving:
+            # A task that is not over may be about to end.
+            new = max(new, 1)
+        for _ in range(new):
             try:
-                self._worker.submit(self._serve).add_done_callback(self._lose_if_failed)
+                task = self._worker.submit(self._serve)
             except RuntimeError:
-                # The called threads do it all.
-                if not (number or self._serving):
+                # Those that were called do it all.
+                if not (self._tasks or self._serving):
                     raise
                 return
+            self._tasks.append(task)
+            task.add_done_callback(self._lose_if_failed)
 
     def _serve(self) -> None:
         """Copy in the order of need until nothing comes any more, or others need this core."""
-        me = threading.get_ident()
+        me, call = threading.get_ident(), SimpleQueue[None]()
         while True:
+            # Known before a part is taken: a copy that nobody knows would be waited for in vain.
             copy: Copy | None = None
             try:
-                most = idle_cores(self._cores)
-                with self._lock:
-                    queue = self._needed or self._others
-                    if queue and len(self._serving - {me}) >= most:
-                        # At once: who comes next must not count on this thread.
-                        self._serving.discard(me)
+                copy = self._first()
+                if copy is None:
+                    if self._may_wait(me, call) and not self._is_called(me, call):
                         return
-                    if queue:
-                        # Known before it is taken: one that nobody knows would be waited for in vain.
-                        copy = queue[0]
-                        start, end = copy.take(me)
-                        if copy.is_claimed:
-                            queue.popleft()
-                        self._serving.add(me)
-                    else:
-                        self._serving.discard(me)
-                        self._waiting.add(me)
-                if copy is not None:
-                    copy.run(start, end)
-                    with self._lock:
-                        copy.leave(me)
-                elif not self._is_called(me):
+                    continue
+                if not self._may_serve(me):
+                    copy = None
                     return
+                number = copy.take(me)
+                if number is not None:
+                    if number % _PARTS_BETWEEN_LOOKS == 0:
+                        self._most_serving = idle_cores(self._cores)
+                    copy.run(number)
+                if number is None or number == copy.parts - 1:
+                    with self._lock:
+                        self._dequeue(copy)
+                copy.leave(me)
             except BaseException as error:
                 if copy is None:
                     self._serving.discard(me)
-                    self._waiting.discard(me)
+                    self._waiting.pop(me, None)
                     raise
                 with self._lock:
                     self._withdraw(copy, error)
-                    copy.leave(me)
+                copy.leave(me)
 
-    def _withdraw(self, copy: Copy, error: BaseException) -> None:
-        """Have nothing more of `copy` taken, because of `error`."""
+    def _first(self) -> Copy | None:
+        """Return the copy that is needed first, or None; it may have no part left."""
+        for queue in (self._needed, self._others):
+            # Others may take the last one out meanwhile.
+            with suppress(IndexError):
+                return queue[0]
+        return None
+
+    def _may_serve(self, me: int) -> bool:
+        """Return whether the thread `me` has a core; then it counts among those that copy."""
+        if me in self._serving and len(self._serving) <= self._most_serving:
+            return True
+        with self._lock:
+            self._most_serving = idle_cores(self._cores)
+            self._waiting.pop(me, None)
+            if len(self._serving - {me}) < self._most_serving:
+                self._serving.add(me)
+                return True
+            # Known at once: who comes next must not count on this thread.
+            self._serving.discard(me)
+            return False
+
+    def _may_wait(self, me: int, call: SimpleQueue[None]) -> bool:
+        """Return whether nothing is queued; then the thread `me` counts among those that wait for a `call`."""
+        with self._lock:
+            if self._needed or self._others:
+                return False
+            self._serving.discard(me)
+            self._waiting[me] = call
+            return True
+
+    def _dequeue(self, copy: Copy) -> None:
         for queue in (self._needed, self._others):
             if copy in queue:
                 queue.remove(copy)
+
+    def _withdraw(self, copy: Copy, error: BaseException) -> None:
+        """Have nothing more of `copy` taken, because of `error`."""
+        self._dequeue(copy)
         copy.fail(error)
 
-    def _is_called(self, me: int) -> bool:
+    def _is_called(self, me: int, call: SimpleQueue[None]) -> bool:
         """Wait for a moment; return whether the thread `me`, which waits, is called."""
-        try:
-            self._calls.get(timeout=SLICE_S)
-        except Empty:
-            with self._lock:
-                # Somebody may have called at this moment.
-                is_called = me not in self._waiting
-                self._waiting.discard(me)
-            return is_called
-        return True
+        with suppress(Empty):
+            call.get(timeout=SLICE_S)
+            return True
+        with self._lock:
+            # Somebody may have called at this moment; that call will wake it once more, for nothing.
+            return self._waiting.pop(me, None) is None
 
     def _lose_if_failed(self, serving: Future[None]) -> None:
         """Fail queued copies where a thread has failed outside of a copy: nobody may be left to serve them."""

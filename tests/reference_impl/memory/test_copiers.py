@@ -114,6 +114,24 @@ def test_as_many_copy_at_once_as_cores_are_idle(copiers, cores, watched, idle):
     assert watched.most == idle
 
 
+def test_no_thread_takes_the_call_of_another(copiers, cores, watched, monkeypatch):
+    # One that missed its call would sleep until then.
+    monkeypatch.setattr(module, "SLICE_S", 1000.0)
+    monkeypatch.setattr(module, "_PART_BYTES", 100)
+    for _ in range(200):
+        watched.may_go_on.clear()
+        watched.sources.clear()
+        some = [copiers.start(*pair, is_needed=True) for pair in pairs(2, size=400)]
+        watched.wait_for(4)
+        watched.may_go_on.set()
+        for copy in some:
+            copiers.wait(copy)
+    # Those that wait now end soon.
+    monkeypatch.setattr(module, "SLICE_S", 0.01)
+    for call in [*copiers._waiting.values()]:
+        call.put(None)
+
+
 def test_an_update_that_begins_gets_its_cores_back(copiers, cores, watched):
     watched.may_go_on.clear()
     started = [copiers.start(*pair, is_needed=True) for pair in pairs(16)]
