@@ -26,12 +26,17 @@ _ERRORS = frozenset(
         "AssertionError",
     )
 )
-_OF_DATA = re.compile(
-    r"(?i)dataset|datasets/|dataloader|collat|tokeniz|/data/|processing_|templates?/|reward_func"
+# Code that fails by the run's data or the user's arguments, whatever is offloaded.
+_OF_THE_USER = re.compile(
+    r"(?i)dataset|dataloader|collat|tokeniz|/data/|processing_|templates?/|reward_func|/modeling_\w+\.py|arguments"
+)
+_OF_AN_OFFLOAD = re.compile(
+    r"(?i)off-?load|on-?load|zero|fsdp|swap|nvme|sleep|wake|[cu]a?mem\b|memory_saver|_?to_cpu|on cpu"
 )
 _LACKS = re.compile(r"'(?P<kind>\w+)' object has no attribute '(?P<name>\w+)'")
 _BELOW = ("torch", "ray", "numpy")  # packages with the innermost frames of any library
 _INNERMOST = 6  # frames of a failure among which a neighbour's code counts
+_LAST = 3  # frames that tell whose business a failure is
 _LONGEST = 160
 
 
@@ -97,7 +102,7 @@ def met(failure: Failure, source: str) -> str:
     """
     error = failure.error.rpartition(".")[2]
     frames = [frame for frame in failure.frames if home(frame) not in _BELOW]
-    if error not in _ERRORS or not frames or _is_of_data(failure.frames):
+    if error not in _ERRORS or not frames or _is_of_the_user(failure.frames):
         return ""
     inner, said = frames[-1], failure.text.partition(": ")[2].strip()[:_LONGEST]
     if match := _LACKS.search(failure.text):
@@ -114,8 +119,16 @@ def met(failure: Failure, source: str) -> str:
     return f"{place(inner)} says {said}" if said else ""
 
 
-def _is_of_data(frames: Sequence[Frame]) -> bool:
-    return any(_OF_DATA.search(f"{frame.path} {frame.function}".replace("\\", "/")) for frame in frames[-3:])
+def is_about(failure: Failure) -> bool:
+    """Return whether the words of `failure`, or its innermost frames, speak of an offload."""
+    frames = " ".join(f"{frame.path} {frame.function}" for frame in failure.frames[-_LAST:])
+    return _OF_AN_OFFLOAD.search(f"{frames} {failure.text}") is not None
+
+
+def _is_of_the_user(frames: Sequence[Frame]) -> bool:
+    return any(
+        _OF_THE_USER.search(f"{frame.path} {frame.function}".replace("\\", "/")) for frame in frames[-_LAST:]
+    )
 
 
 def _before(source: str, mark: str) -> str:

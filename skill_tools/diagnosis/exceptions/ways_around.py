@@ -101,20 +101,23 @@ def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str
 def of_own_code(evidence: Evidence, failure: Failure) -> Conclusion | None:
     """Return the library whose own code met an unexpected object, under an offload, and each way around it."""
     met, library = own_code.met(failure, evidence.source), interfaces.trainer(failure)
-    is_known = code.of(failure) is not None or library in knowledge.index()["releases"]["known"]
-    if not (met and library and is_known and evidence.offloads):
+    where, inner = code.of(failure), symptoms.of_the_code(failure)
+    is_known = where is not None or library in knowledge.index()["releases"]["known"]
+    is_about = bool(where and where.code.mechanisms) or own_code.is_about(failure)
+    if not (met and library and is_known and is_about and evidence.offloads):
         return None
-    inner = symptoms.of_the_code(failure)
     name = next((each for each in evidence.offloads if each in inner), next(iter(evidence.offloads)))
     offload = symptoms.load_offloads()[name]
     beside = own_code.neighbour(failure, evidence.texts)
     meets = f", where it meets {beside.name}" if beside else ""
-    whose = "a check of" if failure.error.endswith("AssertionError") else "most likely a fault of"
+    checked = failure.error.endswith("AssertionError")
+    whose = "a check of" if checked else "most likely a fault of"
+    newer = f"a newer {library}, or a release of it from the time of the libraries that it calls"
     return Conclusion(
         f"{whose} {library}, under {offload.name} ({evidence.offloads[name]}){meets}: {met}",
         "",
         (
-            f"a newer {library}, or a release of it from the time of the libraries that it calls",
+            f"its words first; else {newer}" if checked else newer,
             *from_the_disk(evidence, failure, met),
             *([f"or {beside.told}"] if beside else []),
             f"or {symptoms.switched_off(offload, evidence.config)}",

@@ -94,3 +94,24 @@ def test_the_neighbours_are_as_their_schema_says() -> None:
     entries = knowledge.load_yaml("neighbours.yaml")
     assert_follows(entries, "neighbours")
     assert len({each.name for each in load_neighbours()}) == len(entries)
+
+
+@for_each(
+    [
+        (
+            "transformers/models/qwen2/modeling_qwen2.py",
+            "n = pixels.shape[0]",
+            "'NoneType' object has no attribute 'shape'",
+        ),
+        (
+            "transformers/trainer.py",
+            "k in rows.column_names",
+            "'list' object has no attribute 'column_names'",
+        ),
+        ("megatron/training/arguments.py", "x = args.y", "'Namespace' object has no attribute 'y'"),
+    ]
+)
+def test_an_error_by_the_run_s_data_or_arguments_is_no_offload_s(case: tuple[str, str, str]) -> None:
+    path, line, words = case
+    log = f'Traceback (most recent call last):\n  File "/e/site-packages/{path}", line 5, in f\n    {line}\n'
+    assert not concluded(f"{log}AttributeError: {words}\n").is_known
