@@ -24,6 +24,7 @@ _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages with the innermost frames of any trainer
 _COMMUNICATES = "vllm/distributed/"  # an engine's code for the trainers' weights
 _NOT_OF_IT = re.compile(r"'(?P<kind>\w*Offload\w*)' object has no attribute '(?P<name>\w+)'")
+_NO_SETTING = re.compile(r"'(?P<kind>\w+(?:Config|Arguments))' object has no attribute '(?P<name>\w+)'")
 _AMBIGUOUS = "Boolean value of Tensor with more than one value is ambiguous"
 _TESTED = re.compile(r"^(?:if|elif|while|assert) (?:not )?(?P<name>[a-z_]\w*)\b(?! *[.(\[])")
 _ASSERTED = re.compile(r"^assert (?P<what>.{3,120})$")
@@ -40,6 +41,7 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
         or _lacking(failure)
         or signatures.unfit(failure, source)
         or _another_kind(failure)
+        or _of_settings(failure)
         or _misplaced(failure, source)
         or _asserted(failure, source)
     )
@@ -110,6 +112,28 @@ def _another_kind(failure: Failure) -> Said | None:
             f"{match['name']} of the trained model alone, not of one without an optimizer (reference, reward model)",
             f"or a newer {package}",
         ),
+    )
+
+
+def _of_settings(failure: Failure) -> Said | None:
+    """Return the library that reads a setting missing in another one's class of settings."""
+    match = _NO_SETTING.search(failure.text)
+    owner = signatures.home(failure.frames[-1]) if failure.frames else ""
+    if match is None or not owner or owner in _BELOW_TRAINERS:
+        return None
+    said = Said(
+        f"releases that do not fit: {place(failure.frames[-1])} of {owner} reads {match['name']} of a {match['kind']} "
+        "without it: the class is of another release",
+        (
+            f"{owner} and the library of {match['kind']} from the same time (pip show {owner}), or a newer {owner}",
+        ),
+    )
+    if not match["name"].startswith(owner.partition("-")[0]):
+        return said
+    # A setting with the reader's own name: it replaces the class with one of its own.
+    return Said(
+        f"{said.cause}, or was imported before {owner} put its own in its place",
+        (*said.change, f"or {owner} imported first in the script"),
     )
 
 

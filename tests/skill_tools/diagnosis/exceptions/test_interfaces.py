@@ -95,3 +95,15 @@ AttributeError: module 'mine.callbacks' has no attribute 'Offload'
     found = concluded(log)
     assert "train.py:9 was written for another release of mine" in found.cause
     assert found.change[0].startswith("the release of mine")
+
+
+def test_a_setting_that_a_library_misses_in_another_s_class_of_settings_is_of_another_release() -> None:
+    log = """Traceback (most recent call last):
+  File "/e/site-packages/mine/losses.py", line 61, in loss
+    if trainer.args.mine_chunks is None:
+AttributeError: 'GRPOConfig' object has no attribute 'mine_chunks'
+"""
+    found = concluded(log)
+    assert "loss (losses.py:61) of mine reads mine_chunks of a GRPOConfig" in found.cause
+    assert found.change[1] == "or mine imported first in the script"
+    assert not concluded(log.replace("/e/site-packages/mine", "/home/me")).is_known
