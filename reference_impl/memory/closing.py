@@ -43,6 +43,12 @@ def undo_all(steps: list[Callable[[], None]]) -> None:
         raise raised
 
 
+def undo_as_one(steps: list[Callable[[], None]]) -> None:
+    """Run `undo_all`, and no signal in between: half of what was half made would be left."""
+    with deferred_interrupts():
+        undo_all(steps)
+
+
 def do_undoably(do: Callable[[], Callable[[], None]], steps: list[Callable[[], None]]) -> None:
     """Call `do` and add its result, the call that undoes it, to `steps`: both, or neither if either raises."""
     with deferred_interrupts():
@@ -72,6 +78,26 @@ def _finalize(finalizer: Callable[[], object]) -> None:
     # An action cut short between its two halves is over, and has done nothing.
     with deferred_interrupts():
         finalizer()
+
+
+class ReleasedOnce(ABC):
+    """A resource that is given back once: no signal cuts the release short."""
+
+    __slots__ = ("_is_released",)
+
+    def __init__(self) -> None:
+        self._is_released = False
+
+    def release(self) -> None:
+        """Give the resource back. Safe in a finalizer, and to call again."""
+        with deferred_interrupts():
+            if not self._is_released:
+                self._is_released = True
+                self._on_release()
+
+    @abstractmethod
+    def _on_release(self) -> None:
+        """Give it back, behind the last copy that uses it."""
 
 
 def register_undoably(

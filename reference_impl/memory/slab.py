@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from reference_impl.device import Device
-from reference_impl.memory.closing import undo_all
+from reference_impl.memory.closing import undo_all, undo_as_one
 from reference_impl.memory.host import (
     HostMemoryError,
     available_bytes,
@@ -245,8 +245,7 @@ def _release_dropped(device: Device | None, unlocking: list[Callable[[], None]])
     """Release a slab that nobody has closed. Copies on `device`, where its pages are pinned, may still use it."""
     if device is not None:
         device.finish_work()
-    with deferred_interrupts():
-        undo_all(unlocking)
+    undo_as_one(unlocking)
 
 
 @dataclass(frozen=True, slots=True)

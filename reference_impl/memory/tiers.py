@@ -9,7 +9,6 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Protocol
 
@@ -17,7 +16,7 @@ import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.closing import ReleasedOnce
 
 
 class StoredBytes(Protocol):
@@ -35,26 +34,6 @@ class StoredBytes(Protocol):
 
     def release(self) -> None:
         """Give the memory back once nothing uses it any more. Safe in a finalizer, and to call again."""
-
-
-class ReleasedOnce(ABC):
-    """Bytes of a tier whose memory goes back once: no signal cuts the release short."""
-
-    __slots__ = ("_is_released",)
-
-    def __init__(self) -> None:
-        self._is_released = False
-
-    def release(self) -> None:
-        """See `StoredBytes`."""
-        with deferred_interrupts():
-            if not self._is_released:
-                self._is_released = True
-                self._on_release()
-
-    @abstractmethod
-    def _on_release(self) -> None:
-        """Give the memory back, behind the last copy that uses it."""
 
 
 class Tier(Protocol):

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from reference_impl.device import Device
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import Wait
 from reference_impl.optimizers.gradients.clip_decision import decide
@@ -240,16 +239,17 @@ class Engine:
     @contextmanager
     def _beginning(self, standing: Mapping[Member, torch.Tensor]) -> Iterator[None]:
         """Begin a step inside, whole or not at all; `standing` are its gradients, none if all were offloaded."""
-        with deferred_interrupts():
-            # Noted inside `as_one` only: if the region does not begin, no step has begun.
-            stream, noted = self.device.current_stream(), noted_of(standing)
-            with as_one():
-                self.used.note(noted, all_offloaded=not standing)
-                self._failures.reported_begun = False
-                self.site.stream = stream
-                yield
-            if self.returns_early:
-                self.let_users_wait(self.members.values())
+        stream, noted = self.device.current_stream(), noted_of(standing)
+        with as_one(behind=self._let_early_users_wait):
+            # Noted inside only: if the region does not begin, no step has begun.
+            self.used.note(noted, all_offloaded=not standing)
+            self._failures.reported_begun = False
+            self.site.stream = stream
+            yield
+
+    def _let_early_users_wait(self) -> None:
+        if self.returns_early:
+            self.let_users_wait(self.members.values())
 
     def has_raised(self, closure: Callable[[], object] | None = None) -> None:
         """Hear that `step(closure)` raises, or a hook in front of it.
@@ -284,16 +284,15 @@ class Engine:
 
     def attach(self, model: nn.Module, *, refresh_masters: Wait, check_load: CheckLoad) -> None:
         """Let `model` wait for the weights of the members, see `AttachedModel.attach`."""
-        with deferred_interrupts():
-            self.attached.attach(
-                model,
-                self.members,
-                device=self.device,
-                wait_for=self.wait_for_forward,
-                refresh_masters=refresh_masters,
-                check_load=check_load,
-                noting_status=self._failures.noting_status_on_error,
-            )
+        self.attached.attach(
+            model,
+            self.members,
+            device=self.device,
+            wait_for=self.wait_for_forward,
+            refresh_masters=refresh_masters,
+            check_load=check_load,
+            noting_status=self._failures.noting_status_on_error,
+        )
 
     @property
     def returns_early(self) -> bool:

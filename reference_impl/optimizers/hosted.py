@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from reference_impl.distributed.mesh import norm_reduction
-from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all
+from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all, undo_as_one
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
@@ -156,7 +156,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             for each in optimizers:
                 each.state.clear()
         except BaseException as error:
-            self._abandon(error)
+            close_behind(error, self._give_back)
             for each, states in zip(optimizers, given, strict=True):
                 each.state.update(states)
             raise
@@ -218,18 +218,20 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             self._engine.ready()
         matrices, completed = self._formulas.complete(param_group, options)
         # torch completes a group with the hyper-parameters of other formulas, too.
-        foreign = self.defaults.keys() - completed.keys()
-        super().add_param_group(completed)
-        for name in foreign:
-            del completed[name]
-        self._formulas.matrices.append(matrices)
+        foreign, before = self.defaults.keys() - completed.keys(), len(self.param_groups)
         try:
+            super().add_param_group(completed)
+            for name in foreign:
+                del completed[name]
+            self._formulas.matrices.append(matrices)
             self._check_group(self.param_groups[-1])
             if is_open:
                 self._admit_new()
         except BaseException:
-            self.param_groups.pop()
-            self._formulas.matrices.pop()
+            # A group whose states are made stays: they are those of its parameters.
+            added = [param for group in self.param_groups[before:] for param in group["params"]]
+            if not any(param in self._members for param in added):
+                del self.param_groups[before:], self._formulas.matrices[before:]
             raise
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -423,9 +425,14 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         document = passed_through(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
         groups, states = checked(document, self.param_groups, self._formulas, self.state)
         self._engine.finish_for_loading()
-        with deferred_interrupts():
-            self.__setstate__({"param_groups": groups})
-            self._engine.writes.replace(partial(self.state.write, *each) for each in states.items())
+        engine = self._engine
+        write = partial(self.state.write, finished=lambda members: engine.open)
+        engine.writes.replace(
+            [
+                partial(self.__setstate__, {"param_groups": groups}),
+                *(partial(write, *each) for each in states.items()),
+            ]
+        )
         self._placement.has_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -465,19 +472,12 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         self._give_back()
 
     def _give_back(self) -> None:
-        with deferred_interrupts():
-            self._engine.attached.detach()
-            self._engine.used.forget()
-            self._let_go()
-            # Of a broken optimizer everybody knows the error.
-            with suppress(Exception) if self._failures.first else nullcontext():
-                undo_all(self._unclosed)
+        undo_as_one([self._free, self._let_go, self._engine.used.forget, self._engine.attached.detach])
 
-    def _abandon(self, error: BaseException) -> None:
-        """Give back everything taken by the constructor that failed with `error`."""
-        with deferred_interrupts():
-            self._let_go()
-            close_behind(error, partial(undo_all, self._unclosed))
+    def _free(self) -> None:
+        # Of a broken optimizer everybody knows the error.
+        with suppress(Exception) if self._failures.first else nullcontext():
+            undo_all(self._unclosed)
 
     def _let_go(self) -> None:
         """Take own hooks off, be closed, and leave in `_unclosed` calls that free memory; changes nothing again."""

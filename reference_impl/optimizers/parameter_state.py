@@ -278,7 +278,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
     def _algorithm_of(self, member: Member) -> AnyAlgorithm:
         return member.matrices or self.algorithm
 
-    def _stored(self, param: torch.Tensor) -> StoredState:
+    def _stored(self, param: torch.Tensor, finished: FinishedParts | None = None) -> StoredState:
         member = self.members[param]
         shows_master = param.dtype != torch.float32 or self._masters_of_all
         algorithm = self._algorithm_of(member)
@@ -287,7 +287,8 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             *algorithm.moments,
             *([MASTER] if shows_master else []),
         )
-        return StoredState(member, names, self._finished, self._failures, passed_over=self._passed_over)
+        finished = finished or self._finished
+        return StoredState(member, names, finished, self._failures, passed_over=self._passed_over)
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         """Replace a parameter's state; ValueError, before anything changes, for one that cannot be held exactly."""
@@ -321,14 +322,20 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             values = {name: value for name, value in values.items() if name in known}
         return check_state(label, values, member, algorithm)
 
-    def write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-        """Replace a parameter's state by `checked` values; states that they lack start anew."""
-        self._finished([self.members[param]])
-        self._write(param, values)
+    def write(
+        self, param: torch.Tensor, values: Mapping[str, Any], *, finished: FinishedParts | None = None
+    ) -> None:
+        """Replace a parameter's state by `checked` values; states that they lack start anew.
+
+        Whoever knows that no update runs says where states are (`finished`).
+        """
+        finished = finished or self._finished
+        finished([self.members[param]])
+        self._write(param, values, finished)
 
     @in_turn
-    def _write(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-        target, member = self._stored(param), self.members[param]
+    def _write(self, param: torch.Tensor, values: Mapping[str, Any], finished: FinishedParts) -> None:
+        target, member = self._stored(param, finished), self.members[param]
         target[STEP] = values.get(STEP, 0)
         for name in self._algorithm_of(member).moments:
             target[name] = values.get(name, torch.zeros(()))
@@ -337,11 +344,11 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         elif param.dtype == torch.float32:
             # It is its own master, and only copies have to follow it: the CPU's, and the streamed part of a split one.
             target.write_in_place(MASTER, member.weight)
-            self._finished([member]).follow_weight(member)
+            finished([member]).follow_weight(member)
         else:
             target[MASTER] = member.weight
         note_loaded(member, values.get(MASTER))
-        self._finished([member]).note_weight(member)
+        finished([member]).note_weight(member)
 
     @torch.no_grad()
     def follow(self, member: Member) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.distributed.fsdp2 import missing_name
+from reference_impl.memory.closing import do_undoably, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.forward_waits import ForwardWaits, Wait
 from reference_impl.optimizers.layout import Member
@@ -28,6 +29,8 @@ class AttachedModel:
     def __init__(self) -> None:
         self._waits: ForwardWaits | None = None
         self._gathers_can_wait = True
+        # Calls that take the hooks of the model off, and those of an attached one before that are left.
+        self._undo: list[Callable[[], None]] = []
 
     def attach(
         self,
@@ -40,30 +43,33 @@ class AttachedModel:
         check_load: CheckLoad,
         noting_status: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Let `model` wait from now on, and no other; see `ForwardWaits`, whose errors this raises.
-
-        Its caller defers signals: nobody would take the hooks off that an interrupt keeps this from knowing.
-        """
+        """Let `model` wait from now on, and no other; see `ForwardWaits`, whose errors this raises."""
         checks.check_model(model, serves_data_parallel=True)
         matrices = {param: m.matrices for param, m in members.items() if m.matrices is not None}
         checks.check_no_embeddings(model, matrices)
         missing = missing_name(model)
         if missing is not None:
             checks.warn_gathers_cannot_wait(missing)
-        before = self._waits
-        self._waits = ForwardWaits(
-            model,
-            members,
-            device=device,
-            wait_for=wait_for,
-            refresh_masters=refresh_masters,
-            check_load=check_load,
-            noting_status=noting_status,
-            gates=missing is None,
-        )
-        self._gathers_can_wait = missing is None
-        if before is not None:
-            before.close()
+
+        def hook() -> Callable[[], None]:
+            self._waits = ForwardWaits(
+                model,
+                members,
+                device=device,
+                wait_for=wait_for,
+                refresh_masters=refresh_masters,
+                check_load=check_load,
+                noting_status=noting_status,
+                gates=missing is None,
+            )
+            self._gathers_can_wait = missing is None
+            return self._waits.close
+
+        before = [*self._undo]
+        do_undoably(hook, self._undo)
+        undo_all(before)
+        # Only now: hooks of before that an interrupt leaves are taken off with those of now.
+        del self._undo[:-1]
 
     def check_has(self, params: Iterable[torch.Tensor]) -> None:
         """Raise ValueError for one of `params` that the model does not have."""
@@ -72,9 +78,8 @@ class AttachedModel:
 
     def detach(self) -> None:
         """Take all hooks off."""
-        if self._waits is not None:
-            self._waits.close()
-            self._waits = None
+        undo_all(self._undo)
+        self._waits = None
 
     def __bool__(self) -> bool:
         """Return whether a model was attached."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from reference_impl.device import Device, Event
-from reference_impl.memory.closing import undo_all
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.closing import undo_all, undo_as_one
 from reference_impl.memory.weight_home import refuse_update
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.cpu.buckets import Bucket
@@ -131,9 +130,7 @@ class Shares:
             if self._streamed is not None:
                 self._streamed.add(parts)
         except BaseException:
-            with deferred_interrupts():
-                self._resident.forget(members)
-                self.cpu.forget(members)
+            undo_as_one([partial(share.forget, members) for share in (self._resident, self.cpu)])
             raise
         self._members.extend(members)
 

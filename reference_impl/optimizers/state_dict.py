@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
 from reference_impl.optimizers.parameter_state import OptimizerState
 from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
@@ -81,8 +80,10 @@ def take_over(groups: Sequence[dict[str, Any]], loaded: Groups, algorithms: Iter
     """
     for ours, group, algorithm in zip(groups, loaded, algorithms, strict=True):
         options = {**group_defaults(algorithm), **group, **algorithm.kernels}
-        ours.clear()
+        # At once: a scheduler finds each rate, whenever a signal comes.
         ours.update(options)
+        for name in ours.keys() - options.keys():
+            del ours[name]
 
 
 def passed_through(
@@ -110,7 +111,10 @@ def _keyed(groups: Groups, saved_groups: Groups) -> Iterator[tuple[Any, torch.Te
 
 
 class StateWrites:
-    """Writes of states that a load, or a refresh of masters, has begun; after an error the next call goes on."""
+    """Writes that a load, or a refresh of masters, has begun; after an error or a signal the next call goes on.
+
+    Each may be made twice. None waits for updates: whoever waits makes these writes first.
+    """
 
     def __init__(self) -> None:
         self._writes: deque[Callable[[], None]] = deque()
@@ -130,18 +134,10 @@ class StateWrites:
         self.go_on()
 
     def go_on(self) -> None:
-        """Make the pending writes."""
-        if not self._writes:
-            return
-        with deferred_interrupts():
-            # Writing waits for updates, and every wait comes here too.
-            writes, self._writes = self._writes, deque()
-            try:
-                while writes:
-                    writes[0]()
-                    writes.popleft()
-            finally:
-                self._writes = writes
+        """Make the pending writes: one that an error or a signal has cut short is made again from its start."""
+        while self._writes:
+            self._writes[0]()
+            self._writes.popleft()
 
     def clear(self) -> None:
         """Forget all writes."""

@@ -95,19 +95,29 @@ class as_one(deferred_interrupts):  # noqa: N801 (used like a function, as conte
     """Queue kernels and copies of a begun step as one: signals wait until the end, and an error loses the step.
 
     All memory has been allocated before. Raises WorkLostError from any error inside, but for that of a lost device.
+
+    Args:
+        behind: called behind a step that has been queued, before signals; its own error loses no step.
     """
 
-    __slots__ = ()
+    __slots__ = ("_behind",)
+
+    def __init__(self, *, behind: Callable[[], None] | None = None) -> None:
+        self._behind = behind
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Run the handlers of signals, unless the step is lost: its own error says more."""
         try:
-            super().__exit__(kind, error, trace)
+            if error is None and self._behind is not None:
+                self._behind()
         finally:
-            if error is not None and not is_lasting(error):
-                raise _lost_step(error) from error
+            try:
+                super().__exit__(kind, error, trace)
+            finally:
+                if error is not None and not is_lasting(error):
+                    raise _lost_step(error) from error
 
 
 def _lost_step(error: BaseException) -> WorkLostError:

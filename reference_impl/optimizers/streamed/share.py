@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,7 @@ from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.device.base import device_is_full
 from reference_impl.distributed.mesh import any_is_sharded
-from reference_impl.memory.closing import undo_all
-from reference_impl.memory.interrupts import deferred_interrupts
+from reference_impl.memory.closing import undo_all, undo_as_one
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.gradients.clip_decision import ClipDecision
 from reference_impl.optimizers.layout import Member, Piece
@@ -41,6 +42,16 @@ from reference_impl.optimizers.streamed.pipeline import ChunkQueue, StreamedPipe
 from reference_impl.optimizers.streamed.states import StreamedStates
 from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.storage import Kind, StateFormat, StateStorage
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """All chunks of a share, the step counters of its members, its slots and its bytes that stay: changed at once."""
+
+    chunks: tuple[Chunk, ...] = ()
+    steps: Mapping[Member, torch.Tensor] = field(default_factory=dict)
+    most_slots: int = LEAST_SLOTS
+    staying_bytes: float = 0.0
 
 
 class StreamedShare:
@@ -96,18 +107,15 @@ class StreamedShare:
         self._pipeline = StreamedPipeline(
             device, algorithm, ahead=0 if weights_visit else None, follows_writes=follows_writes
         )
-        self._chunks: list[Chunk] = []
+        self._held = _Held()
         self._gradients: dict[Member, torch.Tensor] = {}
         self._prepared: ChunkQueue | None = None
         self._freed = FreedMemory(device)
         # The chunks that backward may still prefetch; None until its first gradient.
         self._prefetchable: deque[Chunk] | None = None
-        self._most_slots = LEAST_SLOTS
-        self._staying_bytes = 0.0
         # Kept alive while the update reads its numbers.
         self._decision: ClipDecision | None = None
         self.moments = algorithm.moments
-        self.steps: dict[Member, torch.Tensor] = {}
         # Copies in flight use buffers that die with this object.
         self._dropped = weakref.finalize(self, device.synchronize)
         self._dropped.atexit = False
@@ -126,31 +134,34 @@ class StreamedShare:
         most_slots, _ = self._in_budget(parts)
         parts = self._with_staying(parts)
         self.finish(for_writing=True)
-        chunks = self._storage.make(parts)
+        held = self._held
+        new = self._storage.make(parts)
+        chunks = (*held.chunks, *new)
         try:
-            self._allocate([*self._chunks, *chunks], slots=most_slots)
+            self._allocate(chunks, slots=most_slots)
             steps = {member: torch.zeros((), device=self._device.torch_device) for member in parts}
-            for chunk in chunks:
+            for chunk in new:
                 self._states.add(chunk)
             for member, part in parts.items():
                 if part.is_split:
                     self._weights.keep_apart(member, part.streamed)
             for member in parts:
                 self._states.refresh_master(member)
+            if any_is_sharded(member.param for member in parts):
+                self._device.gathering.add(self)
+            staying_bytes = held.staying_bytes + self._bytes_staying(parts)
+            self._held = _Held(chunks, {**held.steps, **steps}, most_slots, staying_bytes)
         except BaseException:
-            with deferred_interrupts():
-                for member in parts:
-                    self._weights.forget(member)
-                    self._states.forget(member)
-                self._storage.discard()
+            undo_as_one([partial(self._take_back, parts, held)])
             raise
-        if any_is_sharded(member.param for member in parts):
-            self._device.gathering.add(self)
-        with deferred_interrupts():
-            self._most_slots = most_slots
-            self._staying_bytes += self._bytes_staying(parts)
-            self._chunks.extend(chunks)
-            self.steps.update(steps)
+
+    def _take_back(self, parts: Iterable[Member], held: _Held) -> None:
+        """Have what was `held` before `parts` came."""
+        self._held = held
+        for member in parts:
+            self._weights.forget(member)
+            self._states.forget(member)
+        self._storage.discard()
 
     def _allocate(self, chunks: Sequence[Chunk], *, slots: int) -> None:
         """Allocate the buffers of `chunks`. Raises torch.OutOfMemoryError, with the largest chunk's bytes."""
@@ -173,7 +184,7 @@ class StreamedShare:
         wanted = set(members)
         return {
             piece: chunk.gradients[piece.offset : piece.offset + piece.numel]
-            for chunk in self._chunks
+            for chunk in self._held.chunks
             for piece in chunk.pieces
             if chunk.gradients is not None and piece.member in wanted
         }
@@ -201,7 +212,7 @@ class StreamedShare:
     def _with_staying(self, parts: Mapping[Member, Part]) -> dict[Member, Part]:
         """Return `parts` with the first elements of the forward held on the device, as far as the budget allows."""
         _, most_bytes = self._in_budget(parts)
-        left_bytes = most_bytes - self._staying_bytes
+        left_bytes = most_bytes - self._held.staying_bytes
         found = dict(parts)
         if left_bytes <= 0:
             return found
@@ -236,6 +247,11 @@ class StreamedShare:
         return LEAST_SLOTS * slot_bytes + scratch_bytes
 
     @property
+    def steps(self) -> Mapping[Member, torch.Tensor]:
+        """The step counter of each member."""
+        return self._held.steps
+
+    @property
     def chunks(self) -> tuple[Chunk, ...]:
         """All chunks in the order of their updates: that of the next forward.
 
@@ -244,7 +260,7 @@ class StreamedShare:
         among matrices before it (`spread`). Collective updates follow the deadlines alone, the same on all ranks.
         """
         by_deadline = sorted(
-            self._chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)
+            self._held.chunks, key=lambda chunk: (not self._has_split_member(chunk), chunk.deadline)
         )
         if any(chunk.exchanges for chunk in by_deadline):
             return tuple(by_deadline)
@@ -279,7 +295,7 @@ class StreamedShare:
     @property
     def prefetches_in_backward(self) -> bool:
         """Whether the budget allows extra slots, so that `on_gradient` is of use."""
-        return self._most_slots > LEAST_SLOTS
+        return self._held.most_slots > LEAST_SLOTS
 
     def __contains__(self, member: Member) -> bool:
         """Return whether a part of `member` is here."""
@@ -404,7 +420,7 @@ class StreamedShare:
         """Finish the step, and block until the storage is whole and, `for_writing`, no copy reads it either."""
         self._pipeline.finish()
         self._pipeline.synchronize()
-        for chunk in self._chunks:
+        for chunk in self._held.chunks:
             chunk.stored.synchronize()
             # The upper half of a master may be the weight at home.
             chunk.at_home.synchronize()
@@ -452,7 +468,7 @@ class StreamedShare:
         """Let go of the views of the host's pages, and of the device buffers."""
         self._dropped.detach()
         self._device.gathering.discard(self)
-        self._chunks.clear()
+        self._held = _Held()
         self._gradients.clear()
         self._prepared = None
         self._weights.clear()

@@ -2,14 +2,13 @@
 """Ctrl-C at any bytecode: gradient mode comes back, no turn stays taken, and another `close()` goes on."""
 
 import gc
-import os
 import signal
 import sys
 import threading
 
 import pytest
 import torch
-from failing_threads import does_something
+from interrupted import interrupted
 from layers_trainee import batches as ids_of
 from layers_trainee import decoder, streamed
 from optimizer_reference import batches
@@ -34,38 +33,6 @@ def raises_keyboard_interrupt():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def interrupted(nth, run, files, functions=None):
-    """Run with SIGINT before the `nth` bytecode of `files`; return how many were reached."""
-    reached = 0
-
-    def enter(frame, event, argument):
-        code = frame.f_code
-        if not code.co_filename.endswith(files) or (functions and code.co_name not in functions):
-            return None
-        frame.f_trace_opcodes = True
-        return each
-
-    def each(frame, event, argument):
-        nonlocal reached
-        if event == "opcode" and does_something(frame):
-            reached += 1
-            if reached == nth:
-                sys.settrace(None)
-                os.kill(os.getpid(), signal.SIGINT)
-        return each
-
-    # Python 3.12 sends opcode events only if a frame asked for them before tracing began.
-    sys._getframe().f_trace_opcodes = True
-    sys.settrace(enter)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return reached
 
 
 def is_free(turn):
