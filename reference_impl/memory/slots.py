@@ -11,35 +11,67 @@ Explained in docs/optimizer-state-offloading.md, "Memory borrowed from backward"
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
 
 import torch
 
-from reference_impl.device import Device, Event
+from reference_impl.device import REACHED, Device, Event
 
 
 class Slot:
-    """One buffer: `bytes` is flat uint8; write it only after `free`."""
+    """One buffer: `bytes` is flat uint8; write it only after `free`.
 
-    __slots__ = ("bytes", "free")
+    What `holder` has in it is there after `arrived`. Nobody holds an idle slot.
+    """
+
+    __slots__ = ("arrived", "bytes", "free", "holder")
 
     def __init__(self, bytes_: torch.Tensor, free: Event) -> None:
         self.bytes, self.free = bytes_, free
+        self.arrived: Event = REACHED
+        self.holder: Any = None
+
+
+# Holds the slots that go back to the allocator once their last copy is done.
+_NOBODY_MORE = object()
 
 
 class Slots:
-    """Slots of one size. `idle` ones may be taken, the first one first; each is written behind its own event.
+    """Slots of one size. Idle ones may be filled, the first one first; each is written behind its own event.
 
     Copies in run one after the other, so a copy into a slot that becomes free late would delay the copies behind it.
-    Therefore `idle` is in the order in which slots become free, and the early ones are kept.
+    Therefore idle slots are in the order in which they become free, and the early ones are kept.
+
+    A slot changes hands by one store, that of its holder. So no signal loses a slot, or leaves it to two holders.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._slot_bytes = 0
-        self._permanent = self._most = self._count = 0
-        self._retired: deque[Slot] = deque()
-        self.idle: deque[Slot] = deque()
+        self._permanent = self._most = 0
+        # Held ones in the order of their copies, then idle ones; replaced as a whole.
+        self._all: list[Slot] = []
+
+    @property
+    def idle(self) -> list[Slot]:
+        """The slots that nobody holds, the one that becomes free first in front."""
+        return [slot for slot in self._all if slot.holder is None]
+
+    @property
+    def first_idle(self) -> Slot | None:
+        """The first of them, if there is one."""
+        return next((slot for slot in self._all if slot.holder is None), None)
+
+    @property
+    def held(self) -> list[Slot]:
+        """The slots that somebody holds, in the order of their copies in."""
+        return [slot for slot in self._all if slot.holder is not None and slot.holder is not _NOBODY_MORE]
+
+    def held_by(self, holder: object) -> Slot | None:
+        """Return the slot that `holder` holds, if there is one."""
+        return next((slot for slot in self._all if slot.holder is holder), None)
 
     def allocate(self, slot_bytes: int, *, permanent: int, most: int) -> None:
         """Allocate the `permanent` slots on the live current stream, unless they exist; afterwards all are idle.
@@ -47,12 +79,11 @@ class Slots:
         `most` slots may exist at a time, extra ones included. Changes nothing when it raises.
         """
         if slot_bytes > self._slot_bytes or permanent > self._permanent:
-            for slot in (*self.idle, *self._retired):
+            for slot in self._all:
                 self._device.wait(slot.free)
-            idle = self._new(permanent, slot_bytes)
-            self._retired.clear()
-            self._slot_bytes, self._permanent, self._count = slot_bytes, permanent, permanent
-            self.idle = idle
+            # The slots first: too long ones serve as well.
+            self._all = self._new(permanent, slot_bytes)
+            self._slot_bytes, self._permanent = slot_bytes, permanent
         self._most = most
 
     def free(self) -> None:
@@ -60,26 +91,38 @@ class Slots:
 
         They were allocated on the live current stream; it waits for the copies that use them.
         """
+        held = self.held
         for slot in (*self.idle, *self._retired):
             self._device.wait(slot.free)
-        self._count -= len(self.idle)
-        self.idle.clear()
-        self._retired.clear()
+        self._all = held
 
     def restore(self) -> None:
         """Allocate the permanent slots on the live current stream if they were freed; or raise, and change nothing."""
-        if self._count < self._permanent:
-            self.idle = self._new(self._permanent, self._slot_bytes)
-            self._count = self._permanent
+        missing = self._permanent - self._count
+        if missing > 0:
+            self._all = [*self._all, *self._new(missing, self._slot_bytes)]
 
-    def take(self) -> Slot:
-        """Take the idle slot that becomes free first. Raises IndexError when none is idle."""
-        return self.idle.popleft()
+    def fill(self, holder: object, copy: Callable[[Slot], Event]) -> None:
+        """Have `copy` fill the first idle slot; once it has, `holder` holds that. `copy` returns when it has arrived.
+
+        Raises IndexError when no slot is idle.
+        """
+        slot = self.first_idle
+        if slot is None:
+            raise IndexError("no slot is idle")
+        try:
+            slot.arrived = copy(slot)
+            slot.holder = holder
+        except BaseException:
+            # Nobody knows how far the copy has come, and the memory of idle slots goes back to the allocator.
+            with suppress(Exception):
+                self._device.synchronize()
+            raise
 
     def give_back(self, slot: Slot, *, after: Event, needed: int | None = None) -> None:
         """Take `slot` back; it may be written again after the event `after`.
 
-        An extra slot retires if the idle ones suffice without it: `needed` is how many more slots will be taken
+        An extra slot retires if the idle ones suffice without it: `needed` is how many more slots will be filled
         before only the permanent ones are wanted; None keeps it.
         """
         slot.free = after
@@ -88,9 +131,10 @@ class Slots:
             and self._count > self._permanent
             and len(self.idle) >= needed + self._permanent
         ):
-            self._retire(slot)
+            slot.holder = _NOBODY_MORE
+            self.free_retired()
         else:
-            self.idle.append(slot)
+            self._be_idle(slot)
 
     def add_extra(self, limit_bytes: int | None) -> bool:
         """Add an idle slot if the number of slots and `limit_bytes` for all extra ones (None: no limit) allow it.
@@ -99,26 +143,27 @@ class Slots:
         whether one was added. Raises torch.OutOfMemoryError, before anything has changed.
         """
         self.free_retired()
-        extra = self._count - self._permanent + 1
-        if self._fits(extra + len(self._retired), limit_bytes):
-            (slot,) = self._new(1, self._slot_bytes)
-        elif self._retired and self._fits(extra, limit_bytes):
-            slot = self._retired.popleft()
+        extra, retired = self._count - self._permanent + 1, list(self._retired)
+        if self._fits(extra + len(retired), limit_bytes):
+            self._all = [*self._all, *self._new(1, self._slot_bytes)]
+        elif retired and self._fits(extra, limit_bytes):
+            self._be_idle(retired[0])
         else:
             return False
-        self._count += 1
-        self.idle.append(slot)
         return True
 
     def retire_extra(self) -> None:
         """Retire idle slots, the last first, until only as many as are permanent are left."""
-        while self._count > self._permanent and self.idle:
-            self._retire(self.idle.pop())
+        idle = self.idle
+        while self._count > self._permanent and idle:
+            idle.pop().holder = _NOBODY_MORE
+        self.free_retired()
 
     def free_retired(self) -> None:
-        """Free the retired slots that no copy reads any more, in the order of their retirement."""
-        while self._retired and self._retired[0].free.query():
-            self._retired.popleft()
+        """Free the retired slots that no copy reads any more."""
+        done = [slot for slot in self._retired if slot.free.query()]
+        if done:
+            self._all = [slot for slot in self._all if slot not in done]
 
     @property
     def at_limit(self) -> bool:
@@ -128,21 +173,29 @@ class Slots:
     @property
     def extra_bytes(self) -> int:
         """Device bytes of all extra slots, the retired ones that are not free yet included."""
-        return (self._count - self._permanent + len(self._retired)) * self._slot_bytes
+        return (len(self._all) - self._permanent) * self._slot_bytes
 
-    def _new(self, count: int, slot_bytes: int) -> deque[Slot]:
+    @property
+    def _retired(self) -> Iterator[Slot]:
+        return (slot for slot in self._all if slot.holder is _NOBODY_MORE)
+
+    @property
+    def _count(self) -> int:
+        return sum(slot.holder is not _NOBODY_MORE for slot in self._all)
+
+    def _be_idle(self, slot: Slot) -> None:
+        # First the place behind those that become free earlier.
+        self._all = [*(each for each in self._all if each is not slot), slot]
+        slot.holder = None
+
+    def _new(self, count: int, slot_bytes: int) -> list[Slot]:
         memory = [
             torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
         ]
         # The first copy into a slot must run behind whatever used this memory before.
         born = self._device.record()
-        return deque(Slot(each, born) for each in memory)
+        return [Slot(each, born) for each in memory]
 
     def _fits(self, extra: int, limit_bytes: int | None) -> bool:
         fits = limit_bytes is None or extra * self._slot_bytes <= limit_bytes
         return fits and self._permanent + extra <= self._most
-
-    def _retire(self, slot: Slot) -> None:
-        self._count -= 1
-        self._retired.append(slot)
-        self.free_retired()

@@ -47,7 +47,7 @@ FinishUpdate = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 class ShardBlock(VisitingBlock):
     """The `shards` of one gather, side by side in one of the `slots` during a visit.
 
-    `take` returns a slot.
+    `make_idle` sees to an idle one.
     """
 
     is_streamed = True
@@ -57,7 +57,7 @@ class ShardBlock(VisitingBlock):
         device: Device,
         homes: Homes,
         slots: Slots,
-        take: Callable[[], Slot],
+        make_idle: Callable[[], None],
         shards: Sequence[Shard],
         index: int,
     ) -> None:
@@ -66,7 +66,7 @@ class ShardBlock(VisitingBlock):
         self.shards = shards
         self.trained: list[torch.Tensor] = [shard.param for shard in shards if shard.param.requires_grad]
         self._homes = homes
-        self._slots, self._take = slots, take
+        self._slots, self._make_idle = slots, make_idle
         self._sizes = [shard.memory.nbytes for shard in shards]
         self._offsets, self.size_bytes = layout(storages_of(shards))
         homes.keep(index, [bytes_of(shard.memory) for shard in shards], self._offsets, self.size_bytes)
@@ -77,18 +77,23 @@ class ShardBlock(VisitingBlock):
     def load(self) -> None:
         """Start the H2D copy into a slot, behind its last use and the last copy home."""
         self._device.refuse_capture("shard streaming")
-        with deferred_interrupts():
-            slot = self._take()
-            try:
-                arrived = self._device.copy_in(
-                    slot.bytes[: self.size_bytes],
-                    self._homes.bytes_of(self.index),
-                    after=(slot.free, self._stored),
-                )
-            except BaseException:
-                self._slots.give_back(slot, after=slot.free)
-                raise
+        self._make_idle()
+
+        def copy(slot: Slot) -> Event:
+            arrived = self._device.copy_in(
+                slot.bytes[: self.size_bytes],
+                self._homes.bytes_of(self.index),
+                after=(slot.free, self._stored),
+            )
             self._slot, self._memory, self._started = slot, slot.bytes, lambda: arrived
+            return arrived
+
+        self._slots.fill(self, copy)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is on the device or on its way: it holds its slot."""
+        return self._slot is not None and self._slot.holder is self
 
     def wait(self) -> None:
         """Make the live current stream wait until the shards are on the device."""
@@ -104,10 +109,9 @@ class ShardBlock(VisitingBlock):
         for stream in self._read_on:
             with self._device.on(stream):
                 read.append(self._device.record())
-        with deferred_interrupts():
-            slot, self._slot, self._memory, self._read_on = self._slot, None, None, []
-            last = together(*read, self._started(), self._stored, self._brought)
-            self._slots.give_back(slot, after=last)
+        last = together(*read, self._started(), self._stored, self._brought)
+        self._slots.give_back(self._slot, after=last)
+        self._slot, self._memory, self._read_on = None, None, []
 
     def gather(self, index: int) -> torch.Tensor:
         """Return shard `index`, padded and flat, to a gather on the live current stream."""
@@ -190,7 +194,7 @@ class StreamedShards:
         slot_bytes = max(layout(storages_of(each))[1] for each in shards)
         self._slots.allocate(slot_bytes, permanent=0, most=len(shards))
         self._blocks = [
-            ShardBlock(device, homes, self._slots, self._take_slot, each, index)
+            ShardBlock(device, homes, self._slots, self._make_idle, each, index)
             for index, each in enumerate(shards)
         ]
         self._places: dict[torch.Tensor, tuple[ShardBlock, int]] = {
@@ -243,7 +247,7 @@ class StreamedShards:
 
     def end_forward(self) -> None:
         """Free the slots of a forward whose backward follows."""
-        with self._noting_status_on_error(), deferred_interrupts():
+        with self._noting_status_on_error():
             self.window.release_at_turn()
             with self._device.on(self._stream):
                 self._slots.free()
@@ -336,12 +340,11 @@ class StreamedShards:
             self._is_stale = False
             self.window.reload()
 
-    def _take_slot(self) -> Slot:
-        """Return an idle slot, or one more where all are taken."""
-        if not self._slots.idle:
+    def _make_idle(self) -> None:
+        """Have an idle slot, one more where all are held."""
+        if self._slots.first_idle is None:
             with self._device.on(self._stream):
                 self._slots.add_extra(None)
-        return self._slots.take()
 
     def _visit(self, block: ShardBlock) -> Event:
         self._reload_stale()

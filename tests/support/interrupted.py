@@ -40,11 +40,10 @@ def interrupted(nth, run, files, functions=None):
     return reached
 
 
-def at_each_bytecode(begin, act, check, *, files, functions=None, stride=1):
+def at_each_bytecode(begin, act, check, *, files, functions=None, most=None):
     """`act(begin())` with Ctrl-C before each bytecode of `files`, and `check` with the same behind it.
 
-    `functions` are the names of those that count, by default all. Of many bytecodes every one at a `stride` suffices.
-    Returns how many there are.
+    `functions` are the names of those that count, by default all. Of more than `most` bytecodes every so many.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -52,10 +51,9 @@ def at_each_bytecode(begin, act, check, *, files, functions=None, stride=1):
         bytecodes = interrupted(0, lambda: act(subject), files, functions)
         assert bytecodes > 0
         check(subject, "without an interrupt")
-        for nth in range(1, bytecodes + 1, stride):
+        for nth in range(1, bytecodes + 1, -(-bytecodes // (most or bytecodes))):
             subject = begin()
             interrupted(nth, lambda subject=subject: act(subject), files, functions)
             check(subject, f"bytecode {nth} of {bytecodes}")
     finally:
         signal.signal(signal.SIGINT, before)
-    return bytecodes

@@ -11,8 +11,8 @@ first chunks of the next step; these arrive behind forward and backward.
 Chunks of resident states with gradients from the host have slots of their own, as long as their gradients. Such a
 slot is free long before one read by a copy out, and neither kind waits for the other.
 
-The pipeline knows chunks and gradients. `share` decides their part in a step and the waits for weights. Every slot is
-either idle, or holds a chunk in `_loaded`, or is retired; it moves between these where nothing can fail.
+The pipeline knows chunks and gradients. `share` decides their part in a step and the waits for weights. A chunk is
+loaded while a slot holds it; there is no other account.
 
 A step is planned (`plan`, which allocates and changes nothing) and begun (`begin`). Then `advance`, `queue_for` and
 `finish` queue its chunks. The weights of a chunk may have to visit the device first: that may raise, and the chunk is
@@ -33,11 +33,10 @@ import torch
 
 from offload_arithmetic.sizes import LEAST_SLOTS
 from reference_impl.device import REACHED, Device, Event, EventGroup, together
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.slots import Slot, Slots
 from reference_impl.optimizers.algorithms import Algorithm
 from reference_impl.optimizers.layout import Member
-from reference_impl.optimizers.step import as_one
+from reference_impl.optimizers.step import as_one, as_steps_run
 from reference_impl.optimizers.streamed.chunks import Chunk
 from reference_impl.optimizers.streamed.step import StreamedStep
 from reference_impl.optimizers.streamed.update import ChunkUpdate, StepNumbers
@@ -95,8 +94,6 @@ class StreamedPipeline:
         self._update = ChunkUpdate(device, algorithm, follows_writes=follows_writes)
         # For chunks with incoming states, and for chunks with gradients alone.
         self._slots, self._gradient_slots = Slots(device), Slots(device)
-        # Chunks on the device or on their way in, not updated yet, in the order of their copies.
-        self._loaded: dict[Chunk, tuple[Slot, Event]] = {}
         # The last step; its unqueued chunks, and of these the unloaded ones, by their slots.
         self._queue = ChunkQueue([], {}, None, 0)
         self._unqueued: deque[Chunk] = deque()
@@ -109,8 +106,8 @@ class StreamedPipeline:
 
     @property
     def loaded(self) -> tuple[Chunk, ...]:
-        """Chunks on the device or on their way in, not updated yet, in the order of their copies."""
-        return tuple(self._loaded)
+        """Chunks on the device or on their way in, not updated yet, of each kind in the order of their copies."""
+        return tuple(slot.holder for slots in (self._gradient_slots, self._slots) for slot in slots.held)
 
     @property
     def unqueued(self) -> int:
@@ -231,41 +228,37 @@ class StreamedPipeline:
         Extra slots are allocated on the live current stream, of at most `limit_bytes` in all if given; they retire
         once their chunks have been copied out. Where memory is short fewer chunks come in, and nothing is raised.
         """
-        with deferred_interrupts():
-            try:
-                self.finish()
-                while chunks and (self._slots.idle or self._slots.add_extra(limit_bytes)):
-                    chunk = chunks[0]
-                    if not chunk.resident and chunk not in self._loaded:
-                        self._load(chunk)
-                    chunks.popleft()
-            except (torch.OutOfMemoryError, MemoryError):
-                # The chunks come in with the step instead.
-                return
+        try:
+            self.finish()
+            while chunks and (self._slots.first_idle or self._slots.add_extra(limit_bytes)):
+                chunk = chunks[0]
+                if not chunk.resident and self._slots.held_by(chunk) is None:
+                    self._load(chunk)
+                chunks.popleft()
+        except (torch.OutOfMemoryError, MemoryError):
+            # The chunks come in with the step instead.
+            return
 
     def free_slots(self) -> None:
         """Free the slots until `plan`, unless a step has begun or chunks have come in: to the live current stream."""
-        if not self._unqueued and not self._loaded:
-            with deferred_interrupts():
-                self._slots.free()
-                self._gradient_slots.free()
+        if not self._unqueued and not self.loaded:
+            self._slots.free()
+            self._gradient_slots.free()
 
     def drop_prefetched(self) -> None:
         """Block until the chunks that were prefetched have come in, and drop them: their storage may be written."""
-        for _, arrived in self._loaded.values():
-            arrived.synchronize()
-        with deferred_interrupts():
-            for chunk in self.loaded:
-                self._drop(chunk, needed=0)
-            self._slots.retire_extra()
-            self._slots.free_retired()
+        held = [(slots, slot) for slots in (self._gradient_slots, self._slots) for slot in slots.held]
+        for _, slot in held:
+            slot.arrived.synchronize()
+        for slots, slot in held:
+            slots.give_back(slot, after=slot.arrived, needed=0)
+        self._slots.retire_extra()
 
     def close(self) -> None:
         """Drop the buffers, once all copies are done."""
         self._update.close()
         self._queue = ChunkQueue([], {}, None, 0)
         self._following.clear()
-        self._loaded.clear()
         self._unqueued.clear()
         self._unloaded.clear()
         self._slots, self._gradient_slots = Slots(self._device), Slots(self._device)
@@ -280,35 +273,38 @@ class StreamedPipeline:
         if step is None:
             return
         missing = min(count, len(chunks)) - (len(chunks) - len(self._unqueued))
-        if missing <= 0:
-            return
-        with deferred_interrupts(), torch.inference_mode(False), torch.no_grad():
-            for _ in range(missing):
-                home = self._unqueued[0].home
-                # Before anything else, and on the live current stream, whose memory the weights take.
-                visits = () if home is None else (home.visit(),)
-                with as_one():
-                    self._update_next(step, visits)
-                    if not self._unqueued:
-                        self._end_step()
+        if missing > 0:
+            self._queue_next(step, missing)
+
+    @as_steps_run
+    def _queue_next(self, step: StreamedStep, count: int) -> None:
+        for _ in range(count):
+            home = self._unqueued[0].home
+            # Before anything else, and on the live current stream, whose memory the weights take.
+            visits = () if home is None else (home.visit(),)
+            with as_one():
+                self._update_next(step, visits)
+                if not self._unqueued:
+                    self._end_step()
 
     def _end_step(self) -> None:
         """Copy the next step's first chunks in, each once one of the permanent slots becomes free."""
         self._queue.step = None
         self._slots.retire_extra()
-        chunks = self._queue.chunks
+        chunks, loaded = self._queue.chunks, self.loaded
         # Chunks that came last time, or the same again.
         for chunk in self._following.get(chunks[0], chunks) if chunks else ():
-            if not self._slots.idle:
+            if self._slots.first_idle is None:
                 return
             # Gradients on the host still are the last step's.
-            if not chunk.resident and chunk not in self._loaded and chunk.gradients is None:
+            if not chunk.resident and chunk not in loaded and chunk.gradients is None:
                 self._load(chunk)
 
     def _update_next(self, step: StreamedStep, visits: Iterable[Event]) -> None:
         """Queue the update of the chunk at the head, behind its weights' `visits`, and the next copy into its slot."""
         chunk = self._unqueued[0]
-        slot, arrived = self._slot_of(chunk) if chunk.comes_in else (None, REACHED)
+        slot = self._slot_of(chunk) if chunk.comes_in else None
+        arrived = REACHED if slot is None else slot.arrived
         buffer = chunk.storage if slot is None else chunk.states_in(slot.bytes)
         came_in = None if slot is None else chunk.gradients_in(slot.bytes)
         with self._device.on_update_stream():
@@ -325,7 +321,6 @@ class StreamedPipeline:
         for piece in chunk.pieces:
             self.updated[piece.member] = updated
         self._unqueued.popleft()
-        self._loaded.pop(chunk, None)
         if slot is not None:
             slots = self._slots_for(chunk)
             slots.give_back(slot, after=free, needed=len(self._unloaded[slots]))
@@ -346,49 +341,49 @@ class StreamedPipeline:
                 stored = [each for each in stored if isinstance(each, EventGroup)] + [copied]
         return together(*stored)
 
-    def _slot_of(self, chunk: Chunk) -> tuple[Slot, Event]:
-        """Return the slot of `chunk` and the event after which it has come in; load it if it is not loaded."""
-        if chunk not in self._loaded:
+    def _slot_of(self, chunk: Chunk) -> Slot:
+        """Return the slot of `chunk`; load it if it is not loaded."""
+        slots = self._slots_for(chunk)
+        slot = slots.held_by(chunk)
+        if slot is None:
             # There was no slot, because the order has changed since the prefetch. The last one loaded is needed last.
-            slots = self._slots_for(chunk)
-            if not slots.idle:
-                self._drop(
-                    next(each for each in reversed(self._loaded) if self._slots_for(each) is slots), needed=1
-                )
+            if slots.first_idle is None:
+                last = slots.held[-1]
+                slots.give_back(last, after=last.arrived, needed=1)
             self._note_unloaded()
             self._load_idle()
-        return self._loaded[chunk]
-
-    def _drop(self, chunk: Chunk, *, needed: int) -> None:
-        """Give the slot of a chunk back that has not been updated."""
-        slot, arrived = self._loaded.pop(chunk)
-        self._slots_for(chunk).give_back(slot, after=arrived, needed=needed)
+            slot = slots.held_by(chunk)
+        assert slot is not None
+        return slot
 
     def _note_unloaded(self) -> None:
         """Note the chunks to load; gradients alone are short and come before states."""
         self._unloaded = {self._gradient_slots: deque(), self._slots: deque()}
+        loaded = set(self.loaded)
         for chunk in self._unqueued:
-            if chunk.comes_in and chunk not in self._loaded:
+            if chunk.comes_in and chunk not in loaded:
                 self._unloaded[self._slots_for(chunk)].append(chunk)
 
     def _load_idle(self) -> None:
         """Load as many chunks as there are idle slots."""
         for slots, unloaded in self._unloaded.items():
-            while unloaded and slots.idle:
+            while unloaded and slots.first_idle:
                 self._load(unloaded[0])
                 unloaded.popleft()
 
     def _load(self, chunk: Chunk) -> None:
         """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
-        slots = self._slots_for(chunk)
-        slot = slots.idle[0]
-        arrived: Event = REACHED
-        if not chunk.resident:
-            arrived = self._device.copy_in(
-                chunk.states_in(slot.bytes), chunk.storage, after=(slot.free, chunk.stored)
-            )
-        gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
-        if chunk.gradients is not None and gradients is not None and step is not None:
-            arrivals = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
-            arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *arrivals))
-        self._loaded[chunk] = slots.take(), arrived
+
+        def copy(slot: Slot) -> Event:
+            arrived: Event = REACHED
+            if not chunk.resident:
+                arrived = self._device.copy_in(
+                    chunk.states_in(slot.bytes), chunk.storage, after=(slot.free, chunk.stored)
+                )
+            gradients, step = chunk.gradients_in(slot.bytes), self._queue.step
+            if chunk.gradients is not None and gradients is not None and step is not None:
+                arrivals = (step.arrived[p.member] for p in chunk.pieces if p.member in step.arrived)
+                arrived = self._device.copy_in(gradients, chunk.gradients, after=(slot.free, *arrivals))
+            return arrived
+
+        self._slots_for(chunk).fill(chunk, copy)

@@ -7,6 +7,8 @@ from interrupted import at_each_bytecode
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, hybrid, streaming, train, twins
 
+# How many bytecodes of a long change.
+MOST = pytest.mark.parametrize("most", [60, pytest.param(1500, marks=pytest.mark.slow)])
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 BUILDS = {
@@ -27,8 +29,9 @@ def same(one, other):
     return bool(one == other)
 
 
+@MOST
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_load(device, build):
+def test_a_load(device, build, most):
     """The next call writes what is missing, and meanwhile each group has a rate that a scheduler finds."""
     model, _ = twins(device)
     with BUILDS[build](model) as optimizer:
@@ -50,14 +53,14 @@ def test_a_load(device, build):
             assert same(found, new) if status == "begun" else same(found, old) or same(found, new), where
             met.add((status, same(found, new)))
 
-        for functions, stride in ((("replace", "go_on", "take_over"), 1), (("_write", "__setitem__"), 60)):
+        for functions in (("replace", "go_on", "take_over"), ("_write", "__setitem__")):
             at_each_bytecode(
                 begin,
                 lambda subject: optimizer.load_state_dict(new),
                 check,
                 files=("optimizers/state_dict.py", "optimizers/parameter_state.py"),
                 functions=functions,
-                stride=stride,
+                most=most,
             )
         assert {each for each, _ in met} >= {"begun"}
         assert {taken for _, taken in met} == {True, False}
@@ -69,8 +72,9 @@ def hooks_on(model):
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
 
 
+@MOST
 @pytest.mark.parametrize("is_attached", [False, True])
-def test_attaching(device, is_attached):
+def test_attaching(device, is_attached, most):
     """Whoever is told that a model is attached has its hooks, and detaching takes all of them off."""
     model, _ = twins(device)
     with hybrid(model) as optimizer:
@@ -91,24 +95,23 @@ def test_attaching(device, is_attached):
             optimizer.detach()
             assert not hooks_on(model), where
 
-        at_each_bytecode(
-            begin,
-            lambda subject: optimizer.attach(model),
-            check,
-            files=("optimizers/readers.py", "memory/closing.py"),
-            functions=("attach", "hook", "do_undoably", "undo_all"),
-        )
-        at_each_bytecode(
-            begin,
-            lambda subject: optimizer.attach(model),
-            check,
-            files=("optimizers/forward_waits.py", "optimizers/writes/module_load.py"),
-            stride=50,
-        )
+        for files, functions in (
+            (("optimizers/readers.py", "memory/closing.py"), ("attach", "hook", "do_undoably", "undo_all")),
+            (("optimizers/forward_waits.py", "optimizers/writes/module_load.py"), None),
+        ):
+            at_each_bytecode(
+                begin,
+                lambda subject: optimizer.attach(model),
+                check,
+                files=files,
+                functions=functions,
+                most=most,
+            )
 
 
+@MOST
 @pytest.mark.parametrize("build", BUILDS)
-def test_a_new_group(device, build):
+def test_a_new_group(device, build, most):
     """It is there with its states, or it is not, and the others are trained as without it."""
     data = batches(device.torch_device, 2)
     plain, _ = twins(device)
@@ -149,6 +152,57 @@ def test_a_new_group(device, build):
             "optimizers/trained.py",
         ),
         functions=("_add_group", "_admit", "_admit_new", "add", "_take_back", "_admitted"),
-        stride=2,
+        most=most,
     )
     assert found == {True, False}
+
+
+@MOST
+@pytest.mark.parametrize("build", ["three ways", "prefetched"])
+def test_chunks_through_slots(device, build, most):
+    """The batch is taken, or it is left out and the next one is as without it, also where chunks were prefetched."""
+    data = batches(device.torch_device, 3)
+    builds = {
+        **BUILDS,
+        "prefetched": lambda model: streaming(model, device_budget_bytes=2**18, chunk_bytes=3000),
+    }
+
+    def made():
+        model, _ = twins(device)
+        optimizer = builds[build](model)
+        optimizer.attach(model)
+        train(model, optimizer, data[:1])
+        return model, optimizer
+
+    wants = []
+    for rest in (data[1:], data[2:]):
+        model, optimizer = made()
+        with optimizer:
+            train(model, optimizer, rest)
+        wants.append([param.detach().clone() for param in model.parameters()])
+    met = set()
+
+    def check(subject, where):
+        model, optimizer = subject
+        with optimizer:
+            optimizer.zero_grad()
+            train(model, optimizer, data[2:])
+        fates = [all(map(torch.equal, model.parameters(), want)) for want in wants]
+        assert any(fates), where
+        met.add(fates.index(True))
+
+    for functions in (
+        ("copy", "fill"),
+        ("prefetch", "_queue_next"),
+        ("give_back", "retire_extra", "add_extra", "_be_idle"),
+    ):
+        at_each_bytecode(
+            made,
+            lambda subject: train(*subject, data[1:2]),
+            check,
+            files=("streamed/pipeline.py", "memory/slots.py"),
+            functions=functions,
+            most=most,
+        )
+    # Without a prefetch no chunk moves before a step has begun.
+    assert met == ({0, 1} if build == "prefetched" else {0})

@@ -23,6 +23,21 @@ class Unreached:
         assert self.reached
 
 
+def filled(slots, holder=None):
+    """The slot that a new holder, or `holder`, has now."""
+    holder = holder or object()
+    slots.fill(holder, lambda slot: REACHED)
+    return slots.held_by(holder)
+
+
+def last_filled(slots):
+    """The last idle slot, filled; the others are idle, in their order."""
+    *others, last = [filled(slots) for _ in slots.idle]
+    for slot in others:
+        slots.give_back(slot, after=REACHED)
+    return last
+
+
 def test_extra_slots_are_added_up_to_number_and_bytes(device):
     slots = Slots(device)
     slots.allocate(BYTES, permanent=3, most=6)
@@ -44,11 +59,10 @@ def test_an_extra_slot_is_freed_once_nobody_reads_it(device):
         slots.allocate(BYTES, permanent=1, most=2)
         base = ledger.device_bytes
         slots.add_extra(None)
-        slot = slots.idle.pop()
-        event = Unreached()
+        slot, event = last_filled(slots), Unreached()
         slots.give_back(slot, after=event, needed=1)
         assert slot in slots.idle
-        slots.idle.remove(slot)
+        assert last_filled(slots) is slot
         slots.give_back(slot, after=event, needed=0)
         assert slot not in slots.idle
         del slot
@@ -65,20 +79,19 @@ def test_the_slots_that_become_free_first_are_kept(device):
     slots.allocate(BYTES, permanent=2, most=6)
     while slots.add_extra(None):
         pass
-    taken = [slots.take() for _ in range(6)]
+    taken = [filled(slots) for _ in range(6)]
     for slot in taken:
         slots.give_back(slot, after=REACHED, needed=3)
-    assert list(slots.idle) == taken[:5]
+    assert slots.idle == taken[:5]
     slots.retire_extra()
-    assert list(slots.idle) == taken[:2]
+    assert slots.idle == taken[:2]
 
 
 def test_a_retired_slot_is_used_again_where_no_new_one_fits(device):
     slots = Slots(device)
     slots.allocate(BYTES, permanent=1, most=3)
     slots.add_extra(None)
-    slot = slots.idle.pop()
-    event = Unreached()
+    slot, event = last_filled(slots), Unreached()
     slots.give_back(slot, after=event, needed=0)
     assert slot not in slots.idle
     assert not slots.add_extra(BYTES - 1)
@@ -86,7 +99,7 @@ def test_a_retired_slot_is_used_again_where_no_new_one_fits(device):
     assert slots.idle[-1] is slot
     assert slot.free is event
     assert slots.extra_bytes == BYTES
-    slots.idle.remove(slot)
+    assert last_filled(slots) is slot
     slots.give_back(slot, after=event, needed=0)
     assert slots.add_extra(2 * BYTES)
     assert slots.idle[-1] is not slot
@@ -96,9 +109,9 @@ def test_a_retired_slot_is_used_again_where_no_new_one_fits(device):
 def test_permanent_slots_are_allocated_anew_only_to_grow(device):
     slots = Slots(device)
     slots.allocate(BYTES, permanent=2, most=2)
-    before = list(slots.idle)
+    before = slots.idle
     slots.allocate(BYTES // 2, permanent=2, most=9)
-    assert list(slots.idle) == before
+    assert slots.idle == before
     slots.allocate(2 * BYTES, permanent=3, most=9)
     assert [slot.bytes.numel() for slot in slots.idle] == [2 * BYTES] * 3
     assert slots.idle[0].bytes.dtype == torch.uint8
@@ -111,11 +124,11 @@ def test_slots_that_are_kept_come_round_in_order(device):
     assert not slots.idle
     assert slots.add_extra(None)
     assert slots.add_extra(None)
-    one, two = slots.take(), slots.take()
+    one, two = filled(slots), filled(slots)
     assert one.bytes.device == device.torch_device
     for slot in (one, two):
         slots.give_back(slot, after=REACHED)
-    assert [slots.take(), slots.take()] == [one, two]
+    assert [filled(slots), filled(slots)] == [one, two]
     slots.give_back(two, after=REACHED)
     slots.free()
     assert slots.extra_bytes == BYTES
