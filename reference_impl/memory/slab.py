@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from reference_impl.device import Device
-from reference_impl.memory.closing import undo_all, undo_as_one
+from reference_impl.memory.closing import do_undoably, undo_as_one
 from reference_impl.memory.host import (
     HostMemoryError,
     available_bytes,
@@ -35,7 +35,6 @@ from reference_impl.memory.host import (
     host_storages,
     left_of_address_space,
 )
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.pinned import PinnedMemoryError, pinned_book
 from reference_impl.memory.worker import Worker
 
@@ -61,7 +60,8 @@ class _Promises:
         self._lock = threading.Lock()
         self._size_bytes = 0
 
-    def make(self, size_bytes: int, remedy: str) -> None:
+    def make(self, size_bytes: int, remedy: str) -> Callable[[], None]:
+        """Promise `size_bytes`; return the call that keeps the promise. Raises HostMemoryError."""
         # Before the lock: finalizers may run.
         available_bytes(size_bytes + self._size_bytes + RESERVE_BYTES)
         with self._lock:
@@ -69,8 +69,9 @@ class _Promises:
             if size_bytes > available:
                 raise HostMemoryError(needed_bytes=size_bytes, available_bytes=available, remedy=remedy)
             self._size_bytes += size_bytes
+        return partial(self._keep, size_bytes)
 
-    def keep(self, size_bytes: int) -> None:
+    def _keep(self, size_bytes: int) -> None:
         with self._lock:
             self._size_bytes -= size_bytes
 
@@ -105,83 +106,57 @@ class Slab:
         self.size_bytes = (
             rounded_bytes if most_bytes is None else max(min(rounded_bytes, most_bytes), size_bytes)
         )
-        is_promised = is_counted = False
+        # What gives back all that has been taken, the last first. A call that has failed stays, and is tried again, by
+        # another close() or at the latest by the finalizer.
+        self._unlocking: list[Callable[[], None]] = []
+        promised: list[Callable[[], None]] = []
         try:
-            with deferred_interrupts():
-                _promises.make(self.size_bytes, remedy)
-                is_promised = True
-            with deferred_interrupts():
-                is_counted = pinned and _may_pin(self.size_bytes, or_pageable, for_ring=for_ring)
-            self.is_pinned = is_counted
-            self._map(_mapped(self.size_bytes, remedy), device, touching_threads, for_ring=for_ring)
-            is_counted = False
+            try:
+                do_undoably(partial(_promises.make, self.size_bytes, remedy), promised)
+                self.is_pinned = pinned and self._may_pin(or_pageable, for_ring=for_ring)
+                self._map(_mapped(self.size_bytes, remedy), device, touching_threads)
+            except BaseException:
+                undo_as_one(self._unlocking)
+                raise
+            finally:
+                undo_as_one(promised)
         finally:
-            with deferred_interrupts():
-                if is_counted and not hasattr(self, "_finalizer"):
-                    pinned_book.give_back(self.size_bytes, for_ring=for_ring)
-                if is_promised:
-                    _promises.keep(self.size_bytes)
+            # A signal may have come before the same line above.
+            undo_as_one(promised)
 
-    def _map(self, pages: mmap.mmap, device: Device, touching_threads: int, *, for_ring: bool) -> None:
+    def _may_pin(self, or_pageable: bool, *, for_ring: bool) -> bool:
+        """Count the bytes as pinned; beyond the limit return False if `or_pageable`, else raise."""
+        try:
+            do_undoably(partial(_counted, self.size_bytes, for_ring=for_ring), self._unlocking)
+        except PinnedMemoryError:
+            if not or_pageable:
+                raise
+            return False
+        return True
+
+    def _map(self, pages: mmap.mmap, device: Device, touching_threads: int) -> None:
         if self.is_pinned and device.pins_host_memory:
             # A forked child must neither copy locked pages nor make the parent write to others.
             pages.madvise(mmap.MADV_DONTFORK)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)
-        address = self.bytes.untyped_storage().data_ptr()
-        try:
-            host_storages.add(address)
-            _touch(self.bytes, touching_threads)
-            self._lock(device, address, for_ring=for_ring)
-        except BaseException:
-            if not hasattr(self, "_finalizer"):
-                host_storages.discard(address)
-            raise
-
-    def _lock(self, device: Device, address: int, *, for_ring: bool) -> None:
+        do_undoably(partial(_known, device, self.bytes.untyped_storage().data_ptr()), self._unlocking)
+        _touch(self.bytes, touching_threads)
         # Pages that are locked and counted are sure to be released: the finalizer is there before either.
-        with deferred_interrupts():
-            # A step that has failed is tried again, by another close() or at the latest by the finalizer.
-            self._unlocking: list[Callable[[], None]] = [
-                partial(_forget, device, address),
-                partial(host_book.add, reserved=-self.size_bytes),
-            ]
-            if self.is_pinned:
-                self._unlocking += [
-                    partial(pinned_book.give_back, self.size_bytes, for_ring=for_ring),
-                    partial(device.unpin, address),
-                ]
-            finalizer = weakref.finalize(
-                self, _release_dropped, device if self.is_pinned else None, self._unlocking
-            )
-            try:
-                self._count_and_pin(device)
-            except BaseException:
-                finalizer.detach()
-                raise
-            self._finalizer = finalizer
-
-    def _count_and_pin(self, device: Device) -> None:
-        host_book.add(reserved=self.size_bytes)
-        try:
-            if self.is_pinned:
-                device.pin(self.bytes)
-        except BaseException:
-            # Memory may be missing behind the registration, which would outlive the pages.
-            if self.is_pinned and self.bytes.is_pinned():
-                device.unpin(self.bytes.data_ptr())
-            host_book.add(reserved=-self.size_bytes)
-            raise
+        on_device = device if self.is_pinned else None
+        self._finalizer = weakref.finalize(self, _release_dropped, on_device, self._unlocking)
+        do_undoably(partial(_reserved, self.size_bytes), self._unlocking)
+        if self.is_pinned:
+            do_undoably(partial(_pinned, device, self.bytes), self._unlocking)
 
     @property
     def is_open(self) -> bool:
         """Whether the pages are still locked and counted."""
-        return self._finalizer.alive
+        return bool(self._unlocking)
 
     def close(self) -> None:
         """Unlock the pages. Views handed out earlier stay readable but are pageable from then on."""
-        with deferred_interrupts():
-            undo_all(self._unlocking)
-            self._finalizer.detach()
+        undo_as_one(self._unlocking)
+        self._finalizer.detach()
 
 
 def _mapped(size_bytes: int, remedy: str) -> mmap.mmap:
@@ -225,20 +200,38 @@ def _populate(bytes_: torch.Tensor) -> None:
             part.zero_()
 
 
-def _may_pin(size_bytes: int, or_pageable: bool, *, for_ring: bool) -> bool:
-    """Count `size_bytes` as pinned; beyond the limit return False if `or_pageable`, else raise."""
+# Each of these takes something for a slab, and returns the call that gives it back.
+
+
+def _counted(size_bytes: int, *, for_ring: bool) -> Callable[[], None]:
+    pinned_book.take(size_bytes, for_ring=for_ring)
+    return partial(pinned_book.give_back, size_bytes, for_ring=for_ring)
+
+
+def _known(device: Device, address: int) -> Callable[[], None]:
+    host_storages.add(address)
+
+    def forget() -> None:
+        host_storages.discard(address)
+        device.pageable.pop(address, None)
+
+    return forget
+
+
+def _reserved(size_bytes: int) -> Callable[[], None]:
+    host_book.add(reserved=size_bytes)
+    return partial(host_book.add, reserved=-size_bytes)
+
+
+def _pinned(device: Device, pages: torch.Tensor) -> Callable[[], None]:
     try:
-        pinned_book.take(size_bytes, for_ring=for_ring)
-    except PinnedMemoryError:
-        if not or_pageable:
-            raise
-        return False
-    return True
-
-
-def _forget(device: Device, address: int) -> None:
-    host_storages.discard(address)
-    device.pageable.pop(address, None)
+        device.pin(pages)
+    except BaseException:
+        # Memory may be missing behind the registration, which would outlive the pages.
+        if pages.is_pinned():
+            device.unpin(pages.data_ptr())
+        raise
+    return partial(device.unpin, pages.data_ptr())
 
 
 def _release_dropped(device: Device | None, unlocking: list[Callable[[], None]]) -> None:
@@ -267,6 +260,8 @@ class SlabSupply:
     They come in the order in which they were ordered; each is made by one thread. Touching fresh pages is bound by the
     kernel's zeroing, which runs side by side in as many threads; registering them with the driver then overlaps with
     the touching of the next. Nothing here knows how much will be needed: `arena` is told, and orders.
+
+    A slab whose order is lost to a signal dies with it.
     """
 
     def __init__(self, device: Device, *, remedy: str, pinned: bool) -> None:
@@ -284,37 +279,33 @@ class SlabSupply:
 
     def order(self, size_bytes: int, *, most_bytes: int | None = None) -> None:
         """Have a slab of `size_bytes`, rounded up within `most_bytes`, made in the background."""
-        with deferred_interrupts():
-            if self._worker is None:
-                self._worker = Worker(
-                    "make-slab", threads=TOUCHING_THREADS, prepare=self._device.use_in_thread
-                )
-            make = partial(
-                Slab,
-                self._device,
-                size_bytes,
-                remedy=self._remedy,
-                pinned=self._pinned,
-                or_pageable=True,
-                touching_threads=1,
-                most_bytes=most_bytes,
-            )
-            self._orders.append(Order(size_bytes, self._worker, self._worker.submit(make)))
+        if self._worker is None:
+            self._worker = Worker("make-slab", threads=TOUCHING_THREADS, prepare=self._device.use_in_thread)
+        make = partial(
+            Slab,
+            self._device,
+            size_bytes,
+            remedy=self._remedy,
+            pinned=self._pinned,
+            or_pageable=True,
+            touching_threads=1,
+            most_bytes=most_bytes,
+        )
+        self._orders.append(Order(size_bytes, self._worker, self._worker.submit(make)))
 
     def take(self) -> Order | None:
         """Return the order that came first, for `made`; None when there is none."""
-        with deferred_interrupts():
-            if not self._orders:
-                return None
-            if os.getpid() != self._process:
-                # A forked child has the orders, but not the threads that would carry them out.
-                self._orders.clear()
-                self._worker = None
-                return None
-            order = self._orders.popleft()
-            if not self._orders:
-                self._stop()
-            return order
+        if not self._orders:
+            return None
+        if os.getpid() != self._process:
+            # A forked child has the orders, but not the threads that would carry them out.
+            self._orders.clear()
+            self._worker = None
+            return None
+        order = self._orders.popleft()
+        if not self._orders:
+            self._stop()
+        return order
 
     def made(self, order: Order) -> Slab | None:
         """Wait for a slab that was ordered; None when there is no memory for it."""
@@ -327,16 +318,15 @@ class SlabSupply:
 
     def close(self) -> None:
         """Forget all orders, and wait for the one that is being carried out. Calling it again does nothing."""
-        with deferred_interrupts():
-            orders = [*self._orders]
-            self._orders.clear()
-            under_way = [order for order in orders if not order.slab.cancel()]
-            self._stop()
+        under_way = [order for order in [*self._orders] if not order.worker.cancel(order.slab)]
+        self._orders.clear()
+        self._stop()
         for order in under_way:
             with suppress(Exception):
                 order.wait().close()
 
     def _stop(self) -> None:
-        if self._worker is not None:
-            self._worker.end()
-            self._worker = None
+        # One that a signal has kept from being told ends where it is dropped.
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()

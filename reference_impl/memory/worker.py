@@ -99,6 +99,11 @@ class Worker:
                 )
         return wait_uninterrupted(future.result)
 
+    def cancel(self, future: Future[_T]) -> bool:
+        """Forget a task; return whether that was possible: it has not begun."""
+        with self._lock:
+            return future.cancel()
+
     def end(self) -> None:
         """Let the threads end behind the queued tasks, without a wait."""
         with self._lock:

@@ -12,14 +12,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from interrupted import at_each_bytecode
 from interrupts import counted, of_package
 
 from reference_impl.device import REACHED
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.disk import DiskSpace, DiskTier
-from reference_impl.memory.host import host_book
+from reference_impl.memory.host import host_book, host_storages
 from reference_impl.memory.in_flight import InFlight
-from reference_impl.memory.slab import SlabSupply
+from reference_impl.memory.pinned import pinned_book
+from reference_impl.memory.slab import Slab, SlabSupply, _promises
 from reference_impl.memory.spill_file import SpillFile
 from reference_impl.memory.worker import Worker
 
@@ -120,6 +122,36 @@ def test_an_arena_whose_slabs_are_made_ahead(device):
         gc.collect()
         time.sleep(0.01)
     assert host_book.reserved_bytes == reserved_bytes
+
+
+# An interrupt inside a finalizer is lost, as always in Python.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_slab_is_locked_and_counted_or_not(device, monkeypatch, pinned):
+    locked = set()
+    monkeypatch.setattr(type(device), "pin", lambda self, pages: locked.add(pages.data_ptr()))
+    monkeypatch.setattr(type(device), "unpin", lambda self, address: locked.remove(address))
+
+    def taken():
+        gc.collect()
+        return (
+            host_book.reserved_bytes,
+            pinned_book.pinned_bytes,
+            len(host_storages),
+            _promises._size_bytes,
+            locked,
+        )
+
+    def check(subject, where):
+        assert taken() == before, where
+
+    before = (*taken()[:-1], set())
+    at_each_bytecode(
+        lambda: None,
+        lambda subject: Slab(device, MIB, remedy="", pinned=pinned, touching_threads=1).close(),
+        check,
+        files=("memory/slab.py", "memory/closing.py"),
+    )
 
 
 def test_a_supply_of_slabs(device):

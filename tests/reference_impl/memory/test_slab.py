@@ -100,16 +100,16 @@ def test_a_call_that_fails_leaves_nothing_locked_or_counted(device, monkeypatch,
 def test_what_closing_has_failed_to_give_back_another_close_gives_back(monkeypatch):
     before = host_book.reserved_bytes
     slab = Slab(Device.of("cpu"), 4 * MIB, remedy="")
-    real = slab_module.undo_all
+    real = slab_module.undo_as_one
 
     def fails(steps):
         raise MemoryError("injected")
 
-    monkeypatch.setattr(slab_module, "undo_all", fails)
+    monkeypatch.setattr(slab_module, "undo_as_one", fails)
     with pytest.raises(MemoryError):
         slab.close()
     assert slab.is_open
-    monkeypatch.setattr(slab_module, "undo_all", real)
+    monkeypatch.setattr(slab_module, "undo_as_one", real)
     slab.close()
     slab.close()
     assert not slab.is_open
