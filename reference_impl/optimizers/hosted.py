@@ -21,7 +21,6 @@ from torch import nn
 
 from reference_impl.distributed.mesh import norm_reduction
 from reference_impl.memory.closing import ClosedAtExit, close_behind, undo_all, undo_as_one
-from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.shown import Shown
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.algorithms import Algorithm, MatrixAlgorithm
@@ -251,15 +250,15 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         self._placement.check_room(shares, members, parts)
         with self._engine.aliased.learning(members):
             shares.add(members, parts)
-        with deferred_interrupts():
-            self._trained.add(members)
-            self._admitted(members)
+        # Hooks first, which do nothing for a parameter that is no member; they all are at once.
+        self._admitted(members)
+        self._trained.add(members)
         self._trained.note_idle(self.param_groups)
         for param in [member.param for member in members if member.param in self._states_of_frozen]:
             self.state[param] = self._states_of_frozen.pop(param)
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        """Hear of new members, complete with states."""
+        """Hear of members to come, complete with states; again if a signal came before they were members."""
 
     def _admit_new(self) -> None:
         """Make states of the trainable parameters that have none, and let the attached model wait for them."""

@@ -165,8 +165,10 @@ class HybridDeviceOptimizer(HostedOptimizer):
     @in_turn
     def _on_gradient(self, param: torch.Tensor, reduced: torch.Tensor | None = None) -> None:
         """A gradient is accumulated, or `reduced`: send it if it is final; in mode `update` update buckets."""
-        member = self._members[param]
-        engine = self._engine
+        engine, member = self._engine, self._members.get(param)
+        if member is None:
+            # See `_admit`.
+            return
         if self._leaving.rest is not None and not engine.attached.waits:
             raise checks.forward_before_step()
         if reduced is None and engine.attached and engine.open.prefetches:

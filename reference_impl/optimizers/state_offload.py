@@ -20,9 +20,8 @@ from torch import nn
 
 from offload_arithmetic.sizes import STATE_CHUNK_BYTES
 from offload_arithmetic.update_time import Split
-from reference_impl.memory.closing import undo_all
 from reference_impl.optimizers import checks
-from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
+from reference_impl.optimizers.gradients.backward_hooks import GradientHooks
 from reference_impl.optimizers.gradients.standing import StandingGradients
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.model_hooks import forgetful
@@ -109,6 +108,8 @@ class OptimizerStateOffloader(HostedOptimizer):
             reduce_norm_squared=reduce_norm_squared,
             shows_steps=streaming.states != "exact",
         )
+        self._accumulated = GradientHooks(forgetful(self._on_gradient))
+        self._hooks.append(self._accumulated.close)
         self._start(
             Shares(device, wrapped.algorithm, streamed=share),
             SplitPlacement(Split(1 - fraction, fraction, 0.0), stays_in_chunks=True, option="fraction"),
@@ -125,8 +126,7 @@ class OptimizerStateOffloader(HostedOptimizer):
         """
         super().attach(model)
         if self.streamed.prefetches_in_backward:
-            undo_all(self._hooks)
-            hook_gradients(self._members, forgetful(self._on_gradient), self._hooks)
+            self._accumulated.hear(self._members)
 
     @in_turn
     def _on_gradient(self, param: torch.Tensor) -> None:

@@ -36,8 +36,8 @@ class TrainedParameters:
         return [each for each in trained if each[0] not in self.members]
 
     def add(self, members: Iterable[Member]) -> None:
-        """Note new members."""
-        self.members.update((member.param, member) for member in members)
+        """Note new members, all at once."""
+        self.members.update({member.param: member for member in members})
 
     def note_idle(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Note the parameters of `groups` that have no states."""

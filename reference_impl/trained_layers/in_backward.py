@@ -18,7 +18,7 @@ import torch
 
 from reference_impl.device import Device
 from reference_impl.optimizers.cpu.step import CpuStep
-from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
+from reference_impl.optimizers.gradients.backward_hooks import GradientHooks
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
@@ -72,6 +72,8 @@ class InBackwardOptimizer(HostedOptimizer):
             updates_in_backward=True,
             shows_steps=streaming.states != "exact",
         )
+        self._finals = GradientHooks(forgetful(self._on_final))
+        self._hooks.append(self._finals.close)
         self._start(
             Shares(device, wrapped.algorithm, streamed=share, gradients=mover),
             VisitingPlacement(weights, shares),
@@ -93,12 +95,14 @@ class InBackwardOptimizer(HostedOptimizer):
         self._engine.wait_for(members)
 
     def _admitted(self, members: Sequence[Member]) -> None:
-        hook_gradients([member.param for member in members], forgetful(self._on_final), self._hooks)
+        self._finals.hear(member.param for member in members)
 
     def _on_final(self, param: torch.Tensor) -> None:
         """Keep a gradient that is final until backward has passed its block."""
         with self.noting_status_on_error():
-            self._keep_final(self._members[param])
+            # See `_admit`.
+            if param in self._members:
+                self._keep_final(self._members[param])
 
     @in_turn
     def _keep_final(self, member: Member) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from reference_impl.device import Device
-from reference_impl.optimizers.gradients.backward_hooks import hook_gradients
+from reference_impl.optimizers.gradients.backward_hooks import GradientHooks
 from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.hosted import HostedOptimizer
 from reference_impl.optimizers.layout import Member
@@ -99,6 +99,8 @@ class TrainedLayersOptimizer(HostedOptimizer):
             max_grad_norm=max_grad_norm,
             shows_steps=streaming.states != "exact",
         )
+        self._finals = GradientHooks(forgetful(self._on_final))
+        self._hooks.append(self._finals.close)
         self._start(
             Shares(device, wrapped.algorithm, streamed=share, cpu=cpu, gradients=mover),
             VisitingPlacement(weights, shares),
@@ -127,12 +129,15 @@ class TrainedLayersOptimizer(HostedOptimizer):
 
     def _admitted(self, members: Sequence[Member]) -> None:
         self._leaving.add(members, self.streamed.gradient_places(members))
-        hook_gradients([member.param for member in members], forgetful(self._on_final), self._hooks)
+        self._finals.hear(member.param for member in members)
 
     @in_turn
     def _on_final(self, param: torch.Tensor) -> None:
         """Send a final gradient to the host: a block's gradients together."""
-        member = self._members[param]
+        member = self._members.get(param)
+        if member is None:
+            # See `_admit`.
+            return
         if self._leaving.leaves_with_block(member):
             self._leaving.note_final(member, self._send_final)
             return

@@ -10,6 +10,7 @@ Explained in docs/optimizer-offloading.md and docs/distributed.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,27 +19,48 @@ from torch import nn
 
 from reference_impl.device import Device
 from reference_impl.distributed.ddp import Reduced, ReducedGradients, data_parallels, foreign_hook
-from reference_impl.memory.closing import register_undoably, undo_all
+from reference_impl.memory.closing import do_undoably, undo_all
 from reference_impl.optimizers import checks
 from reference_impl.optimizers.gradients.leaving import LeavingGradients
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.model_hooks import forgetful
 
 
-def hook_gradients(
-    params: Iterable[torch.Tensor], hook: Callable[[torch.Tensor], None], undo: list[Callable[[], None]]
-) -> None:
-    """Call `hook` with each of `params` after autograd has accumulated its gradient; `undo` gets the removals.
+class GradientHooks:
+    """Calls `hook` with a parameter after autograd has accumulated its gradient, which it then has.
 
-    If an earlier hook of the user's has dropped the gradient, there is none.
+    If an earlier hook of the user's has dropped the gradient, there is no call.
     """
 
-    def unless_dropped(param: torch.Tensor) -> None:
-        if param.grad is not None:
-            hook(param)
+    def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
+        def unless_dropped(param: torch.Tensor) -> None:
+            if param.grad is not None:
+                hook(param)
 
-    for param in params:
-        register_undoably(param.register_post_accumulate_grad_hook, unless_dropped, undo)
+        # A parameter that has it keeps nothing else here alive.
+        self._hook = unless_dropped
+        self._heard: set[torch.Tensor] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def hear(self, params: Iterable[torch.Tensor]) -> None:
+        """Hear of the gradients of `params` too; of one that is heard already not twice."""
+        for param in params:
+            if param not in self._heard:
+                do_undoably(partial(self._register, param), self._undo)
+
+    def _register(self, param: torch.Tensor) -> Callable[[], None]:
+        handle = param.register_post_accumulate_grad_hook(self._hook)
+        self._heard.add(param)
+
+        def undo() -> None:
+            handle.remove()
+            self._heard.discard(param)
+
+        return undo
+
+    def close(self) -> None:
+        """Hear of nothing any more."""
+        undo_all(self._undo)
 
 
 class BackwardHooks:
@@ -61,8 +83,7 @@ class BackwardHooks:
     ) -> None:
         self._device, self._members, self._gradients = device, members, gradients
         self._on_gradient = forgetful(on_gradient)
-        self._heard: set[torch.Tensor] = set()
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = GradientHooks(self._on_gradient)
         self._reductions: list[ReducedGradients] = []
 
     def hear(self, members: Sequence[Member], *, where_they_leave: bool) -> None:
@@ -76,11 +97,8 @@ class BackwardHooks:
         self._hear(sent if where_they_leave else members)
 
     def _hear(self, members: Iterable[Member]) -> None:
-        for param in (member.param for member in members):
-            # Megatron's shards require no gradient: theirs are put on them.
-            if param.requires_grad and param not in self._heard:
-                self._heard.add(param)
-                hook_gradients([param], self._on_gradient, self._undo)
+        # Megatron's shards require no gradient: theirs are put on them.
+        self._hooks.hear(member.param for member in members if member.param.requires_grad)
 
     def check(self, model: nn.Module, split: Sequence[float]) -> None:
         """Raise ValueError for a DDP in `model` that cannot be served; every rank of it has to call this."""
@@ -134,8 +152,7 @@ class BackwardHooks:
     def close(self) -> None:
         """Hear of nothing any more."""
         self._stop_listening()
-        undo_all(self._undo)
-        self._heard.clear()
+        self._hooks.close()
 
     def _stop_listening(self) -> None:
         for each in self._reductions:
