@@ -157,10 +157,13 @@ class LayerStreamer(Shown, ClosedAtExit):
                 self._lend(block)
             yield
         finally:
-            # Closed inside, weights are the model's own for good.
-            if not self._is_closed:
-                self._take_again(blocks)
-            self._gathered.difference_update(block.index for block in blocks)
+            try:
+                # Closed inside, weights are the model's own for good.
+                if not self._is_closed:
+                    self._take_again(blocks)
+            finally:
+                # Blocks that an error leaves with the model can be gathered again, and then go back.
+                self._gathered.difference_update(block.index for block in blocks)
             if not self._is_closed:
                 self._window.advance()
 

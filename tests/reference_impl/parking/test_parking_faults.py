@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from interrupted import at_each_bytecode
 from interrupts import counted
 from small_net import loss_of, net
 
@@ -190,6 +191,35 @@ def interrupted(places, device):
             assert all(map(torch.equal, weights, weights_without_faults("AdamW", device))), place
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("most", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moves", ["park", "restore"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ctrl_c_within_a_transfer(device, kind, moves, most):
+    """All is parked or all is present, the same call goes on, and host memory is taken once."""
+
+    def begin():
+        model, optimizer = training(kind, device)
+        parked = park(model, optimizer)
+        if moves == "restore":
+            parked.park()
+        return model, optimizer, parked
+
+    def check(subject, where):
+        model, optimizer, parked = subject
+        all_or_nothing(model, parked)
+        if (parked.status == "parked") != (moves == "park"):
+            getattr(parked, moves)()
+        if moves == "park":
+            arena = parked._transfer._arena
+            assert arena.live_bytes == sum(each._block.size_bytes for each in parked._transfer.parked), where
+            parked.restore()
+        parked.close()
+        assert all(map(torch.equal, finished(model, optimizer), weights_without_faults(kind, device))), where
+
+    for file in ("parking/transfer.py", "parking/storage.py"):
+        at_each_bytecode(begin, lambda subject: getattr(subject[2], moves)(), check, files=(file,), most=most)
 
 
 def bytecodes(device):
