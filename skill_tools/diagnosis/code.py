@@ -12,7 +12,7 @@ from skill_tools.configs.config import Config, Setting
 from skill_tools.configs.keys import load_keys
 from skill_tools.diagnosis.failures import Failure, Frame
 
-_OFF = (False, None, 0, 0.0, "none", "false", "", "off")
+_OFF = (False, None, 0, 0.0, "none", "false", "", "off", "0")
 _OFFLOADS = frozenset(
     (
         "layer-activation-offload",
@@ -100,7 +100,7 @@ def set_off(config: Config | None, mechanisms: tuple[str, ...] = ()) -> tuple[Se
         setting
         for key, setting in (config.settings if config is not None else {}).items()
         if key in keys
-        and "offload" in key
+        and "offload" in key.lower()
         and isinstance(setting.value, str | bool | int | float | None)
         and setting.value in _OFF
         and (not mechanisms or keys[key].mechanism in mechanisms)
@@ -116,7 +116,7 @@ def _switched_on(config: Config | None) -> tuple[Setting, ...]:
         for key, setting in config.settings.items()
         if key in known
         and not (isinstance(setting.value, str | bool | int | float | None) and setting.value in _OFF)
-        and ("offload" in key or "nvme" in key)
+        and ("offload" in key.lower() or "nvme" in key)
         and not key.endswith(("pin_memory", "offload_optimizer", "offload_param"))
         and (known[key].mechanism in _OFFLOADS or known[key].mechanism == "parallelism")
     )

@@ -240,7 +240,8 @@ class Mode(NamedTuple):
     `attention_layers` of the recomputed layers keep attention's results on the host instead. With `tile_tokens` modules
     that mix no positions take so many tokens of a sequence at a time, and with `head_groups` attention's backward takes
     one of so many groups of heads. `offload_parameters` is FSDP's or ZeRO's parameter and optimizer offload; DeepSpeed
-    pins its host memory with `pins` (its `pin_memory`). `state_offload` is Megatron's (dev) optimizer-state offload.
+    pins its host memory with `pins` (its `pin_memory`). `state_offload` is Megatron's (dev) optimizer-state offload, or
+    Unsloth's where `state_chunk_bytes` visit the GPU at a time.
     """
 
     optimizer_fraction: float = 0.0
@@ -252,6 +253,7 @@ class Mode(NamedTuple):
     moves_masters: bool = False
     shards_optimizer: bool = False
     state_offload: bool = False
+    state_chunk_bytes: int = 0
     activation_engine: ActivationEngine = ActivationEngine.NONE
     layers: int = 0
     modules: tuple[str, ...] = ()

@@ -8,20 +8,28 @@ from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import python_adapters
-from skill_tools.dialects.candidates import INPUTS, RECOMPUTE, SHARDED, Candidate, without_recomputation
+from skill_tools.dialects.candidates import (
+    INPUTS,
+    RECOMPUTE,
+    SHARDED,
+    Advice,
+    Candidate,
+    without_recomputation,
+)
 from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, TrainingRun
 from skill_tools.dialects.sharding import Part, combined
 from skill_tools.dialects.transformers.run import current
+from skill_tools.dialects.unsloth import states
 
 _FULL, _NONE = Recompute(granularity="full"), Recompute()
 _OWN = "fsdp_config.activation_checkpointing"
 _PARAMETERS = "fsdp_config.cpu_offload"
 
 
-def candidates(config: Config, run: TrainingRun) -> Iterator[Candidate]:
+def candidates(config: Config, run: TrainingRun, advice: Advice) -> Iterator[Candidate]:
     """Yield every way to keep activations, with and without offloading weights."""
-    return combined(config, _activations(config, run), _weights(config, run))
+    return combined(config, _activations(config, run), _weights(config, run, advice))
 
 
 def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
@@ -51,7 +59,7 @@ def _activations(config: Config, run: TrainingRun) -> Iterator[Part]:
     )
 
 
-def _weights(config: Config, run: TrainingRun) -> Iterator[Part]:
+def _weights(config: Config, run: TrainingRun, advice: Advice) -> Iterator[Part]:
     if config.value("fsdp"):
         words = config.value("fsdp")
         kept = [word for word in words if word != "offload"] if isinstance(words, list) else words
@@ -63,4 +71,6 @@ def _weights(config: Config, run: TrainingRun) -> Iterator[Part]:
         )
         yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), offloaded)
         return
-    yield from deepspeed.weights(config, current(config, run))
+    for part in deepspeed.weights(config, current(config, run)):
+        yield part._replace(settings={**part.settings, **states.off(config)})
+    yield from states.parts(config, run, advice)

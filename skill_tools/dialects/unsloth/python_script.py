@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
+from skill_tools.configs.python.syntax import last_name
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.unsloth import EMBEDDED, LOAD, PEFT, UNSLOTH
@@ -18,6 +19,7 @@ from skill_tools.errors import UnusableInput
 _CALLS = {LOAD: "load", PEFT: "peft"}
 _LAYERS, _FORMER, _AUTO = "offload_layers", "block_swap_layers", "auto"
 _DEPTH = "prefetch_depth"
+_VARIABLES = "UNSLOTH_"
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -37,6 +39,7 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
 def write_calls(draft: Draft, source: Source) -> None:
     """Write the arguments of each of the two calls; a call that the script makes twice, or never, says nothing."""
+    _write_environment(draft, source)
     of_classes = _places(source)
     made = [each for each in constructions(source, _CALLS) if each.place in of_classes]
     for name, section in _CALLS.items():
@@ -56,6 +59,30 @@ def remarks(config: Config) -> tuple[str, ...]:
         return ()
     which = "as many layers as it takes" if layers == _AUTO else f"{layers} decoder layers"
     return (f"Unsloth keeps {which} on the host (offload_layers); this plan counts all of them on the GPU",)
+
+
+def _write_environment(draft: Draft, source: Source) -> None:
+    """Write what the script puts into `os.environ`; a value that no constant states, or under a condition, is open."""
+    guarded = {
+        id(inside)
+        for node in ast.walk(source.module)
+        if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test)
+        for inside in ast.walk(node)
+    }
+    for node in ast.walk(source.module):
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=where, slice=ast.Constant(str(name)))], value=value):
+                pass
+            case ast.Call(
+                func=ast.Attribute(value=where, attr="setdefault"), args=[ast.Constant(str(name)), value]
+            ):
+                pass
+            case _:
+                continue
+        if last_name(where) == "environ" and name.startswith(_VARIABLES):
+            is_known = isinstance(value, ast.Constant) and id(node) not in guarded
+            place = Place(source.name, node.lineno, node.col_offset + 1)
+            draft.set_environment(name, ast.literal_eval(value) if is_known else UNREADABLE, place)
 
 
 def _places(source: Source) -> set[Place]:

@@ -54,7 +54,7 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
     if mode.offload_parameters and run.adapter is None:
         return StepTime(speed.step_s, (*costs, _sharded_update(memory, machine)), calibrated=False)
     if mode.state_offload:
-        costs.append(_states_over_the_link(memory, machine))
+        costs.append(_states_over_the_link(mode, memory, machine))
     on_gpu = speed.gpu_update_s * _share_on_gpu(mode)
     if on_gpu:
         costs.append(Cost("optimizer on the GPU", on_gpu, on_gpu, _gpu_update_formula(run)))
@@ -96,11 +96,13 @@ def _share_on_gpu(mode: Mode) -> float:
     return 1 - mode.optimizer_fraction
 
 
-def _states_over_the_link(memory: Memory, machine: Machine) -> Cost:
-    """Return the cost of moving all states both ways at once; nothing else runs meanwhile."""
+def _states_over_the_link(mode: Mode, memory: Memory, machine: Machine) -> Cost:
+    """Return the cost of moving all states both ways, with one chunk in turns; nothing else runs meanwhile."""
     moved = sum(line.bytes for line in memory.host if line.kind in (Kind.MASTERS, Kind.MOMENTS))
-    seconds = moved / machine.duplex_copy
-    return Cost("optimizer states in and out", seconds, seconds, "bytes / link, both ways at once")
+    seconds, how = moved / machine.duplex_copy, "both ways at once"
+    if mode.state_chunk_bytes:
+        seconds, how = moved / machine.h2d_copy + moved / machine.d2h_copy, "in, then out"
+    return Cost("optimizer states in and out", seconds, seconds, f"bytes / link, {how}")
 
 
 def _sharded_update(memory: Memory, machine: Machine) -> Cost:

@@ -19,6 +19,7 @@ from skill_tools.dialects.run import Mode, OptimizerEngine, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 
 _FSDP2 = "fsdp2"
+ROUNDED = "torch rounds each up to a power of two"
 
 
 def state_bytes(run: TrainingRun, mode: Mode) -> float:
@@ -42,6 +43,11 @@ def rounding_bytes(run: TrainingRun, mode: Mode, elements: int) -> int:
             if _is_pinned(buffer, mode)
         )
     )
+
+
+def rounding_of_tensors(run: TrainingRun, held_bytes: int) -> int:
+    """Return the same for `held_bytes` that have a block for each weight's tensor, of 2 or 4 bytes an element."""
+    return round(_share_by_tensor(run, 4) * held_bytes)
 
 
 def rounded(size_bytes: int) -> int:

@@ -96,8 +96,8 @@ def _updated(run: TrainingRun, mode: Mode, elements: int) -> Line:
 def _rounding(run: TrainingRun, mode: Mode, elements: int) -> list[Line]:
     """Return the bytes that the rounding of a peer's pinned blocks adds, if any."""
     empty = pinned_blocks.rounding_bytes(run, mode, elements)
-    formula = "torch rounds each up to a power of two"
-    return [Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, formula)] if empty else []
+    line = Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, pinned_blocks.ROUNDED)
+    return [line] if empty else []
 
 
 def _around_weights(run: TrainingRun) -> list[Line]:
@@ -185,17 +185,7 @@ def _gradients_stay(run: TrainingRun, mode: Mode) -> bool:
 def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
     precision, fraction = run.precision, mode.optimizer_fraction
     if mode.state_offload:
-        plain, _ = _optimizer(run, Mode(), shard)
-        chunks = min(2 * RESTORED_CHUNK_BYTES, sum(line.bytes for line in plain))
-        restored = Line(
-            Kind.OTHER_STATES,
-            "restored states",
-            chunks,
-            f"two chunks of {RESTORED_CHUNK_BYTES >> 20} MiB",
-            "update",
-        )
-        host = [line._replace(formula=f"{line.formula}, between updates", when="always") for line in plain]
-        return [restored], host
+        return _visiting(run, mode, shard)
     resident = round(shard * (1 - fraction))
     owned = "of the optimizer shard"
     masters_move = fraction > 0 and (
@@ -244,6 +234,19 @@ def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], li
         ring = streamed_states.ring_bytes(run, mode.streamed_states, streamed)
         gpu.append(Line(Kind.OTHER_STATES, "streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
+
+
+def _visiting(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
+    """Return the lines of states that are on the GPU for their update alone: a chunk or two there, all on the host."""
+    plain, _ = _optimizer(run, Mode(), shard)
+    held = sum(line.bytes for line in plain)
+    chunks, formula = 2 * RESTORED_CHUNK_BYTES, f"two chunks of {RESTORED_CHUNK_BYTES >> 20} MiB"
+    host = [line._replace(formula=f"{line.formula}, between updates", when="always") for line in plain]
+    if mode.state_chunk_bytes:
+        chunks, formula = mode.state_chunk_bytes, "one chunk"
+        empty = pinned_blocks.rounding_of_tensors(run, held)
+        host.append(Line(Kind.PINNED_ROUNDING, "rounding of pinned blocks", empty, pinned_blocks.ROUNDED))
+    return [Line(Kind.OTHER_STATES, "restored states", min(chunks, held), formula, "update")], host
 
 
 def pinned_bytes(run: TrainingRun, mode: Mode, host: Iterable[Line]) -> int:

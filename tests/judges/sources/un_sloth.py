@@ -6,11 +6,12 @@ both the statements that refuse swapped layers are run, with the call's argument
 """
 
 import ast
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 from source_parts import Sources
 
@@ -20,9 +21,10 @@ WHEEL = "unsloth"
 FILENAME = "train.py"
 # Facts that nothing states: the kind of checkpointing, and that a present swap stays.
 NOT_JUDGED = {"us-checkpointing-short", "us-layers-twice"}
-ALSO_JUDGED = {"us-layers-sharded"}  # about a Trainer, whose script it is
-PRINTED = {"us-load-auto-falls-back", "us-embedding-inference"}
-_UTILS = "unsloth.models._utils"
+ALSO_JUDGED = {"us-layers-sharded", "us-states-deepspeed"}  # about a Trainer, whose script it is
+PRINTED = {"us-load-auto-falls-back", "us-embedding-inference", "us-states-deepspeed"}
+_UTILS, _STATES = "unsloth.models._utils", "unsloth.optimizers.state_offload"
+_SWITCH = "UNSLOTH_OFFLOAD_OPTIMIZER_STATE"
 _CLASSES = {"unsloth.models.llama": "FastLlamaModel", "unsloth.models.vision": "FastBaseModel"}
 
 
@@ -40,9 +42,10 @@ class Witness:
         given[f"{_UTILS}._auto_block_swap_indices"] = lambda *_: 0  # a GPU that holds every layer
         sources = Sources(folder, given=given)
         self._take = lambda name: sources.take(_UTILS, name)
+        self._install = sources.take(_STATES, "install_optimizer_state_offload")
         self._loads = {owner: _checks(sources, module, owner) for module, owner in _CLASSES.items()}
 
-    def ask(self, load: dict[str, Any], peft: dict[str, Any] | None, engine: str) -> None:
+    def ask(self, load: dict[str, Any], peft: dict[str, Any] | None, engine: str, switch: str) -> None:
         """Load, add adapters, begin to train; raise the release's error."""
         whole = bool(load.get("full_finetuning") or load.get("load_in_8bit"))
         swapped = self._load(self._loads["FastBaseModel" if whole else "FastLlamaModel"], dict(load))
@@ -52,9 +55,14 @@ class Witness:
         if peft is not None:
             self._adapt(model, dict(peft), trains_all=bool(load.get("full_finetuning")))
         trainer = SimpleNamespace(
-            model=model, is_fsdp_enabled=engine == "fsdp", is_deepspeed_enabled=engine == "deepspeed"
+            model=model,
+            is_fsdp_enabled=engine == "fsdp",
+            is_deepspeed_enabled=engine == "deepspeed",
+            create_scheduler=print,
         )
         self._take("_block_swap_for_trainer_backend")(trainer)
+        with patch.dict(os.environ, {_SWITCH: switch}):
+            self._install(trainer)
 
     def _load(self, checks: list[ast.stmt], kwargs: dict[str, Any]) -> Any:
         names: dict[str, Any] = {
@@ -106,8 +114,8 @@ def _checks(sources: Sources, module: str, owner: str) -> list[ast.stmt]:
     return sorted(outer, key=lambda node: node.lineno)
 
 
-def asked(chance: random.Random, release: str) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
-    """Return the arguments of both calls, and the way to shard."""
+def asked(chance: random.Random, release: str) -> tuple[dict[str, Any], dict[str, Any] | None, str, str]:
+    """Return the arguments of both calls, the way to shard, and the variable's value."""
     share = chance.choice([0.1, 0.3, 0.6])
     numbers = [0, 4, 8, "auto", None, False, True, -1, 0.5, "all", 3]
 
@@ -124,10 +132,14 @@ def asked(chance: random.Random, release: str) -> tuple[dict[str, Any], dict[str
         offload_layers=layers, block_swap_layers=layers[:3], use_gradient_checkpointing=["unsloth", True, False, None],
         prefetch_depth=[1, 2, "auto", 0, -1, True, "x"],
     )  # fmt: skip
-    return load, peft if chance.random() < 0.85 else None, chance.choice(["", "", "fsdp", "deepspeed"])
+    engine, switch = (
+        chance.choice(["", "", "fsdp", "deepspeed"]),
+        chance.choice(["0", "1", "on", "yes", "true", "2", "no"]),
+    )
+    return load, peft if chance.random() < 0.85 else None, engine, switch
 
 
-def command(load: dict[str, Any], peft: dict[str, Any] | None, engine: str) -> str:
+def command(load: dict[str, Any], peft: dict[str, Any] | None, engine: str, switch: str) -> str:
     """Return the script that lint reads."""
 
     def given(values: dict[str, Any]) -> str:
@@ -136,6 +148,7 @@ def command(load: dict[str, Any], peft: dict[str, Any] | None, engine: str) -> s
     shards = {"fsdp": ", fsdp='full_shard'", "deepspeed": ", deepspeed='zero2.json'"}.get(engine, "")
     lines = [
         "from trl import SFTConfig, SFTTrainer",
+        f"import os\nos.environ[{_SWITCH!r}] = {switch!r}",
         "from unsloth import FastLanguageModel",
         f"model, tokenizer = FastLanguageModel.from_pretrained('a/b'{given(load)})",
         f"model = FastLanguageModel.get_peft_model(model, r=16{given(peft)})" if peft is not None else "",

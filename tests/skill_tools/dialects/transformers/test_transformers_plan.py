@@ -64,5 +64,5 @@ def test_a_run_and_its_candidates_speak_the_trainers_keys() -> None:
     run = build(config, shape_of(config, model=None, config_json=None)[0], gpus=4)
     assert (run.tokens, run.weight_shards, run.adapter is not None) == (1024, 4, True)
     assert current(config, run).activation_engine is ActivationEngine.INPUTS
-    settings = {key for each in candidates(config, run) for key in each.settings}
+    settings = {key for each in candidates(config, run, None) for key in each.settings}  # type: ignore[arg-type]
     assert {"fsdp_config.cpu_offload", "activation_checkpointing"} <= settings
