@@ -21,7 +21,7 @@ def refuse_update(block_index: int) -> RuntimeError:
     """Return the error for an update that reaches lent weights."""
     return RuntimeError(
         f"an update reached block {block_index} while its weights are lent; expected them back; try leaving gathered() "
-        "before step() or the next forward"
+        "before step() or the next forward, and after Ctrl-C inside it entering and leaving it again"
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -159,12 +159,9 @@ class ShardStreamer(Shown, ClosedAtExit):
         """
         self._one_thread.check("gathers a model whose shards stream")
         params = (module or self._model).parameters()
-        lent = self._shards.lend(self._shards.beside(param for param in params if param in self._shards))
-        try:
+        beside = self._shards.beside(param for param in params if param in self._shards)
+        with self._shards.lent(beside, refresh=self.optimizer.refresh_written):
             yield
-        finally:
-            if written := self._shards.take_back(lent):
-                self.optimizer.refresh_written(written)
 
     def close(self) -> None:
         """Finish the last step, give every shard its own device memory again, and the host memory back.
@@ -244,15 +241,9 @@ def _hook(
             if param is not None and param in shards and state_dict.get(prefix + name, param) is not param:
                 state_dict[prefix + name] = shards.on_host(param)
 
-    @contextmanager
-    def gathered(module: nn.Module) -> Iterator[None]:
+    def gathered(module: nn.Module) -> AbstractContextManager[None]:
         own = [param for param in module._parameters.values() if param is not None and param in shards]
-        lent = shards.lend(own)
-        try:
-            yield
-        finally:
-            if written := shards.take_back(lent):
-                optimizer.refresh_written(written)
+        return shards.lent(own, refresh=optimizer.refresh_written)
 
     begin, end = torch.compiler.disable(begin_forward), torch.compiler.disable(end_forward)
     register_undoably(model.register_forward_pre_hook, begin, undo, prepend=True)

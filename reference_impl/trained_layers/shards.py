@@ -14,8 +14,8 @@ Explained in docs/distributed.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -28,6 +28,7 @@ from reference_impl.memory.closing import past_a_lost_device, undo_all
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import resize_storage
 from reference_impl.memory.slots import Slot, Slots
+from reference_impl.memory.weight_home import refuse_update
 from reference_impl.weights.hooks import Load
 from reference_impl.weights.order import Kind
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout
@@ -70,6 +71,8 @@ class ShardBlock(VisitingBlock):
         self._sizes = [shard.memory.nbytes for shard in shards]
         self._offsets, self.size_bytes = layout(storages_of(shards))
         homes.keep(index, [bytes_of(shard.memory) for shard in shards], self._offsets, self.size_bytes)
+        # The shards whose parameters are ordinary device tensors: none once attached, but for `StreamedShards.lent`.
+        self.lent = set(range(len(shards)))
         self._slot: Slot | None = None
         # The streams of gathers that have read the shards since they came.
         self._read_on: list[object] = []
@@ -134,6 +137,8 @@ class ShardBlock(VisitingBlock):
         """
         shard = self.shards[index]
         with deferred_interrupts():
+            # First: after any error below, `close` brings the shard back from its home.
+            self.lent.discard(index)
             shard.serve(read, after)
             resize_storage(shard.memory.untyped_storage(), min(shard.memory.itemsize, self._sizes[index]))
             for tensor in (shard.local, shard.param):
@@ -149,6 +154,7 @@ class ShardBlock(VisitingBlock):
             shard.stop_serving()
             mark_present(shard.local)
             mark_present(shard.param)
+            self.lent.add(index)
 
     def renew(self, index: int) -> bool:
         """Copy the lent shard `index` to its home; return whether it has changed."""
@@ -204,7 +210,7 @@ class StreamedShards:
             param: block.home_of(index, partial(self._visit, block))
             for param, (block, index) in self._places.items()
         }
-        self._lent = set(self._places)
+        self._held: set[torch.Tensor] = set()
         self._is_closed = False
         # One for each module with such parameters.
         self.loads: list[Load] = []
@@ -266,7 +272,7 @@ class StreamedShards:
 
         Of a lent parameter this is the parameter itself.
         """
-        if param in self._lent:
+        if self._is_lent(param):
             return param.detach()
         self._finish_update_at_home([param])
         local = self.home_of[param].host
@@ -279,18 +285,33 @@ class StreamedShards:
         blocks = dict.fromkeys(self._places[param][0] for param in params)
         return [shard.param for block in blocks for shard in block.shards]
 
-    def lend(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Make `params` ordinary device tensors, once their updates are done; return the ones that were away."""
-        away = [param for param in params if param not in self._lent]
-        self._finish_update_at_home(away)
-        self._lend(away)
-        return away
+    @contextmanager
+    def lent(
+        self, params: Iterable[torch.Tensor], *, refresh: Callable[[list[torch.Tensor]], None]
+    ) -> Iterator[None]:
+        """Have `params` as ordinary device tensors inside, once their updates are done; then `refresh` written ones.
 
-    def take_back(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        Where an error or a signal leaves some lent, entering again takes them back.
+        """
+        ours = [param for param in params if param not in self._held]
+        try:
+            self._held.update(ours)
+            away = [param for param in ours if not self._is_lent(param)]
+            self._finish_update_at_home(away)
+            self._lend(away)
+            yield
+        finally:
+            try:
+                if written := self._take_back(ours):
+                    refresh(written)
+            finally:
+                self._held.difference_update(ours)
+
+    def _take_back(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Let lent `params` leave the device again, unless this was closed; return the written ones."""
         if self._is_closed:
             return []
-        listed = [param for param in params if param in self._lent]
+        listed = [param for param in params if self._is_lent(param)]
         written = [param for param in listed if self._renew(param)]
         self._leave(listed)
         if written:
@@ -301,7 +322,7 @@ class StreamedShards:
         """Give every shard device memory of its own again, and the host memory back; nothing updates them any more."""
         self._is_closed = True
         with past_a_lost_device():
-            undo_all([partial(self._lend, [param]) for param in self._places if param not in self._lent])
+            undo_all([partial(self._lend, [param]) for param in self._places if not self._is_lent(param)])
         with past_a_lost_device():
             self._homes.close()
 
@@ -309,7 +330,10 @@ class StreamedShards:
         for param in params:
             block, index = self._places[param]
             block.lend(index)
-            self._lent.add(param)
+
+    def _is_lent(self, param: torch.Tensor) -> bool:
+        block, index = self._places[param]
+        return index in block.lent
 
     def _renew(self, param: torch.Tensor) -> bool:
         block, index = self._places[param]
@@ -318,8 +342,6 @@ class StreamedShards:
     def _leave(self, params: Iterable[torch.Tensor]) -> None:
         for param in params:
             block, index = self._places[param]
-            # First: after any error below, `close` brings the shard back from its home.
-            self._lent.discard(param)
             block.leave(
                 index,
                 read=partial(self._gather, block, index),
@@ -347,6 +369,8 @@ class StreamedShards:
                 self._slots.add_extra(None)
 
     def _visit(self, block: ShardBlock) -> Event:
+        if block.lent:
+            raise refuse_update(block.index)
         self._reload_stale()
         self.window.bring(block)
         return block.hold()
