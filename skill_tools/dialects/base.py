@@ -274,7 +274,7 @@ class Dialect(ABC):
         """
         from skill_tools.dialects.patch import Patch, exports, in_named_files
 
-        line, own = exports(settings)
+        line, own = exports(settings, config)
         others, here = in_named_files(own, config)
         written = self.in_form(self.spelled(here, config), config) if here else ""
         if written and others and not written.endswith("\n"):

@@ -24,12 +24,14 @@ class Patch(NamedTuple):
     removal: str = ""
 
 
-def exports(settings: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """Split off environment variables, as the line that exports them."""
+def exports(settings: Mapping[str, object], config: Config | None = None) -> tuple[str, dict[str, object]]:
+    """Split off environment variables, as the line that exports them; a Python script may give them to itself."""
     variables = {key: value for key, value in settings.items() if key.startswith("env.")}
     assigned = " ".join(f"{key.removeprefix('env.')}={value}" for key, value in variables.items())
     rest = {key: value for key, value in settings.items() if key not in variables}
-    return f"export {assigned}" if assigned else "", rest
+    given = [config.settings[key].place.file for key in variables if config and key in config.settings]
+    how = "in os.environ:" if any(file.endswith(".py") for file in given) else "export"
+    return f"{how} {assigned}" if assigned else "", rest
 
 
 def in_named_files(settings: Mapping[str, object], config: Config | None) -> tuple[str, Mapping[str, object]]:

@@ -12,6 +12,7 @@ from skill_tools.dialects.candidates import (
     INPUTS,
     RECOMPUTE,
     SHARDED,
+    STATES,
     Advice,
     Candidate,
     without_recomputation,
@@ -20,7 +21,7 @@ from skill_tools.dialects.deepspeed import candidates as deepspeed
 from skill_tools.dialects.run import ActivationEngine, Recompute, TrainingRun
 from skill_tools.dialects.sharding import Part, combined
 from skill_tools.dialects.transformers.run import current
-from skill_tools.dialects.unsloth import states
+from skill_tools.dialects.unsloth.python_script import SWITCH, states_leave, visiting_states
 
 _FULL, _NONE = Recompute(granularity="full"), Recompute()
 _OWN = "fsdp_config.activation_checkpointing"
@@ -71,6 +72,9 @@ def _weights(config: Config, run: TrainingRun, advice: Advice) -> Iterator[Part]
         )
         yield Part({"offload_parameters": True}, "FSDP parameter offload", (SHARDED,), offloaded)
         return
+    visiting = visiting_states(config, run)
+    off = {SWITCH: "0"} if visiting and states_leave(config) else {}
     for part in deepspeed.weights(config, current(config, run)):
-        yield part._replace(settings={**part.settings, **states.off(config)})
-    yield from states.parts(config, run, advice)
+        yield part._replace(settings={**part.settings, **off})
+    if visiting and not advice.lacks(SWITCH):
+        yield Part(visiting, "Unsloth's optimizer-state offload", (STATES,), {SWITCH: "1"})

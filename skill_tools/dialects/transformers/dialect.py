@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
     from skill_tools.dialects.candidates import Advice, Candidate
     from skill_tools.dialects.levers import Lever
-    from skill_tools.dialects.patch import Patch
     from skill_tools.dialects.run import Mode, TrainingRun
     from skill_tools.dialects.shapes import ModelShape
 
@@ -183,16 +182,6 @@ class Transformers(Dialect):
         from skill_tools.dialects.python_adapters import question
 
         return question(config)
-
-    def patch(
-        self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()
-    ) -> "Patch":
-        """Name the script that gives itself a variable: it would replace the exported one."""
-        patch = super().patch(settings, config, dead=dead)
-        given = [config.settings[key] for key in settings if config and key in config.settings]
-        files = [each.place.file for each in given if each.key.startswith("env.")]
-        where = next((f"os.environ of {file}:" for file in files if file.endswith(".py")), "export")
-        return patch._replace(environment=patch.environment.replace("export", where))
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
         """Return options for a command, and keywords for a Python script; `fsdp` is one text of words in both."""

@@ -18,7 +18,7 @@ from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute,
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
 from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
-from skill_tools.dialects.unsloth import states
+from skill_tools.dialects.unsloth.python_script import states_leave, visiting_states
 
 _OPTIMIZER = "adamw_torch_fused"
 _BATCH, _RANK, _LENGTH = 8, 16, 2048
@@ -86,8 +86,9 @@ def current(config: Config, run: TrainingRun) -> Mode:
         mode = Mode(offload_parameters=_fsdp_offloads(config))
     else:
         mode = zero.mode(config, run) if _by_deepspeed(config) else Mode()
-    mode = mode._replace(activation_engine=engine, recompute=recompute)
-    return states.with_states(config, run, mode)
+    if states_leave(config) and not mode.offload_parameters:
+        mode = mode._replace(**visiting_states(config, run))  # type: ignore[arg-type]
+    return mode._replace(activation_engine=engine, recompute=recompute)
 
 
 def checkpoints(config: Config) -> bool:

@@ -2,7 +2,6 @@
 """Unsloth: LoRA in a Python script; its two calls say which tensors wait on the host, a Trainer's arguments the rest.
 
 - load: `FastLanguageModel.from_pretrained` and those of its like; peft: `get_peft_model` of the same classes
-- states: optimizer states that wait on the host, for a plan beside a Trainer
 - swapped layers: frozen decoder layers in pinned memory, brought for their forward and again for their backward
 """
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads Unsloth's two calls in a Python script: the load of the model, and the call that adds adapters.
+"""Reads Unsloth's two calls in a Python script, load and adapters, and its variables, which send optimizer states away.
 
 A number of layers is checked here as both check it: True is no number, and neither is a text but auto.
 """
 
 import ast
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
@@ -13,13 +14,21 @@ from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.syntax import last_name
 from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.values import UNREADABLE
+from skill_tools.dialects import fields
 from skill_tools.dialects.unsloth import EMBEDDED, LOAD, PEFT, UNSLOTH
 from skill_tools.errors import UnusableInput
+
+if TYPE_CHECKING:  # a lint builds no run
+    from skill_tools.dialects.run import TrainingRun
 
 _CALLS = {LOAD: "load", PEFT: "peft"}
 _LAYERS, _FORMER, _AUTO = "offload_layers", "block_swap_layers", "auto"
 _DEPTH = "prefetch_depth"
-_VARIABLES = "UNSLOTH_"
+SWITCH = "env.UNSLOTH_OFFLOAD_OPTIMIZER_STATE"
+_CHUNK_MB, _ALL_MB = 1024.0, 1 << 42
+# Parts of names of optimizers outside torch, bitsandbytes and transformers, whose states come all at once.
+_AT_ONCE = ("schedule_free", "galore", "apollo", "lomo", "grokadamw", "stable_adamw")
+_NOT_TAKEN = ("paged_", "adamw_torch_8bit", "adamw_torch_4bit")  # us-states-paged, us-states-quantized
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -61,14 +70,30 @@ def remarks(config: Config) -> tuple[str, ...]:
     return (f"Unsloth keeps {which} on the host (offload_layers); this plan counts all of them on the GPU",)
 
 
+def states_leave(config: Config) -> bool:
+    """Whether the variable sends optimizer states to the host, but for a chunk during its update."""
+    return (fields.text(config, SWITCH) or "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def visiting_states(config: Config, run: "TrainingRun") -> dict[str, object]:
+    """Return that as fields of a mode: none but for a model that Unsloth loads and a Trainer trains whole."""
+    optimizer = fields.text(config, "optimizer") or ""
+    is_left = run.adapter is not None or config.value("deepspeed") or optimizer.startswith(_NOT_TAKEN)
+    if is_left or not fields.flag(config, "unsloth.load.called"):
+        return {}
+    try:
+        chunk_mb = float(fields.text(config, f"{SWITCH}_CHUNK_MB") or _CHUNK_MB)
+    except ValueError:
+        chunk_mb = _CHUNK_MB
+    if not 0 < chunk_mb < _ALL_MB or any(
+        part in optimizer for part in _AT_ONCE
+    ):  # not a number is no limit either
+        chunk_mb = _ALL_MB
+    return {"state_offload": True, "state_chunk_bytes": round(chunk_mb * (1 << 20))}
+
+
 def _write_environment(draft: Draft, source: Source) -> None:
-    """Write what the script puts into `os.environ`; a value that no constant states, or under a condition, is open."""
-    guarded = {
-        id(inside)
-        for node in ast.walk(source.module)
-        if isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test)
-        for inside in ast.walk(node)
-    }
+    """Write what the script puts into `os.environ`; a constant in the outermost block is known."""
     for node in ast.walk(source.module):
         match node:
             case ast.Assign(targets=[ast.Subscript(value=where, slice=ast.Constant(str(name)))], value=value):
@@ -79,8 +104,8 @@ def _write_environment(draft: Draft, source: Source) -> None:
                 pass
             case _:
                 continue
-        if last_name(where) == "environ" and name.startswith(_VARIABLES):
-            is_known = isinstance(value, ast.Constant) and id(node) not in guarded
+        if last_name(where) == "environ" and f"env.{name}".startswith(SWITCH):
+            is_known = isinstance(value, ast.Constant) and not node.col_offset
             place = Place(source.name, node.lineno, node.col_offset + 1)
             draft.set_environment(name, ast.literal_eval(value) if is_known else UNREADABLE, place)
 

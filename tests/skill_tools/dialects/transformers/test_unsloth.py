@@ -108,7 +108,6 @@ def planned(text: str) -> tuple[Mode, list[dict[str, object]]]:
     [
         (f"os.environ['{SWITCH}'] = '1'", "1"),
         (f"os.environ.setdefault('{SWITCH}', 'on')", "on"),
-        (f"if __name__ == '__main__':\n    os.environ['{SWITCH}'] = '1'", "1"),
         (f"if t:\n    os.environ['{SWITCH}'] = '1'", None),
         (f"os.environ['{SWITCH}'] = t", None),
     ],
@@ -126,6 +125,8 @@ def test_a_script_sets_variables_of_unsloth(line: str, value: str | None) -> Non
         ([f"os.environ['{SWITCH}'] = '1'", f"os.environ['{SWITCH}_CHUNK_MB'] = '256'"], 256 << 20),
         ([f"os.environ['{SWITCH}'] = '1'", f"os.environ['{SWITCH}_CHUNK_MB'] = 'much'"], 1 << 30),
         ([f"os.environ['{SWITCH}'] = '1'", f"os.environ['{SWITCH}_CHUNK_MB'] = '0'"], 1 << 62),
+        ([f"os.environ['{SWITCH}'] = '1'", f"os.environ['{SWITCH}_CHUNK_MB'] = 'nan'"], 1 << 62),
+        ([f"os.environ['{SWITCH}'] = '1'", f"os.environ['{SWITCH}_CHUNK_MB'] = 'inf'"], 1 << 62),
         ([f"os.environ['{SWITCH}'] = '2'"], 0),
         ([], 0),
     ],
@@ -180,7 +181,7 @@ def test_states_that_unsloth_leaves_alone_or_widens_are_told() -> None:
 
 def test_a_variable_that_a_script_sets_is_changed_there() -> None:
     config, dialect = read(whole(f"os.environ['{SWITCH}'] = '1'")), registry.named("transformers")
-    assert dialect.patch({f"env.{SWITCH}": "0"}, config).environment == f"os.environ of train.py: {SWITCH}=0"
+    assert dialect.patch({f"env.{SWITCH}": "0"}, config).environment == f"in os.environ: {SWITCH}=0"
     assert dialect.patch({f"env.{SWITCH}": "1"}, read(whole())).environment == f"export {SWITCH}=1"
 
 
