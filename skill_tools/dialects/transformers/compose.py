@@ -28,6 +28,7 @@ from skill_tools.dialects.transformers.launch import (
     launches,
     names_recipe,
     recipes,
+    started,
     started_ranks,
 )
 from skill_tools.dialects.transformers.parsers import Parser, expected, given
@@ -52,7 +53,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
 
                 write_script(draft, source)
             case Kind.SHELL:
-                _write_launch(draft, source, folders)
+                has_arguments = any(each.kind is Kind.PYTHON for each in sources)
+                _write_launch(draft, source, folders, has_arguments=has_arguments)
             case _ if is_deepspeed(source):
                 section.write_file(draft, source)
             case _:
@@ -112,9 +114,12 @@ def _is_refused(name: str, trainer: str) -> bool:
     return not any(name in accepted(each) for each in (trainer, *OF_SCRIPTS)) and name not in _OF_THE_PARSER
 
 
-def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
-    """Write the launch of a script, or a text of options alone."""
+def _write_launch(draft: Draft, source: Source, folders: Sequence[Path], *, has_arguments: bool) -> None:
+    """Write the launch of a script, or a text of options alone; a script that `has_arguments` has words of its own."""
     found = launches(source)
+    is_own = has_arguments and not found
+    if is_own:
+        found = started(source)
     if not found:
         words = command_line(source.text, source.name)
         if not words or not words[0].text.startswith("--"):
@@ -130,6 +135,8 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path]) -> None
     _write_launcher(draft, launch, source.name)
     if launch.launcher == "accelerate":
         _write_accelerate(draft, launch, source.name, folders)
+    if is_own:
+        return
     for recipe in recipes(launch, folders):
         draft.take(recipe)
         parser = Parser.ARGPARSE if names_recipe(launch) else Parser.CALL

@@ -87,12 +87,17 @@ class Option(NamedTuple):
 
 def launches(source: Source) -> list[Launch]:
     """Return the launches in a shell script whose options, with those of their recipe, are mostly a Trainer's."""
-    found = list(filter(None, map(_launch, commands_of(source))))
+    found = started(source)
     folders = [source.folder] if source.folder else []
     theirs = [each for each in found if each.trainer or _is_trainers(each, folders, least=_LEAST_KNOWN)]
     if theirs or trainers_parser(source) is None:
         return theirs
     return [each for each in found if _is_trainers(each, folders, least=1)]
+
+
+def started(source: Source) -> list[Launch]:
+    """Return the launches in a shell script of any Python program."""
+    return list(filter(None, map(_launch, commands_of(source))))
 
 
 def parses_itself(source: Source) -> bool:
@@ -125,8 +130,7 @@ def _programs(source: Source) -> list[str]:
         return []
     folders = [source.folder, source.folder / ".."] if source.folder else []
     with suppress(UnusableInput):
-        found = [_launch(command) for command in commands_of(source)]
-        programs = [find(each.program.text, folders) for each in found if each and each.program.resolved]
+        programs = [find(each.program.text, folders) for each in started(source) if each.program.resolved]
         return [program.text for program in programs if program is not None]
     return []
 

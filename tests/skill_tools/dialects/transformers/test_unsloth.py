@@ -195,3 +195,12 @@ def test_a_command_gives_the_variable() -> None:
     options = "--output_dir o --model_name_or_path a/b --learning_rate 1e-5 --max_steps 9"
     text = f"export {SWITCH}=1\npython train.py {options}\n"
     assert read_text(text, "run.sh").value(f"env.{SWITCH}") == "1"
+
+
+@pytest.mark.parametrize("command", ["python train.py", "torchrun --nproc_per_node 2 train.py --my-own 3"])
+def test_a_command_gives_variables_to_the_script_beside_it(command: str) -> None:
+    run = Source("run.sh", f"export {SWITCH}=1\n{command}\n")
+    (reading,) = readings([run, Source("train.py", whole())])
+    config = reading.compose()
+    assert (config.value(f"env.{SWITCH}"), config.unknown) == ("1", ())
+    assert config.value("env.WORLD_SIZE") == ("2" if "torchrun" in command else None)
