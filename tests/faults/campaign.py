@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs many cases in child processes, so that one that hangs takes no other with it.
 
-    PYTHONPATH=. python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 60]
+    python tests/faults/campaign.py optimizers:0:200 --told [--mutation NAME] [--limit-s 60]
 
 tells the fate of seeds 0 to 199; `optimizers:17` runs one seed alone, and several may be named.
 
@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 # The status of a child in which the campaign itself has failed.
 _OUR_FAULT = 3
 HERE = Path(__file__).resolve().parent
+# As a program it has these nowhere else.
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "support")]
 CAMPAIGNS = (
     "optimizers",
     "layers",

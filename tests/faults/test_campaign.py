@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any call may fail, and Ctrl-C come, at any moment: the step then happened, or it did not, or the optimizer says so.
 
-One seed alone: `PYTHONPATH=. python tests/faults/campaign.py optimizers:17 --told`.
+One seed alone: `python tests/faults/campaign.py optimizers:17 --told`.
 """
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import campaign
 import pytest
@@ -96,6 +99,20 @@ def test_the_seeds_that_find_a_mutation_pass_without_it(name):
 @pytest.mark.parametrize("name", FAST)
 def test_every_case_is_exact_or_says_that_it_is_broken(results, name):
     assert_all_pass(results, name, FAST[name])
+
+
+def test_one_seed_alone_is_told_from_any_folder(tmp_path):
+    program = Path(campaign.__file__)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    told = subprocess.run(
+        [sys.executable, program, "optimizers:17", "--told"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+    )
+    assert told.stdout.startswith("1 cases: 1 ")
 
 
 @pytest.mark.slow
