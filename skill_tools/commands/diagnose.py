@@ -23,6 +23,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -246,6 +247,7 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     from skill_tools.dialects.read import Contradiction
     from skill_tools.rules.lint import lint
 
+    unread: dict[str, str] = {}
     try:
         config = plan_request.read_config(args, args.inputs)
     except (Unrecognised, Contradiction) as problem:
@@ -254,9 +256,33 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
         print(f"offload: {problem}; the log is read without it", file=sys.stderr)
         unread, args.inputs = _texts(args.inputs), []
         return _Read("", releases=said, unread=unread)
+    except UnusableInput as problem:
+        config, unread = _alone(args, problem)
     of_run = releases.of_run(args, config, args.inputs)
     stated = {**ran, **{name: each.version for name, each in of_run.items()}}
-    return _Read(config.framework, config, lint(config, versions=stated).findings, stated)
+    return _Read(config.framework, config, lint(config, versions=stated).findings, stated, unread)
+
+
+def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config, dict[str, str]]:
+    """Return the configuration of the one file that has one, and the texts of the others, refused together with it.
+
+    Raises `refused` if no file or several have one, or if the user has named their framework.
+    """
+    found: dict[str, Config] = {}
+    may_stand_alone = not args.framework and all(Path(path).is_file() for path in args.inputs)
+    for path in args.inputs if may_stand_alone and len(args.inputs) > 1 else ():
+        with suppress(UnusableInput):
+            found[path] = plan_request.read_config(args, [path])
+    if len(found) != 1:
+        raise refused
+    [(path, config)] = found.items()
+    others = [each for each in args.inputs if each != path]
+    print(
+        f"offload: {refused}; {path} is read as the configuration, without {' and '.join(others)}",
+        file=sys.stderr,
+    )
+    args.inputs = [path]
+    return config, _texts(others)
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:

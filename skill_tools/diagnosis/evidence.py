@@ -97,23 +97,28 @@ _SENTENCE = re.compile(r".{1,240}?(?<=[\w)\]`\"'])\.(?= [A-Z]|$)")
 _OF_THE_SOURCE = re.compile(
     r"(?i)issue thread|^A report|^The call is"
 )  # sentences about the evidence, not the fault
+_NEWER = re.compile(r"\d\.\d.* (?:or|and) (?:newer|later)")
 SHOWN = 2  # lines to change that an answer has
 
 
 def of_finding(finding: Finding) -> Conclusion:
     """Return the conclusion of a finding of the run's own configuration."""
-    fix = finding.fix
-    lines = fix.options or tuple(_changed(fix.diff)) or (finding.next,)
+    lines = finding.fix.options or _with_release(tuple(_changed(finding.fix.diff)), finding.next)
     return Conclusion(f"{finding.title} ({finding.place}){reason(finding.why)}", finding.rule, lines[:SHOWN])
 
 
 def of_rule(rule: Rule) -> Conclusion:
     """Return the conclusion of a rule with its text in the log."""
-    fix = rule.fix
-    set_ = tuple(f"{key}: {value}" for key, value in fix.set.items())
-    return Conclusion(
-        f"{rule.title}{reason(rule.why)}", rule.id, (fix.options or set_ or (rule.next,))[:SHOWN]
-    )
+    set_ = tuple(f"{key}: {value}" for key, value in rule.fix.set.items())
+    lines = rule.fix.options or _with_release(set_, rule.next)
+    return Conclusion(f"{rule.title}{reason(rule.why)}", rule.id, lines[:SHOWN])
+
+
+def _with_release(settings: tuple[str, ...], next_: str) -> tuple[str, ...]:
+    """Return the lines to set, and the rule's advice too if it names a release without the fault."""
+    if not settings:
+        return (next_,)
+    return (*settings[: SHOWN - 1], f"or: {next_}") if _NEWER.search(next_) else settings
 
 
 def reason(why: str) -> str:

@@ -26,6 +26,19 @@ _ERRORS = frozenset(
         "AssertionError",
     )
 )
+# Texts of Python's own, not of a check by the library.
+_OF_PYTHON = re.compile(
+    r"ValueError: (?:(?:max|min)\(\)|not enough values to unpack|too many values to unpack|list\.remove)"
+    r"|ZeroDivisionError: "
+)
+# Classes of one library that the code of others meets.
+_OF_A_LIBRARY = {
+    "Params4bit": "bitsandbytes",
+    "Int8Params": "bitsandbytes",
+    "AffineQuantizedTensor": "torchao",
+    "DTensor": "torch",
+    "PeftModel": "peft",
+}
 # Code that fails by the run's data or the user's arguments, whatever is offloaded.
 _OF_THE_USER = re.compile(
     r"(?i)dataset|dataloader|collat|tokeniz|/data/|processing_|templates?/|reward_func|/modeling_\w+\.py|arguments"
@@ -33,7 +46,7 @@ _OF_THE_USER = re.compile(
 _OF_AN_OFFLOAD = re.compile(
     r"(?i)off-?load|on-?load|zero|fsdp|swap|nvme|sleep|wake|[cu]a?mem\b|memory_saver|_?to_cpu|on cpu"
 )
-_LACKS = re.compile(r"'(?P<kind>\w+)' object has no attribute '(?P<name>\w+)'")
+_LACKS = re.compile(r"'(?P<kind>[\w.]+)' object has no attribute '(?P<name>\w+)'")
 _BELOW = ("torch", "ray", "numpy")  # packages with the innermost frames of any library
 _INNERMOST = 6  # frames of a failure among which a neighbour's code counts
 _LAST = 3  # frames that tell whose business a failure is
@@ -102,7 +115,8 @@ def met(failure: Failure, source: str) -> str:
     """
     error = failure.error.rpartition(".")[2]
     frames = [frame for frame in failure.frames if home(frame) not in _BELOW]
-    if error not in _ERRORS or not frames or _is_of_the_user(failure.frames):
+    is_own = error in _ERRORS or _OF_PYTHON.search(failure.text)
+    if not is_own or not frames or _is_of_the_user(failure.frames):
         return ""
     inner, said = frames[-1], failure.text.partition(": ")[2].strip()[:_LONGEST]
     if match := _LACKS.search(failure.text):
@@ -119,6 +133,12 @@ def met(failure: Failure, source: str) -> str:
     return f"{place(inner)} says {said}" if said else ""
 
 
+def made_by(failure: Failure) -> str:
+    """Return the library of the class that lacks what the code asks of it, or "" for a class of many libraries."""
+    match = _LACKS.search(failure.text)
+    return _OF_A_LIBRARY.get(match["kind"], "") if match else ""
+
+
 def is_about(failure: Failure) -> bool:
     """Return whether the words of `failure`, or its innermost frames, speak of an offload."""
     frames = " ".join(f"{frame.path} {frame.function}" for frame in failure.frames[-_LAST:])
@@ -126,9 +146,11 @@ def is_about(failure: Failure) -> bool:
 
 
 def _is_of_the_user(frames: Sequence[Frame]) -> bool:
-    return any(
-        _OF_THE_USER.search(f"{frame.path} {frame.function}".replace("\\", "/")) for frame in frames[-_LAST:]
-    )
+    words = [f"{frame.path} {frame.function}".replace("\\", "/") for frame in frames[-_LAST:]]
+    if _OF_AN_OFFLOAD.search(words[-1]):
+        # Whoever called an offload's own code, the fault is below.
+        words = words[-1:]
+    return any(_OF_THE_USER.search(each) for each in words)
 
 
 def _before(source: str, mark: str) -> str:

@@ -113,6 +113,8 @@ def of_own_code(evidence: Evidence, failure: Failure) -> Conclusion | None:
     checked = failure.error.endswith("AssertionError")
     whose = "a check of" if checked else "most likely a fault of"
     newer = f"a newer {library}, or a release of it from the time of the libraries that it calls"
+    if (other := own_code.made_by(failure)) not in ("", library):
+        newer = f"a newer {other}, whose class that is, or a newer {library}"
     return Conclusion(
         f"{whose} {library}, under {offload.name} ({evidence.offloads[name]}){meets}: {met}",
         "",

@@ -377,3 +377,23 @@ def test_no_host_is_judged_by_another_machine_s_memory(
     main([*arguments, "--format", "json"])
     plan = json.loads(capsys.readouterr().out)["plan"]
     assert (plan["budget"]["host_bytes_per_node"] is not None) is judged
+
+
+def test_of_files_that_are_none_together_the_one_with_a_configuration_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "train.log": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB.\n",
+        "shard.py": "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\n"
+        "fully_shard(model, offload_policy=CPUOffloadPolicy())\n",
+        "train.sh": "torchrun pipeline.py --dit_cpu_offload True\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    log_, script, launcher = (str(tmp_path / name) for name in texts)
+    assert main(["diagnose", log_, script, launcher]) == 1
+    shown = capsys.readouterr()
+    assert "cause: the GPU had no room" in shown.out
+    assert f"{script} is read as the configuration, without {launcher}" in shown.err
+    assert main(["diagnose", log_, script, launcher, "--framework", "fsdp2"]) == 2
+    assert main(["diagnose", log_, script, str(tmp_path / "missing.sh")]) == 2

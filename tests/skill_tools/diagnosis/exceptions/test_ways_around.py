@@ -126,3 +126,49 @@ def test_a_full_gpu_without_any_offload_of_states_names_the_offload_in_the_frame
     assert "offload_optimizer.device: cpu" in change("")
     assert "offload_optimizer.device: cpu" not in change('"offload_optimizer": {"device": "cpu"}, ')
     assert "offload_optimizer.device: cpu" not in change("", ', "comment": "a lora"')
+
+
+LACKS = """Traceback (most recent call last):
+  File "/e/site-packages/transformers/models/mistral/modeling_mistral.py", line 524, in forward
+    layer_outputs = self._gradient_checkpointing_func(
+  File "/opt/axolotl/src/axolotl/utils/checkpointing/__init__.py", line 12, in hf_grad_checkpoint_offload_wrapper
+    decoder_layer.__self__,
+AttributeError: 'functools.partial' object has no attribute '__self__'
+"""
+SAVES = """Traceback (most recent call last):
+  File "/e/site-packages/axolotl/core/fsdp_save.py", line 276, in save_adapter
+    state_dict = get_model_state_dict(model, options=options)
+  File "/e/site-packages/torch/distributed/checkpoint/state_dict.py", line 225, in _get_fqns
+    curr_obj = getattr(curr_obj, curr_obj_name)
+AttributeError: 'Params4bit' object has no attribute 'absmax'
+"""
+EMPTY = """Traceback (most recent call last):
+  File "/app/OneTrainer/modules/util/LayerOffloadConductor.py", line 432, in __init__
+    self.max_loaded_bytes = max(
+ValueError: max() iterable argument is empty
+"""
+
+
+def test_a_model_s_code_above_that_of_an_offload_is_no_fault_of_the_run_s_data() -> None:
+    found = concluded(LACKS, "axolotl", "a.yaml", "base_model: m\ngradient_checkpointing: offload\n")
+    assert found.is_known
+    assert "has a functools.partial in decoder_layer, which has no __self__" in found.cause
+    assert found.change[0].startswith("a newer axolotl")
+    above = "\n".join([*LACKS.splitlines()[:3], *LACKS.splitlines()[-1:]])
+    assert not concluded(above, "axolotl", "a.yaml", "base_model: m\n").is_known
+
+
+def test_a_class_of_a_third_library_names_that_library() -> None:
+    text = "base_model: m\nfsdp_version: 2\nfsdp_config:\n  offload_params: true\n"
+    assert (
+        concluded(SAVES, "axolotl", "a.yaml", text).change[0].startswith("a newer bitsandbytes, whose class")
+    )
+
+
+def test_a_text_of_python_s_own_in_an_offload_s_code_is_the_library_s_fault() -> None:
+    text = '{"training_method": "LORA", "gradient_checkpointing": "CPU_OFFLOADED", "layer_offload_fraction": 0.5}'
+    found = concluded(EMPTY, "onetrainer", "c.json", text)
+    assert found.is_known
+    assert "a newer onetrainer" in found.change[0]
+    own = EMPTY.replace("max() iterable argument is empty", "layer_offload_fraction must be below 1")
+    assert "most likely a fault" not in concluded(own, "onetrainer", "c.json", text).cause
