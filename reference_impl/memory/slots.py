@@ -62,7 +62,7 @@ class Slots:
     @property
     def first_idle(self) -> Slot | None:
         """The first of them, if there is one."""
-        return next((slot for slot in self._all if slot.holder is None), None)
+        return self.held_by(None)
 
     @property
     def held(self) -> list[Slot]:
@@ -71,7 +71,11 @@ class Slots:
 
     def held_by(self, holder: object) -> Slot | None:
         """Return the slot that `holder` holds, if there is one."""
-        return next((slot for slot in self._all if slot.holder is holder), None)
+        # The pipeline asks several times a chunk.
+        for slot in self._all:
+            if slot.holder is holder:
+                return slot
+        return None
 
     def allocate(self, slot_bytes: int, *, permanent: int, most: int) -> None:
         """Allocate the `permanent` slots on the live current stream, unless they exist; afterwards all are idle.
@@ -128,6 +132,7 @@ class Slots:
         slot.free = after
         if (
             needed is not None
+            and self._has_extra
             and self._count > self._permanent
             and len(self.idle) >= needed + self._permanent
         ):
@@ -154,14 +159,14 @@ class Slots:
 
     def retire_extra(self) -> None:
         """Retire idle slots, the last first, until only as many as are permanent are left."""
-        idle = self.idle
-        while self._count > self._permanent and idle:
+        idle = self.idle if self._has_extra else []
+        while idle and self._count > self._permanent:
             idle.pop().holder = _NOBODY_MORE
         self.free_retired()
 
     def free_retired(self) -> None:
         """Free the retired slots that no copy reads any more."""
-        done = [slot for slot in self._retired if slot.free.query()]
+        done = [slot for slot in self._retired if slot.free.query()] if self._has_extra else []
         if done:
             self._all = [slot for slot in self._all if slot not in done]
 
@@ -176,6 +181,11 @@ class Slots:
         return (len(self._all) - self._permanent) * self._slot_bytes
 
     @property
+    def _has_extra(self) -> bool:
+        """Whether there may be extra slots, retired ones included."""
+        return len(self._all) > self._permanent
+
+    @property
     def _retired(self) -> Iterator[Slot]:
         return (slot for slot in self._all if slot.holder is _NOBODY_MORE)
 
@@ -185,7 +195,7 @@ class Slots:
 
     def _be_idle(self, slot: Slot) -> None:
         # First the place behind those that become free earlier.
-        self._all = [*(each for each in self._all if each is not slot), slot]
+        self._all = [each for each in self._all if each is not slot] + [slot]
         slot.holder = None
 
     def _new(self, count: int, slot_bytes: int) -> list[Slot]:

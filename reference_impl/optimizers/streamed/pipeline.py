@@ -278,12 +278,16 @@ class StreamedPipeline:
 
     @as_steps_run
     def _queue_next(self, step: StreamedStep, count: int) -> None:
-        for _ in range(count):
+        left = len(self._unqueued) - count
+        while len(self._unqueued) > left:
             home = self._unqueued[0].home
             # Before anything else, and on the live current stream, whose memory the weights take.
             visits = () if home is None else (home.visit(),)
             with as_one():
                 self._update_next(step, visits)
+                # As many as need no visit, as one: a region takes 5 us.
+                while len(self._unqueued) > left and self._unqueued[0].home is None:
+                    self._update_next(step, ())
                 if not self._unqueued:
                     self._end_step()
 
