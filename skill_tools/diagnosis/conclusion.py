@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from skill_tools.diagnosis import code, events, no_effect, phases, symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, of_finding, reason
-from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words, ways_around
+from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_words, source_line, ways_around
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -402,7 +402,7 @@ def _of_residency(evidence: Evidence, failure: Failure) -> Conclusion | None:
     found = rows.find(failure, evidence.said, evidence.phase, evidence.offloads, evidence.texts)
     if found is None:
         return None
-    row, offload = found.first.row, found.first.offload
+    row, offload = source_line.of_row(found.first.row, failure, evidence), found.first.offload
     shown = f"most likely {offload.name}, which {found.first.shown_by} shows"
     cause = f"{shown}: {row.where}; {_at(found.moment)}{row.past}"
     beside, without = ways_around.of_a_neighbour(evidence, failure)

@@ -19,6 +19,7 @@ from skill_tools.diagnosis.symptoms import sign_in
 
 _MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
 _MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
+_NO_MODULE = re.compile(r"No module named ['\"](?P<module>\w+\.[\w.]+)['\"]")
 _UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
 _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages with the innermost frames of any trainer
@@ -38,6 +39,7 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
     """
     return (
         handed_on(failure, texts)
+        or _incomplete(failure)
         or _lacking(failure)
         or signatures.unfit(failure, source)
         or _another_kind(failure)
@@ -95,6 +97,22 @@ def _lacking(failure: Failure) -> Said | None:
         (
             f"{asks} and {other} from the same time: the newest of both, or the release of {other} that this "
             f"{asks} asks for (pip show {asks.replace('_', '-')})",
+        ),
+    )
+
+
+def _incomplete(failure: Failure) -> Said | None:
+    """Return the library whose own code imports a module of its own that is not installed."""
+    match, asks = _NO_MODULE.search(failure.text), caller(failure)
+    if match is None or not asks or match["module"].partition(".")[0] != asks:
+        return None
+    return Said(
+        f"the installed {asks} is not whole: {place(failure.frames[-1])} imports {match['module']}, its own module, "
+        "which is not there; its package was built without that folder, or files of two releases are mixed",
+        (
+            f"a newer {asks}, or its source tree installed in place (pip uninstall {asks.replace('_', '-')} until none "
+            "is left, then pip install -e)",
+            *off(failure),
         ),
     )
 

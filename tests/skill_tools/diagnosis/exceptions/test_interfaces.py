@@ -107,3 +107,19 @@ AttributeError: 'GRPOConfig' object has no attribute 'mine_chunks'
     assert "loss (losses.py:61) of mine reads mine_chunks of a GRPOConfig" in found.cause
     assert found.change[1] == "or mine imported first in the script"
     assert not concluded(log.replace("/e/site-packages/mine", "/home/me")).is_known
+
+
+def test_a_library_that_lacks_a_module_of_its_own_is_not_whole() -> None:
+    frames = '  File "/e/site-packages/deepspeed/engine.py", line 7, in _configure\n    from deepspeed.new import A\n'
+    own = (
+        f"Traceback (most recent call last):\n{frames}ModuleNotFoundError: No module named 'deepspeed.new'\n"
+    )
+    found = diagnose(Log("train.log", own)).conclusion
+    assert found is not None
+    assert found.is_known
+    assert "the installed deepspeed is not whole" in found.cause
+    assert found.change[0].startswith("a newer deepspeed")
+    other = own.replace("named 'deepspeed.new'", "named 'apex.new'")
+    found = diagnose(Log("train.log", other)).conclusion
+    assert found is not None
+    assert "not whole" not in found.cause
