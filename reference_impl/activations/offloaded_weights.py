@@ -47,7 +47,15 @@ class OffloadedStorage:
         self._is_fresh = False
         self._ready: Event = REACHED
         self._size_bytes = 0
-        self.is_on_host = False
+        self._is_leaving = self._is_coming = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host alone has the bytes: the device has no memory for them, or they have not come yet.
+
+        The storage itself says the first: a flag behind the freeing would be missing if Ctrl-C came between.
+        """
+        return self._is_coming or (self._is_leaving and self._storage.nbytes() == 0)
 
     def open(self) -> None:
         """Take the seal off for the layer's forward, and note whether the host's copy still has the weight's values."""
@@ -82,20 +90,24 @@ class OffloadedStorage:
         self._is_fresh = self._is_fresh and self._is_as_copied()
         moved_bytes = self.start_offload()
         self._device.wait(self._ready)
+        self._is_leaving = True
         resize_storage(self._storage, 0)
-        self.is_on_host = True
         return moved_bytes
 
     def start_load(self) -> None:
         """Allocate on the live current stream and start the H2D copy."""
         if not self.is_on_host:
+            self._is_leaving = False
             return
         assert self._block is not None
+        # Before there is memory, which holds no weight until the copy is queued.
+        self._is_coming = True
         # The storage of forward: backward reads it even if the weight was given other memory since.
         resize_storage(self._storage, self._size_bytes)
         after = (self._device.record(), self._ready)
         self._ready = self._block.ready = self._device.copy_in(self._flat(), self._host(), after=after)
-        self.is_on_host = False
+        self._is_leaving = False
+        self._is_coming = False
 
     def load(self) -> None:
         """Have the bytes on the device, ready for the live current stream."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 import torch
+from interrupted import at_each_bytecode
 
 from reference_impl.activations import ActivationOffloader
 from reference_impl.memory.ledger import Ledger
@@ -135,3 +136,32 @@ def test_weights_that_a_lost_device_cannot_take_back_say_so(trainee, device, mon
 def test_module_level_offload_leaves_weights_alone(trainee):
     with pytest.raises(ValueError, match="weights=True offloads the weights of whole layers"):
         ActivationOffloader(trainee.model, modules=["down"], weights=True)
+
+
+def test_a_step_that_ctrl_c_cut_short_is_left_out_and_the_next_has_all_weights(trainee, device):
+    if device.is_accelerator:
+        pytest.skip("the twin runs the same lines")
+    start = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    expected = train(trainee, steps=1)
+    final = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    trainee.model.load_state_dict(start)
+    with ActivationOffloader(trainee.model, num_layers=3, activations=False, weights=True, **SMALL):
+
+        def begin():
+            trainee.model.load_state_dict(start)
+            trainee.model.zero_grad()
+
+        def check(_, where):
+            trainee.model.zero_grad()
+            assert train(trainee, steps=1) == expected, where
+            for name, value in trainee.model.state_dict().items():
+                assert torch.equal(value, final[name]), f"{where}: {name}"
+
+        at_each_bytecode(
+            begin,
+            lambda _: trainee.step(),
+            check,
+            files=("activations/offloaded_weights.py",),
+            functions=("free_device", "start_load"),
+            most=60,
+        )
