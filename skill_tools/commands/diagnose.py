@@ -260,6 +260,8 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
         config, unread = _alone(args, problem)
     of_run = releases.of_run(args, config, args.inputs)
     stated = {**ran, **{name: each.version for name, each in of_run.items()}}
+    # A launcher's own configuration, say, that the script's is not read with.
+    unread |= _texts([str(setting.value) for setting in config.unread_files])
     return _Read(config.framework, config, lint(config, versions=stated).findings, stated, unread)
 
 

@@ -53,8 +53,8 @@ def conclude(evidence: Evidence) -> Conclusion | None:
 
 
 def _with_the_operand(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
-    """Return `conclusion` with the operand that the exception names as the one on another device."""
-    words = operands.told(evidence.said)
+    """Return `conclusion` with the operand on another device by the exception, or the tensor that its line reads."""
+    words = operands.told(evidence.said) or source_line.told(evidence)
     if conclusion is None or conclusion.rule or not words or words in conclusion.cause:
         return conclusion
     return conclusion._replace(cause=f"{conclusion.cause}; {words}")

@@ -142,7 +142,7 @@ def diagnose(
 ) -> Diagnosis:
     """Read `log`; `findings` are lint's about the run's `config`, which was read as one of `framework`.
 
-    `releases` are the run's, by distribution, `unread` the texts of files without a known configuration.
+    `releases` are the run's, by distribution, `unread` the texts of files that are no configuration of the run.
     `known_gpu` returns the name that a plan has for a GPU, `known_model` the one for a model of so many parameters,
     or None.
     """
@@ -153,7 +153,7 @@ def diagnose(
     past = _lines_of_what_was_caught(log, raised, failure, went_on_until)
     times = steps.times_s(log)
     wrong = anomalies.find(log)
-    texts = symptoms.read(log, (config.sources if config else unread).items())
+    texts = symptoms.read(log, {**(config.sources if config else {}), **unread}.items())
     # If nothing is wrong, only facts of each such run count. The files show them, and the log is not asked.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
     said = _said(log, failure) if failure else ""

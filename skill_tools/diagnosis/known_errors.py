@@ -154,11 +154,17 @@ def _of_the_run(rules: Sequence[Rule], frameworks: Sequence[str]) -> list[Rule]:
 
 
 def _nearest(rules: Sequence[Rule], line: str) -> tuple[Rule, ...]:
-    """Return the rules closest to the line; of equal ones, the one for more frameworks comes first."""
+    """Return the rules closest to the line; of equal ones, for more frameworks, then with more of its text first."""
     scored = [(_mentions(rule, line), rule) for rule in rules]
     best = max(score for score, _ in scored)
-    chosen = sorted((rule for score, rule in scored if score == best), key=lambda rule: -len(rule.dialects))
+    equal = (rule for score, rule in scored if score == best)
+    chosen = sorted(equal, key=lambda rule: (-len(rule.dialects), -_said_by(rule, line)))
     return tuple(chosen[:_SHARED])
+
+
+def _said_by(rule: Rule, line: str) -> int:
+    """Return how many characters of the line are the rule's own text."""
+    return max((len(text) for text in rule.raises if position(line, text) >= 0), default=0)
 
 
 def _mentions(rule: Rule, line: str) -> int:

@@ -38,6 +38,7 @@ LACKING = {
     "soup-failed-page-lock": "partly",
     "te-offloaded-weights-no-grad": "partly",
     "unirl-counter-on-the-gpu": "silent",
+    "unsloth-embedding-and-dispatch": "partly",
     "verl-engine-leaks-host": "partly",
 }
 

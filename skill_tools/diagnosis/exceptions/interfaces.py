@@ -19,7 +19,7 @@ from skill_tools.diagnosis.symptoms import sign_in
 
 _MISSING_NAME = re.compile(r"cannot import name ['\"](?P<name>\w+)['\"] from ['\"](?P<module>[\w.]+)['\"]")
 _MISSING_PART = re.compile(r"module ['\"](?P<module>[\w.]+)['\"] has no attribute ['\"](?P<name>\w+)['\"]")
-_NO_MODULE = re.compile(r"No module named ['\"](?P<module>\w+\.[\w.]+)['\"]")
+_NO_MODULE = re.compile(r"No module named '(?P<package>\w+)\.[\w.]+'")
 _UNEXPECTED = re.compile(r"(?P<called>[\w.]+)\(\) got an unexpected keyword argument ['\"](?P<name>\w+)['\"]")
 _SITE = re.compile(r"(?:site|dist)-packages/(?P<package>\w+)/")
 _BELOW_TRAINERS = ("torch", "ray", "numpy")  # packages with the innermost frames of any trainer
@@ -39,7 +39,6 @@ def misfit(failure: Failure, source: str, texts: Sequence[tuple[str, str]]) -> S
     """
     return (
         handed_on(failure, texts)
-        or _incomplete(failure)
         or _lacking(failure)
         or signatures.unfit(failure, source)
         or _another_kind(failure)
@@ -76,6 +75,11 @@ def _with_any_value(texts: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 def _lacking(failure: Failure) -> Said | None:
     """Return the two libraries that do not fit, if one asks the other for a missing name or argument."""
     asks = caller(failure)
+    if (own := _NO_MODULE.search(failure.text)) and own["package"] == asks:
+        return Said(
+            f"the installed {asks} is not whole: {own[0]}, its own: built without that folder, or a mix of releases",
+            (f"a newer {asks}, or its source tree installed in place after pip uninstall", *off(failure)),
+        )
     if match := _MISSING_NAME.search(failure.text) or _MISSING_PART.search(failure.text):
         called = match["module"].partition(".")[0]
         lacks = f"{match['module']} has no {match['name']}"
@@ -97,22 +101,6 @@ def _lacking(failure: Failure) -> Said | None:
         (
             f"{asks} and {other} from the same time: the newest of both, or the release of {other} that this "
             f"{asks} asks for (pip show {asks.replace('_', '-')})",
-        ),
-    )
-
-
-def _incomplete(failure: Failure) -> Said | None:
-    """Return the library whose own code imports a module of its own that is not installed."""
-    match, asks = _NO_MODULE.search(failure.text), caller(failure)
-    if match is None or not asks or match["module"].partition(".")[0] != asks:
-        return None
-    return Said(
-        f"the installed {asks} is not whole: {place(failure.frames[-1])} imports {match['module']}, its own module, "
-        "which is not there; its package was built without that folder, or files of two releases are mixed",
-        (
-            f"a newer {asks}, or its source tree installed in place (pip uninstall {asks.replace('_', '-')} until none "
-            "is left, then pip install -e)",
-            *off(failure),
         ),
     )
 

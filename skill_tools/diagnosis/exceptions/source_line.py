@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensor on the other device, by the failing line of source: more exact than where an offload keeps its weights.
-
-A row of `knowledge/residency.yaml` says where an offload keeps weights. The failing line may read something that the
-offload does not manage: a buffer, a parameter that the model holds itself, a tensor of the offload's own code.
-"""
+"""The tensor on the other device, by the failing line of source: often one that the offload does not manage."""
 
 import re
 
@@ -15,94 +11,80 @@ from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency.rows import Row
 from skill_tools.diagnosis.symptoms import load_offloads
 
-# Names that models give to tables of positions and masks, which they register as buffers.
+# Models register tables of positions and masks as buffers.
 _BUFFER = re.compile(
-    r"\b(?:self\.)?(?P<name>\w*inv_freq\w*|freqs_(?:cis|cos|sin)\w*|(?:cos|sin)_cached\w*|cos_sin_cache"
-    r"|causal_mask|relative_position_index)\b"
+    r"\b(?:\w*inv_freq\w*|freqs_(?:cis|cos|sin)|(?:cos|sin)_cached|cos_sin_cache|causal_mask)\b"
 )
 # Read as a tensor: neither called nor looked into.
-_OWN = re.compile(r"\bself\.(?P<name>[a-z]\w*)\b(?! *[.(\[])")
-_NO_TENSORS = frozenset(("device", "dtype", "config", "training", "eps", "scale", "scaling"))
-_BY_MODULE = frozenset(("block-swap", "group-offload"))  # offloads that move the modules that they manage
-_OF_PARAMETERS = frozenset(("params", *_BY_MODULE))
-_SWAP = "block-swap"
-_SAMPLES = re.compile(r"(?i)sampl|validat|evaluat|preview|generate")
-_MOVES_STATES = frozenset(("phases", "sleep", "memory-saver"))  # offloads beside which states go to and fro
-_FORWARDS = frozenset(("forward", "_forward", "__call__"))
+_OWN = re.compile(r"\bself\.(?!(?:device|dtype|config|training|eps|scal(?:e|ing))\b)[a-z]\w*\b(?! *[.(\[])")
+_DEVICES = re.compile(r"same device|two (?:different )?devices")
+_BY_MODULE = ("block-swap", "group-offload")  # offloads that move the modules that they manage
+_MOVE_STATES = frozenset(("phases", "sleep", "memory-saver"))
 
 
 def of_row(row: Row, failure: Failure, evidence: Evidence) -> Row:
-    """Return `row` about the tensor that the failing line names, or as it is where the line names none."""
+    """Return `row` about the tensor that the failing line names, or as it is."""
     if row.lies != "cpu" or not failure.frames:
         return row
-    inner = failure.frames[-1]
-    moved = evidence.resumed or not _MOVES_STATES.isdisjoint(evidence.offloads)
-    if "step" in row.moments and not moved and _is_of_the_offload(row, failure):
-        return _of_the_offload(row, failure, evidence.source)
+    if "step" in row.moments and _is_of_the_offload(row, failure, evidence):
+        return row._replace(
+            past=f"its own code, {place(failure.frames[-1])} ({evidence.source}), made another one on the GPU: most "
+            "likely a fault of the library",
+            change=("another release of {package}, in which it makes both on one device",),
+        )
     if "weights" not in row.tensors:
         return row
-    if row.offload in _OF_PARAMETERS and (buffer := _BUFFER.search(evidence.source)):
+    buffer, held = _buffer(failure, evidence.source), _held_by_the_model(failure, evidence.source)
+    if buffer and row.offload in ("params", *_BY_MODULE):
+        newer = home(failure.frames[-1]) or "release of {package}"
         return row._replace(
-            where=f"it moves or gathers parameters, and {place(inner)} reads {buffer['name']}, a buffer",
-            past="it stayed where the model was built, and nothing brought it to the device of the inputs",
+            where=f"it moves or gathers parameters, and {buffer}",
+            past="it stayed where the model was built",
+            change=(f"model.buffers() moved to the GPU once the offload is set up, or a newer {newer}",),
+        )
+    if held and row.offload in _BY_MODULE:
+        return row._replace(
+            where=f"it moves the modules that it manages, and {held}, outside of them",
+            past="it stayed on the CPU",
+            change=("that tensor moved to the GPU before training, or a newer release of {package}",),
+        )
+    if row.offload == "block-swap" and evidence.phase is Phase.FIRST_STEP:
+        return row._replace(
+            past=f"{row.past}; where no samples came before the first step, a second forward (a prior's) ran without "
+            "a backward, which alone takes blocks back, or the swap's count does not fit this number of blocks",
             change=(
-                "the model's buffers moved to the GPU once the offload is set up (for b in model.buffers(): b.data = "
-                f"b.data.cuda()), or a newer {home(inner) or 'release of {package}'}",
+                *row.change,
+                "or no second prediction (output preservation), or fewer blocks, or an even number: what helps tells",
             ),
         )
-    if row.offload in _BY_MODULE and (own := _held_by_the_model(failure, evidence.source)):
-        return row._replace(
-            where=f"it moves the modules that it manages, and {place(inner)} reads self.{own}, which the model holds "
-            "itself, outside of them",
-            past="that parameter or buffer stayed on the CPU",
-            change=(f"{own} moved to the GPU before training, or a newer release of {{package}}",),
-        )
-    in_training = row.offload == _SWAP and evidence.phase is Phase.FIRST_STEP
-    return _of_a_swap(row) if in_training and not _samples(failure) else row
+    return row
 
 
-def _is_of_the_offload(row: Row, failure: Failure) -> bool:
-    """Return whether the innermost frame is the code of the row's own offload, in its library."""
+def told(evidence: Evidence) -> str:
+    """Return the tensor that the line of a failure about two devices reads, in words, or ""."""
+    failure, source = evidence.failure, evidence.source
+    if failure is None or not failure.frames or not _DEVICES.search(evidence.said):
+        return ""
+    return _buffer(failure, source) or _held_by_the_model(failure, source)
+
+
+def _is_of_the_offload(row: Row, failure: Failure, evidence: Evidence) -> bool:
+    """Return whether the innermost frame is the offload's own code, and nothing else moved its states."""
     where = code.of(failure._replace(frames=failure.frames[-1:]))
-    mechanisms = load_offloads()[row.offload].mechanisms
-    return (
-        where is not None
-        and where.code.package != "torch"
-        and not mechanisms.isdisjoint(where.code.mechanisms)
-    )
+    if where is None or where.code.package == "torch" or evidence.resumed:
+        return False
+    is_own = not load_offloads()[row.offload].mechanisms.isdisjoint(where.code.mechanisms)
+    return is_own and _MOVE_STATES.isdisjoint(evidence.offloads)
 
 
-def _of_the_offload(row: Row, failure: Failure, source: str) -> Row:
-    """Return `row` about a line of the offload's own code, which has no tensor of the user's."""
-    line = f" ({source})" if source else ""
-    return row._replace(
-        past=f"its own code, {place(failure.frames[-1])}{line}, puts such a tensor beside one that it made on the GPU: "
-        "most likely a fault of the library",
-        change=("another release of {package}, in which it makes both on one device",),
-    )
+def _buffer(failure: Failure, source: str) -> str:
+    match = _BUFFER.search(source)
+    return f"{place(failure.frames[-1])} reads {match[0]}, a buffer" if match else ""
 
 
 def _held_by_the_model(failure: Failure, source: str) -> str:
-    """Return the tensor that a model's own forward reads of itself; "" for a layer of torch's, or none."""
-    inner = failure.frames[-1]
-    if home(inner) == "torch" or inner.function.rpartition(".")[2] not in _FORWARDS:
+    """Return the tensor that a model's own forward, none of torch's layers, reads of itself, in words, or ""."""
+    inner, match = failure.frames[-1], _OWN.search(source)
+    if match is None or home(inner) == "torch" or not inner.function.endswith("forward"):
         return ""
-    named = (match["name"] for match in _OWN.finditer(source))
-    return next((name for name in named if name not in _NO_TENSORS), "")
-
-
-def _of_a_swap(row: Row) -> Row:
-    """Return `row` about the first training step, which no samples came before."""
-    return row._replace(
-        past="nothing ran before that leaves blocks elsewhere: a second forward of the step (a prior's or teacher's "
-        "prediction) ran without a backward, which alone takes blocks back to where a forward begins, or the count "
-        "of the swap does not fit this number of blocks (an odd one, or two kinds of blocks with unequal numbers)",
-        change=(
-            "no second prediction in the step (output preservation, regularisation images), or fewer blocks or an even "
-            "number: the one that helps tells the cause; or a newer release of {package}",
-        ),
-    )
-
-
-def _samples(failure: Failure) -> bool:
-    return any(_SAMPLES.search(frame.function) for frame in failure.frames)
+    return f"{place(inner)} reads {match[0]}, which the model holds itself"

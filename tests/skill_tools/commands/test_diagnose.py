@@ -397,3 +397,19 @@ def test_of_files_that_are_none_together_the_one_with_a_configuration_is_read(
     assert f"{script} is read as the configuration, without {launcher}" in shown.err
     assert main(["diagnose", log_, script, launcher, "--framework", "fsdp2"]) == 2
     assert main(["diagnose", log_, script, str(tmp_path / "missing.sh")]) == 2
+
+
+def test_a_launcher_s_file_that_the_script_s_is_not_read_with_shows_its_offload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = '  File "/e/site-packages/bitsandbytes/functional.py", line 7, in dequantize\n    pre_call(A.device)\n'
+    for name, text in {
+        "train.log": f"Traceback (most recent call last):\n{frame}ValueError: Expected a cuda device, but got: cpu\n",
+        "sft.sh": "accelerate launch --config_file fsdp.yaml src/train.py --stage sft --finetuning_type lora\n",
+        "fsdp.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true}\n",
+    }.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert main(["diagnose", "train.log", "sft.sh"]) == 1
+    shown = capsys.readouterr().out
+    assert "the offload of parameters, which offload_params (fsdp.yaml:2) shows: a quantized weight" in shown

@@ -255,3 +255,26 @@ def test_how_a_launcher_s_command_ended_is_no_exception_of_the_run(ended: str, b
     found = diagnose(Log("train.log", f"Traceback (most recent call last):\n{frames}{error}")).conclusion
     assert found is not None
     assert found.cause.startswith(begins)
+
+
+def test_of_two_rules_with_one_text_the_one_with_more_of_it_is_told() -> None:
+    said = "For fine-grained activation offloading with TE >= 2.10.0, NVTE_CPU_OFFLOAD_V1 environment variable should "
+    said += "be set to 1 to avoid offloading weights."
+    frames = (
+        '  File "/e/site-packages/megatron/bridge/config.py", line 7, in validate\n    raise ValueError(\n'
+    )
+    log = Log("train.log", f"Traceback (most recent call last):\n{frames}ValueError: {said}\n")
+    found = diagnose(log).conclusion
+    assert found is not None
+    assert found.rule.startswith("fg-env-v1")
+
+
+def test_a_bound_numa_node_that_is_full_is_no_full_host() -> None:
+    kernel = "[8.1] oom-kill:constraint=CONSTRAINT_MEMORY_POLICY,nodemask=0,cpuset=/,mems_allowed=0-1,task=python\n"
+    log = Log(
+        "train.log", f"{kernel}[8.2] Out of memory: Killed process 77 (python) total-vm:9kB, anon-rss:3kB\n"
+    )
+    found = diagnose(log).conclusion
+    assert found is not None
+    assert "one NUMA node" in found.cause
+    assert "--interleave" in " ".join(found.change)

@@ -14,6 +14,7 @@ DEVICES = "RuntimeError: Expected all tensors to be on the same device, but foun
 DEVICES += "cuda:0 and cpu!\n"
 SHARDS = {"train.py": "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"}
 SWAPS = {"run.sh": "accelerate launch flux_train.py --blocks_to_swap 17\n"}
+MAPPED = {"train.py": 'model = load(device_map="auto")\n'}
 ON_CPU = {
     "run.sh": "deepspeed train.py --deepspeed_config ds.json\n",
     "ds.json": '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}\n',
@@ -57,22 +58,21 @@ def test_what_a_model_holds_itself_is_in_none_of_the_modules_that_are_swapped() 
     held = frame(f"{SITE}/diffusers/models/transformer_new.py", "forward", "x[mask] = self.pad_token")
     found = concluded(held, SWAPS)
     assert "reads self.pad_token, which the model holds itself" in found.cause
-    assert found.change[0].startswith("pad_token moved to the GPU")
+    assert found.change[0].startswith("that tensor moved to the GPU")
     layer = frame(f"{SITE}/torch/nn/modules/linear.py", "forward", "return F.linear(input, self.weight)")
     assert "holds itself" not in concluded(layer, SWAPS).cause
 
 
-def test_samples_are_a_cause_only_where_samples_can_have_run() -> None:
+def test_samples_are_not_the_only_cause_in_the_first_step_of_a_block_swap() -> None:
     layer = frame("/app/flux_train.py", "train", "pred = model(x)") + frame(
         f"{SITE}/torch/nn/modules/linear.py", "forward", "return F.linear(input, self.weight)"
     )
     first = concluded(layer, SWAPS)
-    assert "nothing ran before" in first.cause
-    assert "an even number" in first.change[0]
+    assert "where no samples came before the first step, a second forward" in first.cause
+    assert "an even number" in first.change[1]
     later = concluded(layer, SWAPS, before="{'loss': 0.7, 'epoch': 0.1}\n{'loss': 0.6, 'epoch': 0.2}\n")
     assert "after samples or validation" in later.cause
-    sampled = frame("/app/flux_train.py", "preview", "show(model)") + layer
-    assert "after samples or validation" in concluded(sampled, SWAPS).cause
+    assert "second forward" not in later.cause
 
 
 def test_two_devices_in_the_offload_s_own_code_are_the_library_s() -> None:
@@ -86,3 +86,12 @@ def test_two_devices_in_the_offload_s_own_code_are_the_library_s() -> None:
     assert "deepspeed" in found.change[0]
     resumed = concluded(step + inner, ON_CPU, before="Resuming from checkpoint-400\n")
     assert "a fault of the library" not in resumed.cause
+
+
+def test_the_tensor_that_the_line_reads_is_named_beside_any_other_cause_of_two_devices() -> None:
+    held = frame(f"{SITE}/transformers/models/new/modeling_new.py", "forward", "states *= self.layer_scalar")
+    assert "reads self.layer_scalar, which the model holds itself" in concluded(held, MAPPED).cause
+    called = frame(f"{SITE}/transformers/models/new/modeling_new.py", "forward", "x = self.norm(x)")
+    assert "holds itself" not in concluded(called, MAPPED).cause
+    rotary = frame("/app/model.py", "apply_rotary", "return torch.view_as_real(q * freqs_cis)")
+    assert "apply_rotary (model.py:7) reads freqs_cis, a buffer" in concluded(rotary, SHARDS).cause
