@@ -12,6 +12,7 @@ from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
 from skill_tools.diagnosis.memory_owners import READ, UNPIN
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import rows
+from skill_tools.diagnosis.symptoms import sign_in
 from skill_tools.units import gib
 
 
@@ -23,10 +24,13 @@ def hang_at_the_start(evidence: Evidence) -> Conclusion:
     )
     if offloads:
         cause += f"; {offloads} puts tensors on the CPU, and building, initialising or loading those may wait for ever"
+    if sent := sign_in(["cpu_ram_efficient_loading"], evidence.texts):
+        cause += f"; {sent} has one rank read the weights, for which the others wait"
     return Conclusion(
         cause,
         "",
         (
+            *(["weights that each rank loads for itself: cpu_ram_efficient_loading false"] if sent else []),
             told("params-on-gpu", evidence.dialects, evidence.config),
             "or another release of torch and of the framework: py-spy dump of a waiting rank names its call",
         ),

@@ -278,3 +278,30 @@ def test_a_bound_numa_node_that_is_full_is_no_full_host() -> None:
     assert found is not None
     assert "one NUMA node" in found.cause
     assert "--interleave" in " ".join(found.change)
+
+
+def test_efficient_loading_is_named_where_ranks_wait_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    late = (
+        "[rank1]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=13, OpType=SCATTER) ran out\n"
+    )
+    log, run = tmp_path / "train.log", tmp_path / "run.yml"
+    log.write_text(f"[INFO] [axolotl.loaders.model] Loading model\n{late}", encoding="utf-8")
+    loads = "base_model: a/b\nfsdp_version: 2\nfsdp_config: {offload_params: true, cpu_ram_efficient_loading: true}\n"
+    run.write_text(loads, encoding="utf-8")
+    assert main(["diagnose", str(log), str(run)]) == 1
+    shown = capsys.readouterr().out
+    assert "has one rank read the weights, for which the others wait" in shown
+    assert "each rank loads for itself: cpu_ram_efficient_loading false" in shown
+
+
+def test_a_file_of_empty_weights_was_saved_without_gathering() -> None:
+    said = "size mismatch for lm_head.weight: copying a param with shape torch.Size([0]) from checkpoint, the shape"
+    frames = (
+        '  File "/e/site-packages/torch/nn/module.py", line 7, in load_state_dict\n    raise RuntimeError(\n'
+    )
+    log = Log("train.log", f"Traceback (most recent call last):\n{frames}RuntimeError: {said}\n")
+    found = diagnose(log).conclusion
+    assert found is not None
+    assert "saved without gathering" in found.cause
