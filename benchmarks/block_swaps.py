@@ -94,7 +94,7 @@ def unsloth(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _recomputed_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
-    blocks = model.layers
+    blocks: Any = model.layers
     model.layers = nn.ModuleList(Recomputed(block) for block in blocks)
     try:
         yield list(model.layers)
