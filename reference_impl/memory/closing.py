@@ -80,26 +80,6 @@ def _finalize(finalizer: Callable[[], object]) -> None:
         finalizer()
 
 
-class ReleasedOnce(ABC):
-    """A resource that is given back once: no signal cuts the release short."""
-
-    __slots__ = ("_is_released",)
-
-    def __init__(self) -> None:
-        self._is_released = False
-
-    def release(self) -> None:
-        """Give the resource back. Safe in a finalizer, and to call again."""
-        with deferred_interrupts():
-            if not self._is_released:
-                self._is_released = True
-                self._on_release()
-
-    @abstractmethod
-    def _on_release(self) -> None:
-        """Give it back, behind the last copy that uses it."""
-
-
 def register_undoably(
     register: Callable[..., RemovableHandle],
     hook: Callable[..., object],

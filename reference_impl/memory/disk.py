@@ -25,11 +25,11 @@ import torch
 
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena, HostBlock
-from reference_impl.memory.closing import ReleasedOnce, undo_all
+from reference_impl.memory.closing import undo_all
 from reference_impl.memory.host import HostMemoryError
 from reference_impl.memory.interrupts import UninterruptedCondition, UninterruptedLock
 from reference_impl.memory.spill_file import PAGE_BYTES, SpillFile
-from reference_impl.memory.tiers import HostTier, StoredBytes
+from reference_impl.memory.tiers import HostTier, ReleasedOnce, StoredBytes
 from reference_impl.memory.worker import Worker, is_done
 
 _STAGING_BYTES = 2 * 2**30

@@ -9,6 +9,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Protocol
 
@@ -16,7 +18,7 @@ import torch
 
 from reference_impl.device import Device, Event
 from reference_impl.memory.arena import HostArena
-from reference_impl.memory.closing import ReleasedOnce
+from reference_impl.memory.interrupts import UninterruptedLock
 
 
 class StoredBytes(Protocol):
@@ -34,6 +36,28 @@ class StoredBytes(Protocol):
 
     def release(self) -> None:
         """Give the memory back once nothing uses it any more. Safe in a finalizer, and to call again."""
+
+
+class ReleasedOnce(ABC):
+    """Bytes of a tier, given back once: by one of the threads that release them, and no signal cuts that short."""
+
+    __slots__ = ("_is_released", "_releasing")
+
+    def __init__(self) -> None:
+        self._is_released = False
+        # A finalizer may release them inside of a release.
+        self._releasing = UninterruptedLock(threading.RLock())
+
+    def release(self) -> None:
+        """See `StoredBytes`."""
+        with self._releasing:
+            if not self._is_released:
+                self._is_released = True
+                self._on_release()
+
+    @abstractmethod
+    def _on_release(self) -> None:
+        """Give the memory back, behind the last copy that uses it."""
 
 
 class Tier(Protocol):

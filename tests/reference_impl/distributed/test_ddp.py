@@ -325,7 +325,7 @@ def test_a_copied_model_is_independent(copied):
 def test_a_model_that_is_not_attached_is_an_error():
     """Autograd's hooks come before the reduction, and nobody could tell."""
     model, (batch,) = net(), data_of(1)
-    with hybrid(model), pytest.raises(RuntimeError, match=r"has been offloaded.*attach\(\) of that model"):
+    with hybrid(model), pytest.raises(RuntimeError, match=r"has been offloaded.*attach\(\) of the model"):
         model(batch).backward()
 
 

@@ -3,12 +3,12 @@
 
 import pytest
 import torch
-from interrupted import at_each_bytecode
+from interrupted import PLACES, at_each_bytecode
 from optimizer_reference import batches
 from optimizer_training import OPTIONS, hybrid, streaming, train, twins
 
 # How many bytecodes of a long change.
-MOST = pytest.mark.parametrize("most", [60, pytest.param(300, marks=pytest.mark.slow)])
+MOST = pytest.mark.parametrize("most", [60, pytest.param(PLACES, marks=pytest.mark.slow)])
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 BUILDS = {

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from interrupted import at_each_bytecode
+from interrupted import PLACES, at_each_bytecode
 from interrupts import counted
 from small_net import loss_of, net
 
@@ -193,7 +193,7 @@ def interrupted(places, device):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("most", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [40, pytest.param(PLACES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("moves", ["park", "restore"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_within_a_transfer(device, kind, moves, most):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from interrupted import at_each_bytecode
+from interrupted import PLACES, at_each_bytecode
 from layers_trainee import batches, decoder, streamed, train
 from optimizer_training import OPTIONS
 from sharded_net import data_of, net
@@ -11,7 +11,7 @@ from sharded_net import data_of, net
 from reference_impl import ShardStreamer, Streaming
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back", "group")
-MOST = pytest.mark.parametrize("most", [25, pytest.param(400, marks=pytest.mark.slow)])
+MOST = pytest.mark.parametrize("most", [25, pytest.param(PLACES, marks=pytest.mark.slow)])
 
 
 def gather(streamer):
