@@ -163,5 +163,5 @@ def test_a_step_that_ctrl_c_cut_short_is_left_out_and_the_next_has_all_weights(t
             check,
             files=("activations/offloaded_weights.py",),
             functions=("free_device", "start_load"),
-            most=60,
+            most=20,
         )

@@ -11,7 +11,7 @@ from sharded_net import data_of, net
 from reference_impl import ShardStreamer, Streaming
 
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back", "group")
-MOST = pytest.mark.parametrize("most", [25, pytest.param(PLACES, marks=pytest.mark.slow)])
+MOST = pytest.mark.parametrize("most", [10, pytest.param(PLACES, marks=pytest.mark.slow)])
 
 
 def gather(streamer):
