@@ -7,7 +7,6 @@ each is possible under an offload that the run shows, and comes with the way to 
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import islice
 from typing import NamedTuple
 
 from skill_tools import knowledge
@@ -17,6 +16,7 @@ from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.symptoms import named, sign_in
 from skill_tools.rules.finding import Finding
+from skill_tools.rules.versions import Standing, standing
 
 _MOST = 3  # faults without a sign in the log that an answer names
 _MOST_SLOW = 2
@@ -34,11 +34,15 @@ class Complaint(StrEnum):
 
 
 class _Possible(NamedTuple):
-    """A possible cause under `offload`; `needs` and `lacks` are words of the run's files or log."""
+    """A possible cause under `offload`, in `releases` or in any.
+
+    `needs` and `lacks` are words of the run's files or log.
+    """
 
     offload: str
     needs: tuple[tuple[str, ...], ...]
     lacks: tuple[str, ...]
+    releases: Mapping[str, str]
     cause: str
     tell: str
     change: tuple[str, ...]
@@ -52,6 +56,7 @@ def load(part: str) -> tuple[_Possible, ...]:
             offload,
             tuple(map(tuple, entry.get("needs", ()))),
             tuple(entry.get("lacks", ())),
+            entry.get("releases", {}),
             entry["cause"],
             entry["tell"],
             tuple(entry["change"]),
@@ -77,8 +82,8 @@ def suspects(
     found = {
         Complaint.STILL: tuple(_still(log)),
         Complaint.RESULTS: _wrong(evidence, texts, releases),
-        Complaint.SPEED: tuple(_slow(evidence, texts)),
-        Complaint.SAVED: tuple(_saved(evidence, texts)),
+        Complaint.SPEED: tuple(_slow(evidence, texts, releases)),
+        Complaint.SAVED: tuple(_saved(evidence, texts, releases)),
     }
     if waits or (usual_step_s or 0) > _LONG_S:
         found = {Complaint.SPEED: found.pop(Complaint.SPEED), **found}
@@ -116,29 +121,42 @@ def _of_a_fault(found: numbers.Found) -> Suspect:
     )
 
 
-def _slow(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+def _slow(
+    evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
+) -> Iterator[Suspect]:
     """Yield causes of slow steps under the run's offloads: the configuration's own findings first."""
     own = [each for each in evidence.findings if each.effect == "slow"][:1]
     yield from map(_of_a_finding, own)
-    yield from islice(_possible("slow", evidence, texts), _MOST_SLOW)
+    yield from _possible("slow", evidence, texts, releases)[:_MOST_SLOW]
 
 
-def _saved(evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
+def _saved(
+    evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
+) -> Iterator[Suspect]:
     """Yield possible gaps in a save under the run's offloads, where the log has a save."""
     if phases.saves(texts[-1][1]):
-        yield from islice(_possible("saves", evidence, texts), 1)
+        yield from _possible("saves", evidence, texts, releases)[:1]
 
 
-def _possible(part: str, evidence: Evidence, texts: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    causes = set()
+def _possible(
+    part: str, evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
+) -> list[Suspect]:
+    """Return causes that fit: those of the stated release first, those of a release that may run last."""
+    found: dict[str, tuple[int, Suspect]] = {}
     for each in load(part):
-        here = each.offload in evidence.offloads and each.cause not in causes
-        if here and all(sign_in(group, texts) for group in each.needs) and not sign_in(each.lacks, texts):
-            causes.add(each.cause)
-            yield Suspect(
-                f"{each.cause} ({evidence.offloads[each.offload]})",
-                f"to be sure: {each.tell}; then {_either(each.change)}",
-            )
+        here = each.offload in evidence.offloads and each.cause not in found
+        if not (here and all(sign_in(group, texts) for group in each.needs)) or sign_in(each.lacks, texts):
+            continue
+        stands, depends_on = standing(each.releases, releases)
+        if stands is Standing.ABSENT:
+            continue
+        if_ = f"if this is {' and '.join(depends_on)}, " if depends_on else ""
+        told = Suspect(
+            f"{if_}{each.cause} ({evidence.offloads[each.offload]})",
+            f"to be sure: {each.tell}; then {_either(each.change)}",
+        )
+        found[each.cause] = (1 if not each.releases else 2 if depends_on else 0, told)
+    return [told for _, told in sorted(found.values(), key=lambda pair: pair[0])]
 
 
 def _still(log: Log) -> Iterator[Suspect]:

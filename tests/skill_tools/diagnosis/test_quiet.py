@@ -22,8 +22,16 @@ STEPS = "step 1 loss 2.0\nstep 2 loss 1.9\n"
 ZERO2 = {"ds.json": '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'}
 
 
-def answer(log: str, unread: Mapping[str, str] | None = None) -> Diagnosis:
-    return diagnose(Log("train.log", log), unread=unread or {})
+def answer(
+    log: str, unread: Mapping[str, str] | None = None, releases: Mapping[str, str] | None = None
+) -> Diagnosis:
+    return diagnose(Log("train.log", log), unread=unread or {}, releases=releases or {})
+
+
+def last_with_it(specifier: str) -> str:
+    """The release before the one that `specifier` ends at."""
+    series, _, last = specifier.rpartition("<")[2].rpartition(".")
+    return f"{series}.{int(last) - 1}"
 
 
 def test_the_facts_are_what_their_schema_says() -> None:
@@ -35,12 +43,25 @@ def test_the_facts_are_what_their_schema_says() -> None:
 def test_what_slows_steps_is_told_of_a_run_with_its_offload(entry: dict[str, Any]) -> None:
     offload = load_offloads()[named(entry["offload"])[0]]
     words = [group[0] for group in entry.get("needs", ())]
-    told = answer(STEPS, {"run.yaml": "\n".join([offload.signs[0], *words])}).suspects[Complaint.SPEED]
+    releases = {package: last_with_it(each) for package, each in entry.get("releases", {}).items()}
+    files = {"run.yaml": "\n".join([offload.signs[0], *words])}
+    told = answer(STEPS, files, releases).suspects[Complaint.SPEED]
     assert any(each.cause.startswith(entry["cause"]) for each in told)
     lacking = {"run.yaml": "\n".join([offload.signs[0], *words, *entry.get("lacks", ())])}
     if "lacks" in entry:
         others = answer(STEPS, lacking).suspects.get(Complaint.SPEED, ())
         assert not any(each.cause.startswith(entry["cause"]) for each in others)
+
+
+def test_what_slows_some_releases_is_told_first_of_those_and_never_of_another() -> None:
+    (entry,) = (each for each in QUIET["slow"] if each.get("releases") == {"deepspeed": "<0.16.3"})
+    files = {"ds.json": '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'}
+    old, new, unstated = (
+        answer(STEPS, files, stated).suspects[Complaint.SPEED]
+        for stated in ({"deepspeed": "0.15.4"}, {"deepspeed": "0.16.3"}, {})
+    )
+    assert old[0].cause.startswith(entry["cause"])
+    assert not any(entry["cause"] in each.cause for each in (*new, unstated[0]))
 
 
 @for_each(QUIET["ends"], name=lambda entry: entry["cause"])
