@@ -367,11 +367,10 @@ def _of_mended(shown: Shown, others: Sequence[Shown], evidence: Evidence) -> Con
     fix = shown.fix
     sure = f"if this is {' and '.join(shown.depends_on)}, most likely" if shown.depends_on else "most likely"
     by = f"; shown by {', '.join(shown.by)}" if shown.by else ""
-    change = (fix.change, *([f"or {fix.instead}"] if fix.instead else []))[:SHOWN]
     return Conclusion(
         f"{sure} a fault of {fix.package}: {fix.cause}{by}",
         "",
-        (*change, *ways_around.without_the_option(evidence)),
+        (*fix.changes[:SHOWN], *ways_around.without_the_option(evidence)),
         others=tuple(f"or {each.fix.cause} ({each.fix.change})" for each in others[:_MOST_OTHERS]),
     )
 

@@ -58,7 +58,18 @@ class Fix(NamedTuple):
         by = f"#{number[1]}" if number and "/commit/" not in self.source else number and number[1][:_SHORT]
         if self.release:
             return f"{self.package} {self.release} or newer ({by})"
+        if "/issues/" in self.source:
+            return f"no {self.package} that mends it was known when this was written ({self.source})"
         return f"{self.package} with {by}, which no release had when this was written"
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """The remedy and the one for releases with the fault, first the one that can be taken."""
+        if not self.instead:
+            return (self.change,)
+        if self.release or "/issues/" not in self.source:
+            return (self.change, f"or {self.instead}")
+        return (self.instead, self.change)
 
     @property
     def range(self) -> dict[str, str]:
