@@ -60,6 +60,8 @@ class Fix(NamedTuple):
             return f"{self.package} {self.release} or newer ({by})"
         if "/issues/" in self.source:
             return f"no {self.package} that mends it was known when this was written ({self.source})"
+        if "/commit/" in self.source:  # of a branch that its users check out
+            return f"a newer {self.package}, with {by}"
         return f"{self.package} with {by}, which no release had when this was written"
 
     @property

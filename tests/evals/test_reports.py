@@ -24,9 +24,7 @@ ENTRIES = REPORTS.load()
 MEASURE = REPORTS.held_out(ENTRIES)
 # Answers that are not right: a change that mends one takes it from here.
 LACKING = {
-    "aitoolkit-to-copy": "silent",
     "ax-gemma4-offload-leak": "wrong",
-    "bnb-4bit-fqn": "partly",
     "ds-local-grad-norm": "silent",
     "ds-nvme-params-save": "partly",
     "ds-offload-step-3x": "partly",
@@ -41,8 +39,6 @@ LACKING = {
     "miles-rollout-without-backup": "partly",
     "miles-two-patches-of-groups": "partly",
     "nemo-rl-dpo-val-at-start": "partly",
-    "onetrainer-activations-need-a-fraction": "partly",
-    "onetrainer-pin-2gib": "silent",
     "rlactors-adapters-come-back-zero": "silent",
     "saver-tags-the-draft-model": "partly",
     "soup-failed-page-lock": "partly",
