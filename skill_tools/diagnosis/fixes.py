@@ -137,7 +137,7 @@ def shown_by(
         if stands is Standing.ABSENT:
             continue
         by = tuple(dict.fromkeys(filter(None, (place, *signs))))
-        found.append(((bool(depends_on), -fix.asked, order), Shown(fix, by, depends_on)))
+        found.append(((-fix.asked, bool(depends_on), order), Shown(fix, by, depends_on)))
     return tuple(each for _, each in sorted(found, key=lambda pair: pair[0]))
 
 
