@@ -27,6 +27,7 @@ class Fix(NamedTuple):
 
     `texts` stand in the failure, any of them; of each group in `needs` one word stands in the run's files or log.
     `release` is the first of `package` without the fault, "" if none was known; `since` the first with it.
+    `only_stated`: its signs are those of many runs, so that the release has to be stated.
     """
 
     package: str
@@ -40,6 +41,7 @@ class Fix(NamedTuple):
     cause: str
     instead: str
     source: str
+    only_stated: bool
 
     @property
     def asked(self) -> int:
@@ -105,6 +107,7 @@ def load_fixes() -> tuple[Fix, ...]:
             entry["cause"],
             entry.get("instead", ""),
             entry["source"],
+            entry.get("stated", False),
         )
         for entry in knowledge.index()["fixes"]
     )
@@ -134,7 +137,7 @@ def shown_by(
         if not all(signs):
             continue
         stands, depends_on = standing(fix.range, releases)
-        if stands is Standing.ABSENT:
+        if stands is Standing.ABSENT or (fix.only_stated and depends_on):
             continue
         by = tuple(dict.fromkeys(filter(None, (place, *signs))))
         found.append(((-fix.asked, bool(depends_on), order), Shown(fix, by, depends_on)))

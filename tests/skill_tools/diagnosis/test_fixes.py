@@ -74,7 +74,8 @@ def test_memory_that_ran_out_and_words_of_the_files_show_no_fault_by_themselves(
 @for_each(fixes.load_fixes(), name=lambda fix: fix.source)
 def test_each_is_told_of_a_failure_that_shows_it(fix: Fix) -> None:
     failure, said, phase, texts = shows(fix)
-    assert fix in {each.fix for each in fixes.shown_by(failure, said, phase, texts, {})}
+    stated = {fix.package: fix.since} if fix.only_stated else {}
+    assert fix in {each.fix for each in fixes.shown_by(failure, said, phase, texts, stated)}
 
 
 @for_each([fix for fix in fixes.load_fixes() if fix.release], name=lambda fix: fix.source)
@@ -82,6 +83,12 @@ def test_none_is_told_to_a_release_that_mends_it(fix: Fix) -> None:
     failure, said, phase, texts = shows(fix)
     told = fixes.shown_by(failure, said, phase, texts, {fix.package: fix.release})
     assert fix not in {each.fix for each in told}
+
+
+@for_each([fix for fix in fixes.load_fixes() if fix.only_stated], name=lambda fix: fix.source)
+def test_signs_of_many_runs_are_told_of_none_whose_release_nobody_states(fix: Fix) -> None:
+    failure, said, phase, texts = shows(fix)
+    assert fix not in {each.fix for each in fixes.shown_by(failure, said, phase, texts, {})}
 
 
 @for_each([fix for fix in fixes.load_fixes() if fix.needs], name=lambda fix: fix.source)
