@@ -36,7 +36,9 @@ _ARROW = re.compile(r"\n-{2,}> ?(?P<line>\d{1,6}) ")  # Colab's, at the line bel
 _RAISED = re.compile(
     r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
 )
-_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty|Pool)$")
+_ERROR = re.compile(
+    r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty|Pool|error\.Again)$"
+)
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _IGNORED = "Exception ignored in"
@@ -51,11 +53,13 @@ _INTERESTING = re.compile(
     r"(?:File |Traceback|Pool: |Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z]"
-    r"|\.py(?::\d+)? in\b)"
+    r"|error\.Again|\.py(?::\d+)? in\b)"
 )
 _PROGRESS = re.compile(
     r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"
-    r"|elapsed time per iteration|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b)",
+    r"|elapsed time per iteration|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b"
+    # prime-rl, NeMo-RL (at each step's begin), AReaL, ROLL
+    r"|Step \d+ \|.{0,40}Loss|=={9} Step (?!1/)\d+/\d+ ==|Train step \d+/\d+ done|pipeline step \d+ finished)",
     re.MULTILINE,
 )
 _GAP = 6000  # characters between two frames of one traceback, others' lines among them

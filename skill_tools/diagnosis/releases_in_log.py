@@ -18,6 +18,7 @@ _BETWEEN = (
     r"|[ ](?=\d{4}\.\d+\.\d+:)"
 )
 _RELEASE = r"\d+\.\d+(?:\.\d+)?(?:\.?(?:post|dev|rc|a|b)\d+)?"
+_VLLM = re.compile(rf"LLM engine \(v(?P<version>{_RELEASE})\)")  # an engine's first line, without its name
 
 
 def releases(log: Log) -> dict[str, str]:
@@ -27,6 +28,8 @@ def releases(log: Log) -> dict[str, str]:
     for match in _stated().finditer(edges):
         if is_version(match["version"]):
             found.setdefault(canonical_name(match["name"]), set()).add(match["version"])
+    for match in _VLLM.finditer(edges):
+        found.setdefault("vllm", set()).add(match["version"])
     return {name: next(iter(versions)) for name, versions in found.items() if len(versions) == 1}
 
 

@@ -50,6 +50,12 @@ def test_what_stands_in_front_of_a_line_is_no_part_of_it(prefix: str) -> None:
     assert [(frame.path, frame.line, frame.function) for frame in found.frames] == [("/a/b.py", 3, "f")]
 
 
+def test_an_exception_of_zeromq_is_one() -> None:
+    found = ending(raised("zmq.error.Again: Resource temporarily unavailable"))
+    assert found is not None
+    assert found.text == "zmq.error.Again: Resource temporarily unavailable"
+
+
 def test_interleaved_ranks_keep_their_own_frames() -> None:
     one = raised("ValueError: one", rank="[rank0]: ", function="one").splitlines()
     two = raised("KeyError: two", rank="[rank1]: ", function="two").splitlines()
@@ -148,6 +154,11 @@ def test_notebooks_write_frames_in_their_own_form() -> None:
         ("", "backward", Phase.FIRST_STEP),
         ("", "_init_group", Phase.FIRST_UPDATE),
         (STEP.format(3) + "\n", "forward", Phase.LATER),
+        ("SUCCESS Step 3 |  12.3s | Loss 0.1234 | Entropy 0.3\n", "forward", Phase.LATER),
+        (f"{'=' * 25} Step 1/100 {'=' * 25}\n", "forward", Phase.FIRST_STEP),
+        (f"{'=' * 25} Step 2/100 {'=' * 25}\n", "forward", Phase.LATER),
+        ("Epoch 1/10 Step 3/93 Train step 3/930 done.\n", "forward", Phase.LATER),
+        ("pipeline step 3 finished\n", "forward", Phase.LATER),
         (STEP.format(3) + "\n", "save_checkpoint", Phase.SAVE),
         (STEP.format(3) + "\nsaving checkpoint at iteration 3\n", "gather", Phase.SAVE),
         ("", "load_checkpoint", Phase.RESUME),

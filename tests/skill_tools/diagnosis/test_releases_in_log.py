@@ -25,6 +25,8 @@ def stated(text: str) -> dict[str, str]:
          {"unsloth": "2025.8.1", "transformers": "4.57.1"}),
         ("trl==0.24.0", {"trl": "0.24.0"}),
         ("INFO 08-22 12:00:00 vLLM API server version 0.11.0", {"vllm": "0.11.0"}),
+        ("INFO [core.py:97] Initializing a V1 LLM engine (v0.16.0) with config: model=m", {"vllm": "0.16.0"}),
+        ("Initializing a V1 LLM engine (v0.11.1rc7.dev145+gb39a5026e) with config", {}),
         ("requires accelerate version 1.2 or newer", {}),
         ("loading torch: 3 shards", {}),
         ("/opt/torch/2.8.0/lib", {}),
