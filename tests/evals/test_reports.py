@@ -31,7 +31,6 @@ LACKING = {
     "fairl-zero3-late-config": "partly",
     "flagscale-version-of-a-fork": "partly",
     "fms-kernels-read-a-base-on-the-cpu": "partly",
-    "gemini-cpuadam-on-cuda": "silent",
     "mcore-mfsdp-save-hangs": "partly",
     "mcore-save-step-scalar": "partly",
     "miles-offload-ignores-dtypes": "partly",
