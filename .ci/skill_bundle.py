@@ -2,6 +2,7 @@
 """Lays out an agent's installation: the skill without tests, benchmarks, evals and contributors' pages.
 
     python3 .ci/skill_bundle.py            # build/skill/cpu-offloading and build/skill/cpu-offloading.zip
+    python3 .ci/skill_bundle.py FOLDER     # the same there
 
 It takes files that git knows. The YAML behind the compiled `index/` stays away too: no command of a user reads it.
 The zip is 3 % smaller where zopflipy is installed, as the extra `test` does.
@@ -135,8 +136,8 @@ def options(path: Path) -> dict[str, bool]:
     return {} if ZipFile is None else {"block_splitting": path.stat().st_size >= SPLIT_BYTES}
 
 
-def bundle(target: Path) -> Path:
-    """Write the bundle to `target`, which is made anew, and beside it as a zip file whose path is returned."""
+def bundle(target: Path) -> None:
+    """Write the bundle to `target`, which is made anew."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     if target.exists():
         shutil.rmtree(target)
@@ -150,6 +151,10 @@ def bundle(target: Path) -> Path:
     card.write_text(read_of_the_card(card.read_text()))
     project = target / "pyproject.toml"
     project.write_text(read_by_pip(project.read_text()))
+
+
+def zipped(target: Path) -> Path:
+    """Write the bundle in `target` as a zip file beside it, whose path is returned."""
     archive = Path(f"{target}.zip")
     # Without entries for folders, which `shutil.make_archive` writes.
     with opened(archive) as written:
@@ -160,7 +165,8 @@ def bundle(target: Path) -> Path:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "skill") / "cpu-offloading"
-    archive = bundle(folder)
+    bundle(folder)
+    archive = zipped(folder)
     files = [path for path in folder.rglob("*") if path.is_file()]
     print(f"{folder}: {len(files)} files, {sum(path.stat().st_size for path in files) / 1e6:.1f} MB")
     print(f"{archive}: {archive.stat().st_size:,} bytes{HINT if ZipFile is None else ''}")
