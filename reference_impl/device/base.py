@@ -84,6 +84,9 @@ class StagedCopies(Protocol):
     def copy_in(self, target: torch.Tensor, host: torch.Tensor) -> None:
         """Start filling `target`, after all copies on their way into `host`; `host` may be written on return."""
 
+    def expect(self, host: torch.Tensor | None) -> None:
+        """Read `host` ahead during the next copy in: it is copied in behind that one, and not written before."""
+
     def synchronize(self) -> None:
         """Wait until all bytes copied out are in their own memory."""
 
@@ -356,6 +359,19 @@ class Device(ABC):
                 return REACHED
         target.copy_(source, non_blocking=True)
         return REACHED
+
+    def expect_copy_in(self, host: torch.Tensor) -> None:
+        """Read pageable `host` ahead during the next copy in: it is copied in behind that one, and not written before.
+
+        If it will not come, `forget_expected` comes before a write.
+        """
+        if self.pageable and (staged := self.pageable.get(host.untyped_storage().data_ptr())) is not None:
+            staged.expect(host)
+
+    def forget_expected(self) -> None:
+        """Forget pageable bytes that were read ahead: they may be written."""
+        for staged in set(self.pageable.values()):
+            staged.expect(None)
 
     def launch(self, kernel: Callable[..., object], *arguments: Any, **options: Any) -> None:
         """Launch `kernel`, and once more if there was no memory to load it; it changes its arguments.

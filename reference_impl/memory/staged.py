@@ -3,10 +3,11 @@
 
 Memory beyond `pinned.limit_pinned_memory` is pageable. As many threads as cores are idle fill and empty the buffers
 (`copiers`), awaited ones first. On the way in the calling thread waits until they are full, one after the other, and
-starts the H2D copy of each; half of them are filled while the link reads the others. On the way out the D2H copy into a
-buffer starts at once, and threads empty the buffer after its end. So a training thread waits only if all buffers are on
-their way. Events of the device mean the same as for pinned memory; who reads the host's side waits for the threads too
-(`Landing`).
+starts the H2D copy of each; half of them are filled while the link reads the others. A caller that knows the next copy
+says so (`expect`): its first buffers are filled while this copy waits for its last ones. On the way out the D2H copy
+into a buffer starts at once, and threads empty the buffer after its end. So a training thread waits only if all buffers
+are on their way. Events of the device mean the same as for pinned memory; who reads the host's side waits for the
+threads too (`Landing`).
 
 Each direction has buffers of its own, so neither can hold up the other; until something leaves, all are for the way in.
 A device has one ring, from its first pageable slab to the end of the limit.
@@ -22,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -94,9 +96,9 @@ class _Buffers:
                 self._turn.pop()
             other.size_bytes = self.size_bytes
 
-    def take(self, size_bytes: int, *, ahead: int = 0) -> torch.Tensor:
-        """Return the next buffer in turn, once it is free, or the one `ahead` turns later."""
-        buffer, free = self._turn[ahead]
+    def take(self, size_bytes: int, *, place: int = 0) -> torch.Tensor:
+        """Return the buffer at `place` in turn, once it is free."""
+        buffer, free = self._turn[place]
         try:
             free.synchronize()
         except Exception:
@@ -105,10 +107,23 @@ class _Buffers:
                 raise
         return buffer[:size_bytes]
 
-    def give_back(self, *, after: Event) -> None:
-        """Let the next one have its turn: the one whose turn it was may be written after `after`."""
-        buffer, _ = self._turn.popleft()
+    def give_back(self, *, after: Event, place: int = 0) -> None:
+        """Make the buffer at `place` the last one in turn: it may be written after `after`."""
+        buffer, _ = self._turn[place]
+        del self._turn[place]
         self._turn.append((buffer, after))
+
+
+class _Ahead:
+    """The first buffers of the host memory that is copied in next: the first ones in turn."""
+
+    def __init__(self) -> None:
+        self.addresses = (0, 0)
+        self.fills: deque[tuple[torch.Tensor, Copy]] = deque()
+
+    def is_of(self, host: torch.Tensor) -> bool:
+        """Return whether they are filled with the bytes of `host`."""
+        return bool(self.fills) and self.addresses == _addresses(host)
 
 
 class Ring:
@@ -121,6 +136,9 @@ class Ring:
         self._landing: deque[tuple[int, int, Landing]] = deque()
         self._lost: list[tuple[int, int, Landing]] = []
         self._putting_away = UninterruptedLock()
+        # The host memory that is copied in behind the next copy in, and buffers that are filled with it already.
+        self._expected: torch.Tensor | None = None
+        self._ahead = _Ahead()
         self._slab = Slab(
             device, size_bytes, remedy="try a smaller limit", for_ring=True, most_bytes=size_bytes
         )
@@ -161,14 +179,40 @@ class Ring:
         # Buffers that are being filled, the first one first.
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
         with self._in.lock, self._copies_ended_on_error(filling):
-            for part, piece in _pieces(target, host, self._in.size_bytes):
-                # The link reads the other half: who fills all of them waits for the one sent last, alone on the link.
-                if len(filling) == self._in.count // 2:
-                    self._send(filling)
-                buffer = self._in.take(part.numel(), ahead=len(filling))
+            expected, self._expected = self._expected, None
+            pieces = _pieces(target, host, self._in.size_bytes)
+            if self._ahead.is_of(host):
+                filling.extend(
+                    (part, *fill) for fill, (part, _) in zip(self._ahead.fills, pieces, strict=False)
+                )
+                self._ahead.fills.clear()
+            elif expected is not None:
+                self._drop_ahead()
+            # Of others, which come first in turn.
+            ahead = len(self._ahead.fills)
+            # The link reads the other half: who fills all of them waits for the one sent last, alone on the link.
+            most = min(self._in.count // 2, self._in.count - ahead)
+            for part, piece in pieces:
+                while len(filling) >= most:
+                    self._send(filling, ahead)
+                buffer = self._in.take(part.numel(), place=ahead + len(filling))
                 filling.append((part, buffer, self._copiers.start(buffer, piece, is_needed=True)))
+            following = iter(()) if expected is None or ahead else self._begin_ahead(expected)
             while filling:
-                self._send(filling)
+                for piece in islice(following, max(most - len(filling) - len(self._ahead.fills), 0)):
+                    buffer = self._in.take(piece.numel(), place=len(filling) + len(self._ahead.fills))
+                    self._ahead.fills.append((buffer, self._copiers.start(buffer, piece, is_needed=True)))
+                self._send(filling, ahead)
+
+    def expect(self, host: torch.Tensor | None) -> None:
+        """Have the next copy in fill free buffers with `host`, which is copied in behind it and not written before.
+
+        With None, forget it: what was to be copied in is not.
+        """
+        self._expected = host
+        if host is None:
+            with self._in.lock:
+                self._drop_ahead()
 
     def synchronize(self) -> None:
         """Wait until all bytes copied out are in their own memory; raise once why it is not."""
@@ -211,13 +255,25 @@ class Ring:
                     self._lost.append(self._landing[0])
                 self._landing.popleft()
 
-    def _send(self, filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]]) -> None:
-        """Wait until the first of `filling` is full, and start its H2D copy."""
+    def _send(self, filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]], place: int) -> None:
+        """Wait until the first of `filling`, at `place` in turn, is full, and start its H2D copy."""
         part, buffer, filled = filling[0]
         self._copiers.wait(filled)
         self._device.copy(part, buffer)
-        self._in.give_back(after=self._device.record(for_threads=True))
+        self._in.give_back(after=self._device.record(for_threads=True), place=place)
         filling.popleft()
+
+    def _begin_ahead(self, host: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Return the pieces of `host` to fill buffers with: none where bytes of it are still on their way there."""
+        if any(_overlaps(entry, host) for entry in (*self._lost, *self._landing)):
+            return iter(())
+        self._ahead.addresses = _addresses(host)
+        return (piece for _, piece in _pieces(host, host, self._in.size_bytes))
+
+    def _drop_ahead(self) -> None:
+        """Stop filling buffers ahead: the expected copy does not come, or comes with other bytes."""
+        self._copiers.stop_writing(copy for _, copy in self._ahead.fills)
+        self._ahead.fills.clear()
 
     def _wait_landed(self, host: torch.Tensor) -> None:
         """Wait for the landings in `host`; raise the error of a failed one, until its bytes are copied out again."""
@@ -234,20 +290,25 @@ class Ring:
         self._forget(host)
 
     def _forget(self, host: torch.Tensor) -> None:
-        """Forget the landings in `host`, ended or not."""
+        """Forget the landings in `host`, ended or not, and its bytes of before."""
+        start, stop = _addresses(host)
+        if self._ahead.fills and self._ahead.addresses[0] < stop and start < self._ahead.addresses[1]:
+            self.expect(None)
         with self._putting_away:
             self._landing = deque(entry for entry in self._landing if not _overlaps(entry, host))
             self._lost = [entry for entry in self._lost if not _overlaps(entry, host)]
 
     @contextmanager
     def _copies_ended_on_error(
-        self, filling: Iterable[tuple[torch.Tensor, torch.Tensor, Copy]] = ()
+        self, filling: Iterable[tuple[torch.Tensor, torch.Tensor, Copy]] | None = None
     ) -> Iterator[None]:
         """Wait for the device and for `filling` after an error: nobody knows how far these copies have come."""
         try:
             yield
         except BaseException:
-            self._copiers.stop_writing(copy for _, _, copy in filling)
+            if filling is not None:
+                self._copiers.stop_writing(copy for _, _, copy in filling)
+                self._drop_ahead()
             with suppress(Exception):
                 self._device.synchronize()
             raise

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -74,27 +76,62 @@ class Host(Protocol):
 
 
 class Loader:
-    """Starts H2D copies of blocks; if pinned buffers have to be filled first, a thread fills them."""
+    """Starts H2D copies of blocks in the order of their need; a thread fills pinned buffers, if there are to be any."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._thread = Worker("frozen-weights", prepare=device.use_in_thread)
+        # What the thread was given, and the pageable memory that it copies: the caller adds and takes away.
+        self._given: deque[tuple[Future[Event], torch.Tensor | None]] = deque()
 
     def load(self, target: torch.Tensor, host: torch.Tensor, *, after: Event) -> Started:
-        """Start filling `target` from `host` behind the live current stream, once `after` is reached."""
+        """Start filling `target` from `host` behind the live current stream, once `after` is reached.
+
+        A copy of pinned memory needs no thread. It is given to the thread behind copies that do: on the link beside
+        them it would take half of the rate from blocks that are needed before it.
+        """
+        events = self.device.record(), after
         if self.device.is_pageable(host):
-            start = self.device.record()
-            return self.in_turn(functools.partial(self.device.copy_in, target, host, after=(start, after)))
-        event = self.device.copy_in(target, host, after=(self.device.record(), after))
+            return self.in_turn(functools.partial(self._copy_in, target, host, after=events), reads=host)
+        copy_in = functools.partial(self.device.copy_in, target, host, after=events)
+        if self._is_busy:
+            return self.in_turn(copy_in)
+        event = copy_in()
         return lambda: event
 
-    def in_turn(self, start: Callable[[], Event]) -> Started:
-        """Have the thread `start` a copy behind its earlier copies."""
-        return functools.partial(self._thread.wait, self._thread.submit(start), deadline_s=_DEADLINE_S)
+    def in_turn(self, start: Callable[[], Event], *, reads: torch.Tensor | None = None) -> Started:
+        """Have the thread `start` a copy behind its earlier copies, of pageable memory if it `reads` any."""
+        started = self._thread.submit(start)
+        self._given.append((started, reads))
+        return functools.partial(self._thread.wait, started, deadline_s=_DEADLINE_S)
 
     def close(self) -> None:
         """End the thread. Calling it again does nothing."""
         self._thread.close()
+        if self._given:
+            self._given.clear()
+            self.device.forget_expected()
+
+    @property
+    def _is_busy(self) -> bool:
+        while self._given and self._given[0][0].done():
+            self._given.popleft()
+        return bool(self._given)
+
+    def _copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
+        """Copy pageable memory in, and have the first bytes of the next such copy read ahead."""
+        waiting = (
+            reads
+            for started, reads in tuple(self._given)
+            if reads is not None and not (started.running() or started.done())
+        )
+        if (following := next(waiting, None)) is not None:
+            self.device.expect_copy_in(following)
+        try:
+            return self.device.copy_in(target, host, after=after)
+        except BaseException:
+            self.device.forget_expected()
+            raise
 
 
 class PinnedCopy:

@@ -233,7 +233,7 @@ class StreamedPipeline:
             while chunks and (self._slots.first_idle or self._slots.add_extra(limit_bytes)):
                 chunk = chunks[0]
                 if not chunk.resident and self._slots.held_by(chunk) is None:
-                    self._load(chunk)
+                    self._load(chunk, chunks)
                 chunks.popleft()
         except (torch.OutOfMemoryError, MemoryError):
             # The chunks come in with the step instead.
@@ -252,6 +252,7 @@ class StreamedPipeline:
             slot.arrived.synchronize()
         for slots, slot in held:
             slots.give_back(slot, after=slot.arrived, needed=0)
+        self._device.forget_expected()
         self._slots.retire_extra()
 
     def close(self) -> None:
@@ -302,7 +303,7 @@ class StreamedPipeline:
                 return
             # Gradients on the host still are the last step's.
             if not chunk.resident and chunk not in loaded and chunk.gradients is None:
-                self._load(chunk)
+                self._load(chunk, ())
 
     def _update_next(self, step: StreamedStep, visits: Iterable[Event]) -> None:
         """Queue the update of the chunk at the head, behind its weights' `visits`, and the next copy into its slot."""
@@ -372,11 +373,16 @@ class StreamedPipeline:
         """Load as many chunks as there are idle slots."""
         for slots, unloaded in self._unloaded.items():
             while unloaded and slots.first_idle:
-                self._load(unloaded[0])
+                self._load(unloaded[0], unloaded)
                 unloaded.popleft()
 
-    def _load(self, chunk: Chunk) -> None:
-        """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out."""
+    def _load(self, chunk: Chunk, order: Sequence[Chunk]) -> None:
+        """Copy `chunk` into an idle slot, behind the slot's last use and the chunk's last copy out.
+
+        `order`: the chunks that are copied in from this one on, as far as they are known.
+        """
+        if len(order) > 1 and not (chunk.resident or order[1].resident):
+            self._device.expect_copy_in(order[1].storage)
 
         def copy(slot: Slot) -> Event:
             arrived: Event = REACHED
