@@ -19,6 +19,15 @@ from skill_tools.rules.versions import Standing, standing
 
 _NUMBER = re.compile(r"/(?:pull|issues|commit)/(\w+)$")
 _SHORT = 9  # characters of a commit's hash
+# What any line of code can end in: a fault without a text of its own is not shown by one of these.
+_ENDS_OF_ANY = (
+    "out of memory",
+    "allocate memory",
+    "No space left",
+    "Disk quota",
+    "NCCL error",
+    "Watchdog caught",
+)
 _EXACT = 3  # kinds of evidence that outweigh a text common to many runs
 
 
@@ -157,4 +166,6 @@ def _place(fix: Fix, failure: Failure | None) -> str | None:
 
 
 def _says(fix: Fix, said: str) -> bool:
-    return not fix.texts or any(position(said, text) >= 0 for text in fix.texts)
+    if fix.texts:
+        return any(position(said, text) >= 0 for text in fix.texts)
+    return not any(position(said, text) >= 0 for text in _ENDS_OF_ANY)

@@ -78,6 +78,14 @@ def test_each_is_told_of_a_failure_that_shows_it(fix: Fix) -> None:
     assert fix in {each.fix for each in fixes.shown_by(failure, said, phase, texts, stated)}
 
 
+@for_each([fix for fix in fixes.load_fixes() if not fix.texts], name=lambda fix: fix.source)
+def test_one_without_a_text_is_not_shown_by_what_any_code_can_end_in(fix: Fix) -> None:
+    failure, _, phase, texts = shows(fix)
+    full = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    for said in (full, "OSError: [Errno 28] No space left on device"):
+        assert fix not in {each.fix for each in fixes.shown_by(failure, said, phase, texts, {})}
+
+
 @for_each([fix for fix in fixes.load_fixes() if fix.release], name=lambda fix: fix.source)
 def test_none_is_told_to_a_release_that_mends_it(fix: Fix) -> None:
     failure, said, phase, texts = shows(fix)
