@@ -19,6 +19,11 @@ _BETWEEN = (
 )
 _RELEASE = r"\d+\.\d+(?:\.\d+)?(?:\.?(?:post|dev|rc|a|b)\d+)?"
 _VLLM = re.compile(rf"LLM engine \(v(?P<version>{_RELEASE})\)")  # an engine's first line, without its name
+# A build of torch's own, but not one that pip removes or that something was built for.
+_TORCH = re.compile(
+    rf"(?i)(?<![\w/.-])(?<!installation: )(?<!for )(?<!with )(?:py)?torch (?P<version>{_RELEASE})"
+    r"\+(?:cu|cpu|rocm|xpu|git)[\w.]*(?![\w-])"
+)
 
 
 def releases(log: Log) -> dict[str, str]:
@@ -28,8 +33,9 @@ def releases(log: Log) -> dict[str, str]:
     for match in _stated().finditer(edges):
         if is_version(match["version"]):
             found.setdefault(canonical_name(match["name"]), set()).add(match["version"])
-    for match in _VLLM.finditer(edges):
-        found.setdefault("vllm", set()).add(match["version"])
+    for name, pattern in (("vllm", _VLLM), ("torch", _TORCH)):
+        for match in pattern.finditer(edges):
+            found.setdefault(name, set()).add(match["version"])
     return {name: next(iter(versions)) for name, versions in found.items() if len(versions) == 1}
 
 
