@@ -44,7 +44,6 @@ LACKING = {
     "trl-offload-address-reused": "partly",
     "unirl-counter-on-the-gpu": "silent",
     "verl-activation-offload-key": "silent",
-    "verl-engine-leaks-host": "partly",
     "verl-engine-on-cpu": "partly",
     "verl-megatron-host-twice": "wrong",
 }

@@ -52,10 +52,10 @@ def test_what_trainers_are_built_on_is_not_the_trainer() -> None:
     log = (
         'Traceback (most recent call last):\n  File "/w/tuner/train.py", line 12, in step\n'
         '  File "/e/site-packages/deepspeed/runtime/pipe/engine.py", line 717, in _exec_forward_pass\n'
-        '  File "/w/tuner/models/hidream.py", line 471, in forward\n'
+        '  File "/w/tuner/models/chroma.py", line 471, in forward\n'
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0!\n"
     )
-    told = change(log, {"hidream.toml": "blocks_to_swap = 20\n"})
+    told = change(log, {"chroma.toml": "blocks_to_swap = 20\n"})
     assert "deepspeed" not in told
     assert "a newer release of the trainer" in told
 

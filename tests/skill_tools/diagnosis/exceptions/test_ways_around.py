@@ -140,12 +140,12 @@ SAVES = """Traceback (most recent call last):
     state_dict = get_model_state_dict(model, options=options)
   File "/e/site-packages/torch/distributed/checkpoint/state_dict.py", line 225, in _get_fqns
     curr_obj = getattr(curr_obj, curr_obj_name)
-AttributeError: 'Params4bit' object has no attribute 'absmax'
+AttributeError: 'Params4bit' object has no attribute 'quant_kind'
 """
 EMPTY = """Traceback (most recent call last):
   File "/app/OneTrainer/modules/util/LayerOffloadConductor.py", line 432, in __init__
-    self.max_loaded_bytes = max(
-ValueError: max() iterable argument is empty
+    self.least_bytes = min(
+ValueError: min() iterable argument is empty
 """
 
 
@@ -170,5 +170,5 @@ def test_a_text_of_python_s_own_in_an_offload_s_code_is_the_library_s_fault() ->
     found = concluded(EMPTY, "onetrainer", "c.json", text)
     assert found.is_known
     assert "a newer onetrainer" in found.change[0]
-    own = EMPTY.replace("max() iterable argument is empty", "layer_offload_fraction must be below 1")
+    own = EMPTY.replace("min() iterable argument is empty", "layer_offload_fraction must be below 1")
     assert "most likely a fault" not in concluded(own, "onetrainer", "c.json", text).cause
