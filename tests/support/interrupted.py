@@ -8,7 +8,7 @@ import sys
 from failing_threads import does_something
 
 # Of one change, in the slow tier. `make test-faults` takes fifty times as many, nearly all.
-PLACES = 100 * int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
+PLACES = 50 * int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 
 
 def interrupted(nth, run, files, functions=None):

@@ -52,7 +52,7 @@ def trained() -> tuple[str, list[torch.Tensor]]:
 
 # Before a thread's first line, Python itself tells of it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("stride", [397, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [397, pytest.param(13, marks=pytest.mark.slow)])
 def test_no_step_is_torn_or_stuck(stride: int):
     with fails_before(-1, BOOKKEEPING, but_lines=("with ",)) as count:
         status, expected = trained()
