@@ -27,7 +27,7 @@ _MOST = 3
 
 
 class Code(NamedTuple):
-    """Code that carries out offloads: its name in a sentence, its mechanisms, its package, and the deciding experiment.
+    """Code that carries out offloads: its name in a sentence, its mechanisms, package and classes, and an experiment.
 
     Without mechanisms it is a framework's whole code, which does much more than offload.
     """
@@ -37,6 +37,7 @@ class Code(NamedTuple):
     mechanisms: tuple[str, ...]
     package: str
     decide: tuple[str, ...]
+    classes: tuple[str, ...]
 
 
 class Where(NamedTuple):
@@ -56,6 +57,7 @@ def load_code() -> tuple[Code, ...]:
             tuple(entry.get("mechanisms", ())),
             entry["package"],
             tuple(entry["decide"]),
+            tuple(entry.get("classes", ())),
         )
         for entry in knowledge.index()["code"]
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from skill_tools import knowledge
+from skill_tools.diagnosis.code import load_code
 from skill_tools.diagnosis.exceptions.signatures import home, place
 from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.symptoms import sign_in
@@ -31,14 +32,6 @@ _OF_PYTHON = re.compile(
     r"ValueError: (?:(?:max|min)\(\)|not enough values to unpack|too many values to unpack|list\.remove)"
     r"|ZeroDivisionError: "
 )
-# Classes of one library that the code of others meets.
-_OF_A_LIBRARY = {
-    "Params4bit": "bitsandbytes",
-    "Int8Params": "bitsandbytes",
-    "AffineQuantizedTensor": "torchao",
-    "DTensor": "torch",
-    "PeftModel": "peft",
-}
 # Code that fails by the run's data or the user's arguments, whatever is offloaded.
 _OF_THE_USER = re.compile(
     r"(?i)dataset|dataloader|collat|tokeniz|/data/|processing_|templates?/|reward_func|/modeling_\w+\.py|arguments"
@@ -136,7 +129,7 @@ def met(failure: Failure, source: str) -> str:
 def made_by(failure: Failure) -> str:
     """Return the library of the class that lacks what the code asks of it, or "" for a class of many libraries."""
     match = _LACKS.search(failure.text)
-    return _OF_A_LIBRARY.get(match["kind"], "") if match else ""
+    return next((each.package for each in load_code() if match and match["kind"] in each.classes), "")
 
 
 def is_about(failure: Failure) -> bool:
