@@ -180,6 +180,9 @@ class Ring:
         filling: deque[tuple[torch.Tensor, torch.Tensor, Copy]] = deque()
         with self._in.lock, self._copies_ended_on_error(filling):
             expected, self._expected = self._expected, None
+            if expected is not None and _addresses(expected) == _addresses(host):
+                # What was copied in between was pinned.
+                expected = None
             pieces = _pieces(target, host, self._in.size_bytes)
             if self._ahead.is_of(host):
                 filling.extend(

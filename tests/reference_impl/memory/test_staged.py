@@ -115,6 +115,14 @@ def test_an_expected_copy_begins_before_the_one_before_it_ends(device, hosts, mo
     assert order.count(("fill", 1)) == pieces
 
 
+def test_an_expected_copy_that_has_come_is_not_expected_again(device, hosts):
+    """It would be filled again behind itself, with bytes that a step then makes new."""
+    ring = ring_of(device)
+    ring.expect(hosts[0])
+    assert torch.equal(arrived(device, hosts[0], ring=ring), hosts[0])
+    assert not ring._ahead.fills
+
+
 def lies_in(piece, host):
     return host.data_ptr() <= piece.data_ptr() < host.data_ptr() + host.nbytes
 
