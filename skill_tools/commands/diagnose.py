@@ -57,6 +57,7 @@ from skill_tools.units import gib
 
 _SAMPLE = 1 << 16
 _LESS = 0.9  # of the host memory that a killed run needs by prediction
+_DATA = frozenset((".json", ".yaml", ".yml", ".toml"))
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 
@@ -257,7 +258,10 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
         unread, args.inputs = _texts(args.inputs), []
         return _Read("", releases=said, unread=unread)
     except UnusableInput as problem:
-        config, unread = _alone(args, problem)
+        alone, unread = _alone(args, problem)
+        if alone is None:
+            return _Read("", releases=said, unread=unread)
+        config = alone
     of_run = releases.of_run(args, config, args.inputs)
     stated = {**ran, **{name: each.version for name, each in of_run.items()}}
     # A launcher's own configuration, say, that the script's is not read with.
@@ -265,26 +269,33 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     return _Read(config.framework, config, lint(config, versions=stated).findings, stated, unread)
 
 
-def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config, dict[str, str]]:
-    """Return the configuration of the one file that has one, and the texts of the others, refused together with it.
+def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config | None, dict[str, str]]:
+    """Return the configuration of one of several files, and the texts of the others, refused together with it.
 
-    Raises `refused` if no file or several have one, or if the user has named their framework.
+    Of several of one framework the data file is read: a script beside it names it. None has one: the log is read
+    with the texts alone. Raises `refused` if it is undecided, or if the user has named their framework.
     """
+    if args.framework or len(args.inputs) < 2 or not all(Path(path).is_file() for path in args.inputs):
+        raise refused
     found: dict[str, Config] = {}
-    may_stand_alone = not args.framework and all(Path(path).is_file() for path in args.inputs)
-    for path in args.inputs if may_stand_alone and len(args.inputs) > 1 else ():
+    for path in args.inputs:
         with suppress(UnusableInput):
             found[path] = plan_request.read_config(args, [path])
-    if len(found) != 1:
+    if not found:
+        print(f"offload: {refused}; the log is read with the texts of these files alone", file=sys.stderr)
+        unread, args.inputs = _texts(args.inputs), []
+        return None, unread
+    may_be = list(found) if len(found) == 1 else [path for path in found if Path(path).suffix in _DATA]
+    if len(may_be) != 1 or len({each.framework for each in found.values()}) > 1:
         raise refused
-    [(path, config)] = found.items()
+    [path] = may_be
     others = [each for each in args.inputs if each != path]
     print(
         f"offload: {refused}; {path} is read as the configuration, without {' and '.join(others)}",
         file=sys.stderr,
     )
     args.inputs = [path]
-    return config, _texts(others)
+    return found[path], _texts(others)
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:

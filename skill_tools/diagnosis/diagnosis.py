@@ -189,7 +189,7 @@ def diagnose(
         build=builds.first_error(log),
         owners=memory_owners.owners(
             log,
-            config.sources if config else unread,
+            {**(config.sources if config else {}), **unread},
             saving=phase is Phase.SAVE,
             ran_out=any(each.message.kind in HOST_RAN_OUT for each in seen),
         ),

@@ -15,6 +15,11 @@ from skill_tools.diagnosis.residency import rows
 from skill_tools.diagnosis.symptoms import sign_in
 from skill_tools.units import gib
 
+_ON_GPUS = frozenset(
+    ("zero3", "shards")
+)  # offloads.yaml has them, and alone they keep nothing in host memory
+_LESS = "less memory of this process: smaller batches, fewer workers, data that is mapped from disk"
+
 
 def hang_at_the_start(evidence: Evidence) -> Conclusion:
     """Return a conclusion about a collective that no rank came past before the first step: no save, no slow update."""
@@ -63,10 +68,10 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
-    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads or less):
+    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads.keys() - _ON_GPUS):
         change = (
-            "less memory of this process: smaller batches, fewer workers, data that is mapped from disk",
-            told("more-host-memory", ()),
+            *(() if less else (_LESS,)),
+            "more host memory, or fewer ranks a node" if less else told("more-host-memory", ()),
         )
         rule = ""
     return Conclusion(

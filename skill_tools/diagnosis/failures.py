@@ -39,6 +39,11 @@ _RAISED = re.compile(
 _ERROR = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty|Pool|error\.Again)$"
 )
+# A trainer's logger that catches torch's error writes its words without the exception's name.
+_LOGGED = re.compile(
+    r"\b(?:ERROR|[Ee]rror)\b.{0,80}?: (?P<words>Expected all tensors to be on the same device\b.*)"
+)
+_TORCHS = "RuntimeError"
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
 _IGNORED = "Exception ignored in"
@@ -53,7 +58,7 @@ _INTERESTING = re.compile(
     r"(?:File |Traceback|Pool: |Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
     r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z]"
-    r"|error\.Again|\.py(?::\d+)? in\b)"
+    r"|error\.Again|\.py(?::\d+)? in\b|Expected all tensors to be on)"
 )
 _PROGRESS = re.compile(
     r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"
@@ -122,8 +127,8 @@ def failures(log: Log) -> tuple[Failure, ...]:
     open_: dict[str, _Open] = {}
     last: dict[str, int] = {}  # where each rank's last failure stands in `found`
     chained: set[str] = set()
-    for start, rank, body in _lines(log.text):
-        current = open_.get(rank)
+    for start, rank, line in _lines(log.text):
+        body, current = _with_name(line), open_.get(rank)
         if current is not None and start - current.seen > _GAP:
             del open_[rank]
             current = None
@@ -259,6 +264,12 @@ def _lines(text: str) -> Iterator[tuple[int, str, str]]:
             _named(prefix["rank"]),
             line[prefix.end() :].rstrip(),
         )
+
+
+def _with_name(line: str) -> str:
+    """Return the line of an exception; one of a logger with torch's words gets their exception's name."""
+    logged = _LOGGED.search(line)
+    return f"{_TORCHS}: {logged['words']}" if logged else line
 
 
 def _frame(match: re.Match[str]) -> Frame:

@@ -80,6 +80,13 @@ _SWAP_DEFAULTS = {"count": 5.0, "size": 1e8}
 _SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
 _LOADS_EFFICIENTLY = re.compile(r"""(?i)cpu_ram_efficient_loading["']?\s*[:=]\s*["']?(?:true|1|yes)\b""")
+_PROCESSES = re.compile(
+    r"(?:dist_world_size=|nproc[-_]per[-_]node[= ]|num_processes[=: ] ?|--num_gpus[= ])(\d{1,4})\b"
+)
+# A script that builds the model whole, in each rank, before an engine may shard it.
+_BUILDS = re.compile(r"\.from_(?:config|pretrained)\((?=[\s\S]*\bdeepspeed\.initialize\()")
+_BUILDS_SHARDS = re.compile(r"zero\.Init\b|HfDeepSpeedConfig|TrainingArguments|zero3_init_flag")
+_ENGINE = re.compile(r"info: version=|Basic Optimizer|see_memory_usage")
 READ = "the model as each rank of the node reads it, all of them at once"
 _SAVE = "copies of a checkpoint's tensors, until it is written; torch keeps pinned ones in its host cache"
 _AFTER_A_SAVE = (
@@ -114,7 +121,8 @@ class Owners(NamedTuple):
     """Other users of memory: of the host in words, a change that saves some, and a rollout engine's share of each GPU.
 
     `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much. `grew`
-    says how the host's memory in use grew over the log, where it did with each value.
+    says how the host's memory in use grew over the log, where it did with each value. `processes` train, 0 if
+    nothing says how many.
     """
 
     of_the_host: tuple[str, ...]
@@ -123,6 +131,7 @@ class Owners(NamedTuple):
     process: str
     process_bytes: int
     grew: str = ""
+    processes: int = 0
 
 
 def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool) -> Owners:
@@ -140,7 +149,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
     if ran_out and (buffers := _swap_buffers(texts)):
         found, less = [buffers, *found], ["a smaller buffer_size, and buffer_count, in offload_param", *less]
     found += [cached] if (cached := _page_cache(log)) else []
-    if ran_out and _is_loading(log):
+    if ran_out and (_is_loading(log) or _is_built_whole(log, sources)):
         is_efficient = any(_LOADS_EFFICIENTLY.search(text) for text in texts)
         found = [*found, READ]
         less.append("efficient-loading-that-saves" if is_efficient else "read-by-one-rank")
@@ -154,6 +163,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         process,
         taken,
         _grew(log) if ran_out else "",
+        next((int(match[1]) for text in reversed(texts) if (match := _PROCESSES.search(text))), 0),
     )
 
 
@@ -173,6 +183,13 @@ def _is_loading(log: Log) -> bool:
     """Return whether the log ends while a model is read: the bar of the load is in its end, and no step behind it."""
     bars = [match.end() for match in _LOADS.finditer(log.text, max(0, len(log.text) - _END))]
     return bool(bars) and not trains_after(log, log.text.find("\n", bars[-1]) % (len(log.text) + 1))
+
+
+def _is_built_whole(log: Log, sources: Mapping[str, str]) -> bool:
+    """Return whether the log ends before the engine's lines, and a script has each rank build the model for it."""
+    builds = any(_BUILDS.search(text) for text in sources.values())
+    shards = any(_BUILDS_SHARDS.search(text) for text in sources.values())
+    return builds and not shards and not _ENGINE.search(log.text)
 
 
 def _page_cache(log: Log) -> str:

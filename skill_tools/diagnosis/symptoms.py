@@ -23,7 +23,10 @@ _ANY = "any"
 _DEVICES = ("cpu", "nvme", "disk", "true", "auto", "legacy", "hidden_states")
 _MOST_TEXT = 1 << 20  # characters of a log searched for signs, at its beginning and at its end
 # The words behind a switched-off option.
-_OFF = re.compile(r"""["']?\s*[:=\s]\s*["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""", re.IGNORECASE)
+_OFF = re.compile(
+    r"""["']?\s*[:=\s]\s*(?:\{\s*["']?device["']?\s*:\s*)?["']?(?:false|none|null|off|no|0(?:\.0)?)\b(?!\.)""",
+    re.IGNORECASE,
+)
 _ONE = re.compile(r"""["']?\s*[:=\s]\s*["']?1\b(?!\.)""")
 _TWO_GPUS = re.compile(r"cuda:\d+ and cuda:\d+")
 _OVER_GPUS = "device-map"  # the offload that spreads a model over several GPUs

@@ -83,7 +83,10 @@ def less_of_it(evidence: Evidence) -> str:
     if name not in _IN_PARTS:
         return ""
     offload = symptoms.load_offloads()[name]
-    return f"or less of it ({evidence.offloads[name]}), or {symptoms.switched_off(offload, evidence.config)}"
+    without = symptoms.switched_off(offload, evidence.config)
+    if (processes := evidence.owners.processes) > 1:
+        without = f"fewer processes: each of the {processes} keeps a copy of its own; or {without}"
+    return f"or less of it ({evidence.offloads[name]}), or {without}"
 
 
 def of_a_neighbour(evidence: Evidence, failure: Failure) -> tuple[str, tuple[str, ...]]:

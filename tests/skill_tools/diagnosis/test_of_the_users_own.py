@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Failures whose cause is the user's own setting, script or machine: what the run's files and log say of it."""
+
+from pathlib import Path
+
+import pytest
+
+from skill_tools.__main__ import main
+
+PYTHON = "/e/site-packages"
+TWO_DEVICES = (
+    "Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0! "
+    "(when checking argument for argument mat1 in method wrapper_CUDA_addmm)"
+)
+SWAP = """
+Traceback (most recent call last):
+  File "/u/trainer/utils/offloading.py", line 272, in prepare_block_devices_before_forward
+    weights_to_device(b, torch.device('cpu'))
+  File "/u/trainer/utils/offloading.py", line 119, in weights_to_device
+    module.weight.data = module.weight.data.to(device, non_blocking=True)
+RuntimeError: CUDA error: out of memory
+"""
+KILLED = (
+    "[INFO] [launch.py:163:main] dist_world_size=4\n[INFO] [comm.py:637:init_distributed] cdb=None\n"
+    "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'main.py'] exits with return code = -9\n"
+)
+BUILT_WHOLE = (
+    "import deepspeed\nfrom transformers import AutoModelForCausalLM\n"
+    "model = AutoModelForCausalLM.from_config(config)\n"
+    "engine, *_ = deepspeed.initialize(model=model, config='ds.json')\n"
+)
+ON_GPUS = (
+    '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}, '
+    '"offload_optimizer": {"device": "none"}}}'
+)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def answer(capsys: pytest.CaptureFixture[str], log: str, files: dict[str, str] | None = None) -> str:
+    """Return what `diagnose` prints about a log and files; something failed."""
+    for name, text in {"train.log": log, **(files or {})}.items():
+        Path(name).write_text(text, encoding="utf-8")
+    assert main(["diagnose", "train.log", *(files or ())]) == 1
+    return capsys.readouterr().out
+
+
+def test_an_error_of_torch_s_that_a_logger_wrote_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    log = f"2025-03-06 10:31:44 - trainer - ERROR - Error during training: {TWO_DEVICES}\n"
+    launch = "accelerate launch train.py --validation_steps 360 --enable_model_cpu_offload\n"
+    told = answer(capsys, log, {"train.sh": launch})
+    assert "after a validation the trained model is there" in told
+    assert "no enable_model_cpu_offload of a pipeline with the trained model" in told
+
+
+def test_a_copy_that_does_not_block_fills_page_locked_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/trainer/quantize.py", line 308, in quantize_model\n'
+        '    block.to("cpu", non_blocking=True)\nRuntimeError: CUDA error: out of memory\n'
+    )
+    assert "page-locked host memory ran out, not the GPU's" in answer(capsys, log)
+    blocking = log.replace(", non_blocking=True", "")
+    assert "CUDA had no room on this GPU" in answer(capsys, blocking)
+
+
+def test_each_process_swaps_blocks_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"run.toml": "blocks_to_swap = 20\n"}
+    assert "each of the 2 keeps a copy" in answer(capsys, f"dist_world_size=2\n{SWAP}", config)
+    assert "keeps a copy" not in answer(capsys, f"dist_world_size=1\n{SWAP}", config)
+
+
+def test_a_model_that_each_rank_builds_whole_fills_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    told = answer(capsys, KILLED, {"main.py": BUILT_WHOLE, "ds.json": ON_GPUS})
+    assert "the model as each rank of the node reads it" in told
+    assert "deepspeed.zero.Init around the model" in told
+    assert "parameters back on the GPU" not in told  # where they are
+    shards = BUILT_WHOLE.replace("model = ", "with deepspeed.zero.Init():\n    model = ")
+    assert "as each rank of the node reads it" not in answer(
+        capsys, KILLED, {"main.py": shards, "ds.json": ON_GPUS}
+    )
+
+
+def test_an_offload_to_no_device_keeps_nothing_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "keeps masters" not in answer(capsys, KILLED, {"ds.json": ON_GPUS})
+    on_the_cpu = ON_GPUS.replace(
+        '"offload_optimizer": {"device": "none"}', '"offload_optimizer": {"device": "cpu"}'
+    )
+    assert "keeps masters" in answer(capsys, KILLED, {"ds.json": on_the_cpu})
+
+
+def test_scripts_that_are_no_configuration_are_read_beside_the_log(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = (
+        f'Traceback (most recent call last):\n  File "{PYTHON}/accelerate/big_modeling.py", line 415, in wrapper\n'
+        "RuntimeError: You can't move a model that has some modules offloaded to cpu or disk.\n"
+    )
+    files = {
+        "main.py": 'import deepspeed\nmodel = Auto.from_pretrained(name, device_map="auto")\n'
+        "model, *_ = deepspeed.initialize(model=model, config=ds_config)\n",
+        "run.sh": "deepspeed main.py --zero_stage 2 --offload\n",
+    }
+    assert "no device_map in training" in answer(capsys, log, files)
