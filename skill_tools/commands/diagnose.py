@@ -249,34 +249,51 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     from skill_tools.rules.lint import lint
 
     unread: dict[str, str] = {}
+    launchers: list[Config] = []
+    config: Config | None
     try:
         config = plan_request.read_config(args, args.inputs)
-    except (Unrecognised, Contradiction) as problem:
+    except Unrecognised as problem:
         if args.framework and not isinstance(problem, OwnLoop):
             raise
-        print(f"offload: {problem}; the log is read without it", file=sys.stderr)
-        unread, args.inputs = _texts(args.inputs), []
-        return _Read("", releases=said, unread=unread)
+        return _Read("", releases=said, unread=_by_texts(args, problem))
     except UnusableInput as problem:
-        alone, unread = _alone(args, problem)
-        if alone is None:
-            return _Read("", releases=said, unread=unread)
-        config = alone
+        try:
+            config, unread, launchers = _alone(args, problem)
+        except Contradiction:
+            if args.framework:
+                raise
+            return _Read("", releases=said, unread=_by_texts(args, problem))
+    if config is None:
+        return _Read("", releases=said, unread=unread)
     of_run = releases.of_run(args, config, args.inputs)
     stated = {**ran, **{name: each.version for name, each in of_run.items()}}
     # A launcher's own configuration, say, that the script's is not read with.
     unread |= _texts([str(setting.value) for setting in config.unread_files])
-    return _Read(config.framework, config, lint(config, versions=stated).findings, stated, unread)
+    findings = [found for each in (config, *launchers) for found in lint(each, versions=stated).findings]
+    return _Read(config.framework, config, tuple(findings), stated, unread)
 
 
-def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config | None, dict[str, str]]:
-    """Return the configuration of one of several files, and the texts of the others, refused together with it.
+def _by_texts(args: argparse.Namespace, problem: UnusableInput) -> dict[str, str]:
+    """Return the texts of files that are no configuration, and say so."""
+    print(f"offload: {problem}; the log is read without it", file=sys.stderr)
+    texts, args.inputs = _texts(args.inputs), []
+    return texts
+
+
+def _alone(
+    args: argparse.Namespace, refused: UnusableInput
+) -> tuple[Config | None, dict[str, str], list[Config]]:
+    """Return the configuration of one of several files, the texts of the others, refused together with it, and those
+    of them that stand beside a trainer's: a launcher's, or a library's own.
 
     Of several of one framework the data file is read: a script beside it names it. None has one: the log is read
     with the texts alone. Raises `refused` if it is undecided, or if the user has named their framework.
     """
     if args.framework or len(args.inputs) < 2 or not all(Path(path).is_file() for path in args.inputs):
         raise refused
+    from skill_tools.dialects import registry
+
     found: dict[str, Config] = {}
     for path in args.inputs:
         with suppress(UnusableInput):
@@ -284,9 +301,11 @@ def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config | N
     if not found:
         print(f"offload: {refused}; the log is read with the texts of these files alone", file=sys.stderr)
         unread, args.inputs = _texts(args.inputs), []
-        return None, unread
-    may_be = list(found) if len(found) == 1 else [path for path in found if Path(path).suffix in _DATA]
-    if len(may_be) != 1 or len({each.framework for each in found.values()}) > 1:
+        return None, unread, []
+    embedded = {name for each in registry.with_files() for name in each.embeds}
+    chosen = {path: each for path, each in found.items() if each.framework not in embedded} or found
+    may_be = list(chosen) if len(chosen) == 1 else [path for path in chosen if Path(path).suffix in _DATA]
+    if len(may_be) != 1 or len({each.framework for each in chosen.values()}) > 1:
         raise refused
     [path] = may_be
     others = [each for each in args.inputs if each != path]
@@ -295,7 +314,8 @@ def _alone(args: argparse.Namespace, refused: UnusableInput) -> tuple[Config | N
         file=sys.stderr,
     )
     args.inputs = [path]
-    return found[path], _texts(others)
+    beside = [each for name, each in found.items() if name not in chosen]
+    return found[path], _texts(others), beside
 
 
 def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str, str]:
@@ -304,7 +324,8 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
     The second value is a line on facts from the log. The third one is about host memory held by others than
     the trainer: no plan would help.
     """
-    wanted = found.out_of_memory is not None or found.host_ran_out or args.gpu_memory or args.gpu
+    ran_out = (found.out_of_memory is not None or found.host_ran_out) and not found.ran_out_behind
+    wanted = ran_out or args.gpu_memory or args.gpu
     if not wanted or not (args.inputs or args.model or args.overrides):
         return None, "", ""
     try:

@@ -30,7 +30,7 @@ from skill_tools.diagnosis import (
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
-from skill_tools.diagnosis.exceptions import native
+from skill_tools.diagnosis.exceptions import native, own_files
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
@@ -117,6 +117,12 @@ class Diagnosis:
     def host_ran_out(self) -> bool:
         """Whether the run was short of the host's memory itself, not of a part that may be pinned, locked or shared."""
         return self.host is not None and self.host.message.kind in HOST_RAN_OUT
+
+    @property
+    def ran_out_behind(self) -> bool:
+        """Whether memory ran out in a save or a merge behind the training, for which its plan frees nothing."""
+        is_merge = memory_owners.MERGED in self.owners.of_the_host
+        return self.phase is Phase.SAVE and (self.out_of_memory is not None or is_merge)
 
     @property
     def usual_step_s(self) -> float | None:
@@ -210,7 +216,7 @@ def diagnose(
         releases=releases,
     )
     parameters = model_in_log.parameters(log)
-    conclusion = conclude(evidence)
+    conclusion = own_files.told(conclude(evidence), evidence)
     unknown = failure is not None and conclusion is not None and not conclusion.is_known
     where = code.of(failure) if failure is not None and unknown else None
     return Diagnosis(
@@ -313,7 +319,7 @@ def host_need(found: Diagnosis) -> str:
 
 def advice(found: Diagnosis, *, planned: bool = False) -> tuple[str, ...]:
     """Return the commands to go on with; `planned` says that a plan follows, and needs none."""
-    ran_out = found.out_of_memory is not None or found.host_ran_out
+    ran_out = (found.out_of_memory is not None or found.host_ran_out) and not found.ran_out_behind
     return (_plan_command(found),) if ran_out and not planned else ()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
-from skill_tools.diagnosis.memory_owners import READ, UNPIN
+from skill_tools.diagnosis.memory_owners import MERGED, READ, UNPIN
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import rows
 from skill_tools.diagnosis.symptoms import sign_in
@@ -74,6 +74,8 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
             "more host memory, or fewer ranks a node" if less else told("more-host-memory", ()),
         )
         rule = ""
+    if MERGED in owners.of_the_host:
+        change = tuple(each for each in change if each != told("more-host-memory", ()))
     return Conclusion(
         cause,
         rule,

@@ -88,6 +88,8 @@ _BUILDS = re.compile(r"\.from_(?:config|pretrained)\((?=[\s\S]*\bdeepspeed\.init
 _BUILDS_SHARDS = re.compile(r"zero\.Init\b|HfDeepSpeedConfig|TrainingArguments|zero3_init_flag")
 _ENGINE = re.compile(r"info: version=|Basic Optimizer|see_memory_usage")
 READ = "the model as each rank of the node reads it, all of them at once"
+_MERGES = re.compile(r"(?i)\bmerging (?:[\w ]{1,24} )?weights")
+MERGED = "the merged model in 16 bits, 2 bytes a parameter, beside the one that was trained"
 _SAVE = "copies of a checkpoint's tensors, until it is written; torch keeps pinned ones in its host cache"
 _AFTER_A_SAVE = (
     "torch's cache of pinned host memory emptied after each save: torch.accelerator.empty_host_cache(), or "
@@ -153,6 +155,9 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         is_efficient = any(_LOADS_EFFICIENTLY.search(text) for text in texts)
         found = [*found, READ]
         less.append("efficient-loading-that-saves" if is_efficient else "read-by-one-rank")
+    if saving and _MERGES.search(log.text, max(0, len(log.text) - _END)):
+        saving, found = False, [*found, MERGED]
+        less.append("adapters-alone")
     less = [_AFTER_A_SAVE, *less] if saving else less
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)

@@ -15,6 +15,7 @@ from skill_tools.rules.finding import Finding, Severity
 
 _SAVING = re.compile(
     r"(?i)\bsaving (?:model |full |the )?(?:checkpoint|state|optimizer)|\bsaved? (?:model|checkpoint|optim)"
+    r"|\bmerging (?:[\w ]{1,24} )?weights"
 )
 _LOADING = re.compile(
     r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bloading best model from"

@@ -10,10 +10,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from skill_tools.configs.config import Config
 from skill_tools.dialects.run import TrainingRun
 
 _SHORTEST = 256  # tokens; a shorter sequence trains nothing that anybody means
 _MOST_TIMES_THE_GPUS = 16
+_STAGE = "deepspeed.zero_optimization.stage"
 
 
 class Kind(StrEnum):
@@ -73,3 +75,9 @@ def more_gpus(run: TrainingRun, settings: Mapping[str, object] = MappingProxyTyp
     while gpus <= _MOST_TIMES_THE_GPUS * run.layout.gpus:
         yield Lever(Kind.GPUS, f"{gpus} GPUs", settings, gpus, by_hand=f"launch on {gpus} GPUs")
         gpus *= 2
+
+
+def zero3(config: Config, run: TrainingRun) -> Iterator[Lever]:
+    """Yield ZeRO-3 in place of a lower stage, under which each GPU keeps all weights."""
+    if run.layout.gpus > 1 and config.value(_STAGE) in (1, 2):
+        yield Lever(Kind.SPREAD, "ZeRO stage 3", {_STAGE: 3}, run.layout.gpus)

@@ -139,7 +139,12 @@ class Accelerate(Dialect):
         """Yield the changes beside offloading in its file, or in the script."""
         from skill_tools.dialects.accelerate.levers import found
 
-        return found(run)
+        return found(config, run)
 
 
 DIALECT = Accelerate()
+
+
+def is_one(source: Source) -> bool:
+    """Return whether a YAML or JSON is the launcher's own, for a dialect that is given it beside its script."""
+    return source.kind in (Kind.YAML, Kind.JSON) and bool(DIALECT.evidence(source).votes)

@@ -43,6 +43,7 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     yield from levers.sequences(run, "sequence_len")
     if run.adapter is not None and not sharded and not fields.flag(config, "layer_offloading"):
         yield Lever(Kind.STREAMED, "frozen layers streamed", {"layer_offloading": True})
+    yield from levers.zero3(config, run)
     if sharded >= 3:
         yield from levers.more_gpus(run)
     elif not sharded and not fields.flag(config, "load_in_8bit"):

@@ -47,6 +47,7 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     elif not fields.integer(config, f"{_OWN}quantization_bit"):
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", quantized)
     yield from levers.sequences(run, f"{_OWN}cutoff_len")
+    yield from levers.zero3(config, run)
     if run.weight_shards > 1:
         yield from levers.more_gpus(run)
     elif not run.shards_optimizer and not fields.integer(config, f"{_OWN}quantization_bit"):

@@ -16,6 +16,7 @@ from skill_tools.configs.source import Kind, Source
 from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node, plain
+from skill_tools.dialects.accelerate.dialect import is_one as is_accelerate
 from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
@@ -57,12 +58,22 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
                 _write_launch(draft, source, folders, has_arguments=has_arguments)
             case _ if is_deepspeed(source):
                 section.write_file(draft, source)
+            case _ if is_accelerate(source):
+                _write_launchers_file(draft, source, folders)
             case _:
                 _write_file(draft, source)
     for text in overrides:
         _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
     arguments.settle(draft, folders)
     return draft.finish()
+
+
+def _write_launchers_file(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
+    """Write the file of `accelerate launch` that is given beside the script, without the command that names it."""
+    from skill_tools.dialects.accelerate.section import settle, write_file
+
+    write_file(draft, source)
+    settle(draft, folders)
 
 
 def is_fsdp_config(entries: Mapping[str, Node]) -> bool:

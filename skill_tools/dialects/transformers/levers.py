@@ -33,6 +33,7 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     elif not (fields.flag(config, "load_in_4bit") or fields.flag(config, "load_in_8bit")):
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", {"load_in_4bit": True})
     yield from levers.sequences(run, "sequence_len")
+    yield from levers.zero3(config, run)
     if sharded >= 3:
         yield from levers.more_gpus(run)
     elif not sharded and not fields.flag(config, "load_in_4bit"):

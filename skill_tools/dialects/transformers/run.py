@@ -31,7 +31,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     """Return the run that the arguments describe."""
     assumptions: list[Assumption] = []
     sharding = sharding_of(config)
-    world = world_of(gpus or fields.integer(config, "env.WORLD_SIZE"), sharding.stage, assumptions)
+    started = fields.integer(config, "env.WORLD_SIZE") or fields.count(config, "accelerate.num_processes")
+    world = world_of(gpus or started, sharding.stage, assumptions)
     adapter = _adapter(config, shape, assumptions)
     micro_batch = fields.count(config, "micro_batch_size")
     if micro_batch is None:

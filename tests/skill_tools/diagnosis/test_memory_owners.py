@@ -114,3 +114,13 @@ def test_what_is_pinned_forked_or_saved_has_its_own_change() -> None:
     assert less("offload_params: true") == "unpin"
     assert "spawned" in less("--dataloader_num_workers 8")
     assert "empty_host_cache" in less("--dataloader_num_workers 8", saving=True)
+
+
+def test_a_kill_while_adapters_are_merged_is_the_merge_and_no_checkpoint() -> None:
+    log = "{'train_runtime': 402.2}\nUnsloth: Merging weights into 16bit:   0%|   | 0/5 [00:00<?, ?it/s]\nKilled\n"
+    found = diagnose(Log("train.log", log), framework="unsloth")
+    assert found.conclusion is not None
+    assert memory_owners.MERGED in found.conclusion.cause
+    assert found.conclusion.change[0].startswith('save_method="lora"')
+    assert not any("16 bytes" in line or "pinned host memory" in line for line in found.conclusion.change)
+    assert found.ran_out_behind

@@ -111,3 +111,11 @@ def test_a_long_step_puts_its_speed_first() -> None:
 def test_nothing_is_told_of_a_failure_or_of_nothing(log: str) -> None:
     config = registry.named("deepspeed").compose([Source("ds.json", "{}")], [])
     assert diagnose(Log("train.log", log), config=config).suspects == {}
+
+
+def test_a_job_of_slurm_without_cores_is_asked_for_them() -> None:
+    job = {"job.sh": "#SBATCH --gres=gpu:8\nsrun torchrun train.py\n", **ZERO2}
+    slow = answer(STEPS, job).suspects[Complaint.SPEED]
+    assert any("Slurm gives a task one core" in each.cause for each in slow)
+    job["job.sh"] += "#SBATCH --cpus-per-task=96\n"
+    assert not any("Slurm" in each.cause for each in answer(STEPS, job).suspects[Complaint.SPEED])

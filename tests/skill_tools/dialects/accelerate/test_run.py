@@ -90,3 +90,59 @@ def test_megatron_under_accelerate_has_no_plan(tmp_path: Path, capsys: pytest.Ca
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\n")
     assert main(["plan", str(path), "--model", "qwen3-8b", "--gpu", "h100"]) == 2
     assert "megatron-lm" in capsys.readouterr().err
+
+
+ZERO2 = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+mixed_precision: bf16
+deepspeed_config: {zero_stage: 2, offload_param_device: cpu}
+num_processes: 4
+"""
+DPO = """\
+from peft import LoraConfig
+from trl import DPOConfig, DPOTrainer
+args = DPOConfig(output_dir="out", per_device_train_batch_size=1, gradient_checkpointing=True)
+trainer = DPOTrainer("mistralai/Mixtral-8x7B-v0.1", args=args, peft_config=LoraConfig(r=16))
+"""
+OUT = (
+    'Traceback (most recent call last):\n  File "/e/deepspeed/runtime/engine.py", line 1110, in _configure_model\n'
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 2 has a total capacity of 79.15 "
+    "GiB of which 65.38 MiB is free. Of the allocated memory 78.40 GiB is allocated by PyTorch.\n"
+)
+
+
+def test_a_stage_that_keeps_all_weights_is_raised_where_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "accel.yaml").write_text(ZERO2, encoding="utf-8")
+    main(["plan", str(tmp_path / "accel.yaml"), "--model", "mixtral-8x7b", "--gpu", "h100"])
+    assert "1. ZeRO stage 3" in (out := capsys.readouterr().out)
+    assert "zero_stage: 3" in out
+
+
+def test_the_launchers_file_beside_a_trainers_script_says_how_it_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"accel.yaml": ZERO2, "dpo.py": DPO, "out.log": OUT}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = [str(tmp_path / name) for name in ("out.log", "accel.yaml", "dpo.py")]
+    assert main(["diagnose", *files, "--model", "mixtral-8x7b"]) == 1
+    out = capsys.readouterr().out
+    assert "Parameter offload needs ZeRO-3" in out
+    assert "frees weights or states alone" not in out  # it frees nothing at this stage
+    assert "on 4 GPUs" in out
+    assert "zero_stage: 3" in out
+
+
+def test_a_trainers_command_is_the_configuration_beside_its_launchers_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "accelerate launch --config_file accel.yaml src/train.py --stage sft --finetuning_type lora --do_train"
+    for name, text in {"accel.yaml": ZERO2, "run.sh": command, "out.log": OUT}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    files = [str(tmp_path / name) for name in ("out.log", "accel.yaml", "run.sh")]
+    assert main(["diagnose", *files]) == 1
+    shown = capsys.readouterr()
+    assert "run.sh is read as the configuration" in shown.err
+    assert "Parameter offload needs ZeRO-3" in shown.out
