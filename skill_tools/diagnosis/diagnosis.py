@@ -197,6 +197,7 @@ def diagnose(
             log,
             {**(config.sources if config else {}), **unread},
             saving=phase is Phase.SAVE,
+            starting=phase is Phase.STARTUP,
             ran_out=any(each.message.kind in HOST_RAN_OUT for each in seen),
         ),
         findings=findings,

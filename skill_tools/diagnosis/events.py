@@ -12,12 +12,11 @@ from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
 from skill_tools.diagnosis.memory_owners import MERGED, READ, UNPIN
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import rows
-from skill_tools.diagnosis.symptoms import sign_in
+from skill_tools.diagnosis.symptoms import load_offloads, sign_in
 from skill_tools.units import gib
 
-_ON_GPUS = frozenset(
-    ("zero3", "shards")
-)  # offloads.yaml has them, and alone they keep nothing in host memory
+# Of offloads.yaml: alone they keep no states in host memory.
+_NO_STATES = frozenset(("zero3", "shards", "block-swap", "pipeline"))
 _LESS = "less memory of this process: smaller batches, fewer workers, data that is mapped from disk"
 
 
@@ -57,7 +56,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     """Return a conclusion about host memory: its owner, by the log or the configuration."""
     owners = evidence.owners
     # While a model is read no optimizer is built yet; on NVMe its states are not in host memory.
-    elsewhere = READ in owners.of_the_host or evidence.states_on_nvme
+    elsewhere = not READ.isdisjoint(owners.of_the_host) or evidence.states_on_nvme
     if not (owners.process or elsewhere):
         cause += _kept_there(evidence)
     if owners.process:
@@ -68,11 +67,14 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
-    if evidence.config is not None and not (evidence.mechanisms or evidence.offloads.keys() - _ON_GPUS):
-        change = (
-            *(() if less else (_LESS,)),
-            "more host memory, or fewer ranks a node" if less else told("more-host-memory", ()),
-        )
+    own = _of_its_states(evidence)
+    if own:
+        change = (own, *change[1:])
+    elif (evidence.config is not None or evidence.texts) and not (
+        evidence.mechanisms or evidence.offloads.keys() - _NO_STATES
+    ):
+        fewer = "" if owners.processes == 1 else ", or fewer ranks a node"
+        change = (*(() if less else (_LESS,)), f"more host memory{fewer}")
         rule = ""
     if MERGED in owners.of_the_host:
         change = tuple(each for each in change if each != told("more-host-memory", ()))
@@ -84,6 +86,15 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         # Beside a plan too: no plan changes what is pinned.
         others=(f"or {told(UNPIN, evidence.dialects, evidence.config)}",) if UNPIN in owners.less else (),
     )
+
+
+def _of_its_states(evidence: Evidence) -> str:
+    """Return how a run whose files no dialect reads keeps fewer states on the host, by its own option."""
+    name = next((each for each in ("optimizer", "params", "cpu") if each in evidence.offloads), "")
+    if evidence.config is not None or not evidence.texts or not name:
+        return ""
+    without = load_offloads()[name].without
+    return f"{without}, without {evidence.offloads[name]}, as far as the GPUs have room"
 
 
 def _kept_there(evidence: Evidence) -> str:

@@ -87,7 +87,20 @@ _PROCESSES = re.compile(
 _BUILDS = re.compile(r"\.from_(?:config|pretrained)\((?=[\s\S]*\bdeepspeed\.initialize\()")
 _BUILDS_SHARDS = re.compile(r"zero\.Init\b|HfDeepSpeedConfig|TrainingArguments|zero3_init_flag")
 _ENGINE = re.compile(r"info: version=|Basic Optimizer|see_memory_usage")
-READ = "the model as each rank of the node reads it, all of them at once"
+_READ_BY_EACH = "the model as each rank of the node reads it, all of them at once"
+_READ_ALONE = "the model while it is read, in the precision of its files"
+READ = frozenset((_READ_BY_EACH, _READ_ALONE))
+# Settings that cast or quantize a model once it is read.
+_CASTS = re.compile(
+    r"""(?m)^[^#\n]*?\b(?P<key>transformer_dtype|fp8_base|fp8_scaled|quantize|qtype|base_model_precision)\b["']?"""
+    r"""(?:\s*[:=]\s*["']?(?!none\b|no_change\b|false\b|bf?loat16\b)[\w-]|[ \t\\]*$|\s+--)""",
+    re.IGNORECASE,
+)
+_CAST_FILES = (
+    "files of the model in the precision that it is cast to ({}), of which reading takes half or less"
+)
+_WSL = re.compile(r"\bWSL\d?\b|(?<=[-_/])wsl\b|/mnt/[c-z]/|microsoft-standard")
+_OF_WSL = "memory= and swap= in %UserProfile%\\.wslconfig: without them WSL has half of the machine's memory"
 _MERGES = re.compile(r"(?i)\bmerging (?:[\w ]{1,24} )?weights")
 MERGED = "the merged model in 16 bits, 2 bytes a parameter, beside the one that was trained"
 _SAVE = "copies of a checkpoint's tensors, until it is written; torch keeps pinned ones in its host cache"
@@ -136,10 +149,13 @@ class Owners(NamedTuple):
     processes: int = 0
 
 
-def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool) -> Owners:
+def owners(
+    log: Log, sources: Mapping[str, str], *, ran_out: bool, saving: bool = False, starting: bool = False
+) -> Owners:
     """Return who else takes memory by the configuration's texts (`sources`) and the log.
 
-    `saving` says that the run was saving, `ran_out` that the host's memory ran out, so that its growth matters.
+    `ran_out` says that the host's memory ran out, so that its growth matters, `saving` and `starting` what the run
+    did then.
     """
     texts = [*sources.values(), log.text[:_COMMAND]]
     found, less = [], []
@@ -151,10 +167,18 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
     if ran_out and (buffers := _swap_buffers(texts)):
         found, less = [buffers, *found], ["a smaller buffer_size, and buffer_count, in offload_param", *less]
     found += [cached] if (cached := _page_cache(log)) else []
-    if ran_out and (_is_loading(log) or _is_built_whole(log, sources)):
+    processes = next((int(match[1]) for text in reversed(texts) if (match := _PROCESSES.search(text))), 0)
+    cast = next((match["key"] for text in texts if (match := _CASTS.search(text))), "")
+    reads = _is_loading(log) or _is_built_whole(log, sources)
+    if ran_out and processes == 1 and (reads or (starting and cast)):
+        found = [*found, _READ_ALONE]
+        less += [_CAST_FILES.format(cast)] if cast else []
+    elif ran_out and reads:
         is_efficient = any(_LOADS_EFFICIENTLY.search(text) for text in texts)
-        found = [*found, READ]
+        found = [*found, _READ_BY_EACH]
         less.append("efficient-loading-that-saves" if is_efficient else "read-by-one-rank")
+    if ran_out and any(map(_WSL.search, texts)):
+        less.append(_OF_WSL)
     if saving and _MERGES.search(log.text, max(0, len(log.text) - _END)):
         saving, found = False, [*found, MERGED]
         less.append("adapters-alone")
@@ -168,7 +192,7 @@ def owners(log: Log, sources: Mapping[str, str], *, saving: bool, ran_out: bool)
         process,
         taken,
         _grew(log) if ran_out else "",
-        next((int(match[1]) for text in reversed(texts) if (match := _PROCESSES.search(text))), 0),
+        processes,
     )
 
 

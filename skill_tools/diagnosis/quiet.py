@@ -21,6 +21,7 @@ from skill_tools.rules.versions import Standing, standing
 _MOST = 3  # faults without a sign in the log that an answer names
 _MOST_SLOW = 2
 _LONG_S = 30  # seconds of a step from which its speed is the likeliest complaint
+_ANY = "any"  # of a cause that needs no offload
 _LAST = 600  # characters at a log's end in which its last line stands
 
 
@@ -144,7 +145,7 @@ def _possible(
     """Return causes that fit: those of the stated release first, those of a release that may run last."""
     found: dict[str, tuple[int, Suspect]] = {}
     for each in load(part):
-        here = each.offload in evidence.offloads and each.cause not in found
+        here = each.offload in (_ANY, *evidence.offloads) and each.cause not in found
         if not (here and all(sign_in(group, texts) for group in each.needs)) or sign_in(each.lacks, texts):
             continue
         stands, depends_on = standing(each.releases, releases)
@@ -152,7 +153,7 @@ def _possible(
             continue
         if_ = f"if this is {' and '.join(depends_on)}, " if depends_on else ""
         told = Suspect(
-            f"{if_}{each.cause} ({evidence.offloads[each.offload]})",
+            f"{if_}{each.cause} ({evidence.offloads.get(each.offload) or sign_in(each.needs[0], texts)})",
             f"to be sure: {each.tell}; then {_either(each.change)}",
         )
         found[each.cause] = (1 if not each.releases else 2 if depends_on else 0, told)

@@ -5,7 +5,7 @@ No fact about a framework is needed: a refusal names the argument that it does n
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from skill_tools.diagnosis.failures import Failure
@@ -59,18 +59,21 @@ class Said(NamedTuple):
 
 
 def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Said | None:
-    """Return the combination refused by `failure`, if its words (`said`) name an offload; `texts` are run files."""
+    """Return the combination refused by `failure`; `texts` are run files.
+
+    Its words (`said`) name an offload, or a setting of the run's files.
+    """
     whole = " ".join(said.split("\n\n")[0].split())
     words = whole[:_LONGEST]
-    if (
-        failure.error.rpartition(".")[2] not in _REFUSES
-        or not _OFFLOADS.search(words)
-        or not _FORBIDS.search(words)
-    ):
+    if failure.error.rpartition(".")[2] not in _REFUSES or not _FORBIDS.search(words):
         return None
     read = tuple(texts)
+    set_here = _set_here(words, read)
+    if not (_OFFLOADS.search(words) or set_here):
+        return None
     named = dict.fromkeys(match[1] or match[0] for match in _OPTION.finditer(words.partition(": ")[2]))
-    there = [sign for name in named if (sign := sign_in([name], read))][:_MOST_OPTIONS]
+    there = [*filter(None, [set_here]), *(sign for name in named if (sign := sign_in([name], read)))]
+    there = there[:_MOST_OPTIONS]
     where = f", raised in {_place(failure)}" if failure.frames else ""
     cause = f"a library refuses this combination{where}, in its own words: {words}"
     asked = [f"as it says: {match[0].strip()}" for match in _DIRECTIVE.finditer(whole.partition(": ")[2])]
@@ -78,6 +81,17 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
     if there:
         return Said(f"{cause}; this run has {', '.join(there)}", (*change, f"or without {there[0]}"))
     return Said(cause, change)
+
+
+def _set_here(words: str, read: Sequence[tuple[str, str]]) -> str:
+    """Return the setting of the run's files that one of two refused things is called after; "" without one."""
+    for form in _APART:
+        if match := form.search(words.partition(": ")[2]):
+            for side in (match["other"], match["one"]):
+                name = "_".join(re.findall(r"[a-z0-9]+", side.lower()))
+                if name.count("_") and (sign := sign_in([name, f"--{name.replace('_', '-')}"], read)):
+                    return sign
+    return ""
 
 
 def _one_of_two(words: str) -> str:

@@ -104,3 +104,57 @@ def test_scripts_that_are_no_configuration_are_read_beside_the_log(
         "run.sh": "deepspeed main.py --zero_stage 2 --offload\n",
     }
     assert "no device_map in training" in answer(capsys, log, files)
+
+
+def test_one_process_reads_a_model_in_the_precision_of_its_files(capsys: pytest.CaptureFixture[str]) -> None:
+    log = KILLED.replace("dist_world_size=4", "dist_world_size=1")
+    config = "blocks_to_swap = 39\n[model]\ndtype = 'bfloat16'\ntransformer_dtype = 'float8'\n"
+    told = answer(capsys, log, {"run.toml": config})
+    assert "the model while it is read, in the precision of its files" in told
+    assert "precision that it is cast to (transformer_dtype)" in told
+    assert "parameters back on the GPU" not in told
+    assert "16 bytes an offloaded parameter" not in told
+    assert ".wslconfig" not in told
+    whole = config.replace("float8", "bfloat16")
+    assert "while it is read" not in answer(capsys, log, {"run.toml": whole})
+    assert ".wslconfig" in answer(capsys, log.replace("main.py", "/mnt/c/u/main.py"), {"run.toml": config})
+
+
+def test_a_host_that_is_full_of_states_is_mended_by_the_run_s_own_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """No dialect reads these files, and no key of another trainer is told."""
+    log = (
+        '  File "/w/EasyR1/verl/trainer/main.py", line 102, in main\n    ray.get(task)\n'
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+    )
+    config = "worker:\n  actor:\n    offload: {offload_optimizer: true}\n"
+    told = answer(capsys, log, {"config.yaml": config})
+    assert "the same run with the optimizer on the GPU, without offload_optimizer (config.yaml:3)" in told
+    assert "actor_rollout_ref" not in told
+    launch = "deepspeed --module openrlhf.cli.train_ppo --zero_stage 2 --adam_offload\n"
+    told = answer(capsys, KILLED, {"run.sh": launch})
+    assert "without adam_offload (run.sh:1)" in told
+    assert "parameters back on the GPU" not in told
+
+
+def test_a_refusal_names_the_run_s_own_setting_that_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/flux_train.py", line 360, in train\n    raise ValueError(\n'
+        "ValueError: Schedule-free optimizer is not supported with blockwise fused optimizers\n"
+    )
+    told = answer(capsys, log, {"run.toml": "blockwise_fused_optimizers = true\n"})
+    assert "no Schedule-free optimizer, or no blockwise fused optimizers" in told
+    assert "this run has blockwise_fused_optimizers (run.toml:1)" in told
+    assert "cause: not known" in answer(capsys, log, {"run.toml": "rank = 4\n"})
+
+
+def test_slow_steps_on_windows_may_be_memory_that_its_driver_moves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = "steps: 1/64 [03:10<33:48:30, 190.47s/it]\nsteps: 2/64 [06:19<33:38:12, 189.81s/it]\n"
+    for path, told in (("D:\\m\\dit.safetensors", True), ("/m/dit.safetensors", False)):
+        Path("train.log").write_text(log, encoding="utf-8")
+        Path("run.bat").write_text(f"accelerate launch train.py --dit {path}\n", encoding="utf-8")
+        assert main(["diagnose", "train.log", "run.bat"]) == 0
+        assert ("the driver moves what does not fit the GPU" in capsys.readouterr().out) is told
