@@ -12,6 +12,7 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.diagnosis import newer, no_effect, phases, steps
 from skill_tools.diagnosis.evidence import Evidence, Suspect, of_finding
+from skill_tools.diagnosis.exceptions import own_files
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.symptoms import named, sign_in
@@ -101,9 +102,10 @@ def _wrong(
     evidence: Evidence, texts: Sequence[tuple[str, str]], releases: Mapping[str, str]
 ) -> tuple[Suspect, ...]:
     """Return silent faults that are possible under the run's offloads."""
+    slips = (Suspect(each.cause, f"then {each.change}") for each in own_files.in_scripts(texts[:-1]))
     own = (_of_a_finding(each) for each in evidence.findings if each.effect == "wrong-numerics")
     faults = (_of_a_fault(each) for each in numbers.suspects(evidence.offloads, texts, releases))
-    found = (*own, *no_effect.rest(evidence), *faults)[:_MOST]
+    found = (*slips, *own, *no_effect.rest(evidence), *faults)[:_MOST]
     return tuple(Suspect(each.cause, *newer.named([each.check], evidence)) for each in found)
 
 

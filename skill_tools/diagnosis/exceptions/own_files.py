@@ -18,6 +18,7 @@ _BEHIND = re.compile(
     r"(?:^|\s)(?P<launcher>(?!python)[a-z]+(?: launch)?)(?P<own>(?:\s+-\S+(?:\s+[^\s-]\S*(?<!\.py))?)*)\s+\S+\.py\s"
     r"(?:.*\s)?--(?P<name>num[-_]processes|nproc[-_]per[-_]node|num_gpus)\b"
 )
+_SHARDS = frozenset({"shards", "zero3", "params"})  # offloads of a run that shards
 _GRAPH = (
     "holds each step's graph, and all that it saved for backward (on the host, if activations are offloaded)"
 )
@@ -47,6 +48,18 @@ _KEEPS = (
 )
 
 
+_NOT_MOVED = re.compile(
+    r"^[ \t]+(?P<tensor>[a-z]\w*)(?P<call>\.(?:to\(\s*[\"']cpu[\"'][^)\n]*\)|cpu\(\)))[ \t]*$", re.MULTILINE
+)
+_MODULES = re.compile(
+    r"model|module|layer|block|net|encoder|decoder|vae|pipe|head|teacher|actor|critic|policy"
+)
+_WRAPPED = re.compile(
+    r"\b(?:fully_shard\((?P<inside>\w+)\b|(?P<made>\w+) = (?:FSDP|FullyShardedDataParallel)\()"
+)
+_QUANTISED = re.compile(r"[\w./-]*-(?:GPTQ|AWQ)\b[\w.-]*")
+
+
 class Slip(NamedTuple):
     """A slip with its place, in words, and its change."""
 
@@ -59,7 +72,13 @@ def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None
     if conclusion is None:
         return None
     grows = bool(evidence.owners.grew) and any(each.message.kind in HOST_RAN_OUT for each in evidence.seen)
-    for slip in (in_commands(evidence.texts), kept(evidence.texts) if grows else None):
+    sharded = evidence.out_of_memory is not None and not _SHARDS.isdisjoint(evidence.offloads)
+    slips = (
+        in_commands(evidence.texts),
+        kept(evidence.texts) if grows else None,
+        _packed(evidence.texts) if sharded else None,
+    )
+    for slip in slips:
         if slip is not None:
             change = (slip.change, *conclusion.change)[: SHOWN + 1]
             cause = f"{slip.cause}; {conclusion.cause}"
@@ -83,6 +102,60 @@ def kept(texts: Sequence[tuple[str, str]]) -> Slip | None:
                 return Slip(
                     f"{written} ({name}:{_line(text, match.end() - len(match[0].lstrip()))}): {cause}", change
                 )
+    return None
+
+
+def in_scripts(texts: Sequence[tuple[str, str]]) -> Iterator[Slip]:
+    """Yield slips that raise nothing: tensors that were only copied, an optimizer of other parameters."""
+    for name, text in texts:
+        if not name.endswith(".py"):
+            continue
+        for match in _NOT_MOVED.finditer(text):
+            if not _MODULES.search(match["tensor"]):
+                yield Slip(
+                    f"{match['tensor']}{match['call']} ({name}:{_line(text, match.start('tensor'))}) makes a copy that "
+                    "nobody takes, and frees nothing: the tensor stays where it is, for autograd too",
+                    "torch.autograd.graph.save_on_cpu() around the forward, or its hooks: autograd keeps the copy",
+                )
+                break
+        yield from _stale_optimizer(name, text)
+
+
+def _stale_optimizer(name: str, text: str) -> Iterator[Slip]:
+    """Yield an optimizer that a script builds before the model is wrapped, or after a forward of the wrapped one."""
+    wraps = list(_WRAPPED.finditer(text))
+    if not wraps:
+        return
+    model, at = wraps[-1]["inside"] or wraps[-1]["made"], wraps[-1]
+    built = re.search(rf"=\s*[\w.]*[Oo]ptim\w*\.?\w*\(\s*{model}\.parameters\(\)", text)
+    if built is None:
+        return
+    called = re.search(rf"(?<![\w.]){model}\((?!\))", text[at.end() : built.start()])
+    if built.start() < at.start() and not (at["made"] and "use_orig_params=True" in text):
+        when, loss = (
+            f"before {name}:{_line(text, at.start())} shards the model",
+            "the whole parameters, so that no step",
+        )
+    elif called and at["inside"]:
+        when = f"after a forward ({name}:{_line(text, at.end() + called.start())}), which leaves the root gathered"
+        loss = "gathered ones for parameters in no unit but the root (often embedding, norm and head), so that no step"
+    else:
+        return
+    yield Slip(
+        f"the optimizer ({name}:{_line(text, built.start())}) is built {when}: it holds {loss} changes them",
+        "the optimizer built right after the model is sharded, before any forward",
+    )
+
+
+def _packed(texts: Sequence[tuple[str, str]]) -> Slip | None:
+    """Return a checkpoint of packed integers that a run shards, by its name in the run's files."""
+    for name, text in texts:
+        if match := _QUANTISED.search(text):
+            return Slip(
+                f"{match[0]} ({name}:{_line(text, match.start())}) is quantised already, in packed integers that "
+                "neither FSDP nor ZeRO-3 shards: each GPU holds all of it",
+                "the model's own 16-bit weights, quantised by bitsandbytes as they are read (4 bits, float storage)",
+            )
     return None
 
 

@@ -123,3 +123,17 @@ def test_a_job_of_slurm_without_cores_is_asked_for_them() -> None:
     assert any("Slurm gives a task one core" in each.cause for each in slow)
     job["job.sh"] += "#SBATCH --cpus-per-task=96\n"
     assert not any("Slurm" in each.cause for each in answer(STEPS, job).suspects[Complaint.SPEED])
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_adapters_wait_for_weights_and_not_for_their_optimizer(kind: str) -> None:
+    run = f"train --finetuning_type {kind} --deepspeed examples/deepspeed/ds_z3_offload_config.json\n"
+    slow = answer(STEPS, {"run.sh": run}).suspects[Complaint.SPEED]
+    assert ("weights that lie on the host" in slow[0].cause) is (kind == "lora")
+
+
+def test_an_import_alone_offloads_nothing() -> None:
+    imported = "from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard\nfully_shard(model)\n"
+    used = imported + "fully_shard(model, offload_policy=CPUOffloadPolicy())\n"
+    assert Complaint.SPEED not in answer(STEPS, {"train.py": imported}).suspects
+    assert Complaint.SPEED in answer(STEPS, {"train.py": used}).suspects

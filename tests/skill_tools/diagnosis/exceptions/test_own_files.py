@@ -99,3 +99,48 @@ def test_a_script_that_keeps_nothing_is_not_accused(line: str) -> None:
 
 def test_a_host_that_was_full_at_once_is_no_growth() -> None:
     assert "graph" not in concluded(KILLED, train=f"{OFFLOADS}losses.append(loss)\n").cause
+
+
+SHARDED = "fully_shard(model.layer)\nfully_shard(model)\n"
+BUILT = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (f"{BUILT}{SHARDED}", "before train.py:3 shards the model"),
+        (f"{SHARDED}loss = model(x)\n{BUILT}", "after a forward (train.py:3)"),
+        (f"{BUILT}model = FSDP(model)\n", "before train.py:2 shards the model"),
+        (f"{SHARDED}{BUILT}loss = model(x)\n", ""),
+        (f"{BUILT}model = FSDP(model, use_orig_params=True)\n", ""),
+        (f"model = FSDP(model)\nmodel(x)\n{BUILT}", ""),  # its flat parameters stay the same objects
+    ],
+)
+def test_an_optimizer_of_parameters_that_get_no_gradients(script: str, why: str) -> None:
+    causes = [slip.cause for slip in own_files.in_scripts([("train.py", script)])]
+    assert [why in cause for cause in causes] == ([True] if why else [])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_slip"),
+    [
+        ('    x.to("cpu", non_blocking=True)\n', True),
+        ("    hidden.cpu()\n", True),
+        ('    model.to("cpu")\n', False),  # a module moves in place
+        ('    x = x.to("cpu")\n', False),
+        ("    self.block.cpu()\n", False),
+    ],
+)
+def test_a_copy_to_the_cpu_that_nobody_takes(line: str, is_slip: bool) -> None:
+    assert any(own_files.in_scripts([("train.py", line)])) is is_slip
+
+
+def test_a_checkpoint_of_packed_integers_is_not_sharded() -> None:
+    out = (
+        'Traceback (most recent call last):\n  File "/e/transformers/modeling_utils.py", line 9, in from_pretrained\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total capacity of 23.65 "
+        "GiB of which 31.00 MiB is free.\n"
+    )
+    launch = "torchrun train.py --model_name_or_path m/Qwen1.5-72B-Chat-GPTQ-Int4 {}\n"
+    assert "packed integers" in concluded(out, run=launch.format("--deepspeed ds_z3.json")).cause
+    assert "packed integers" not in concluded(out, run=launch.format("")).cause
