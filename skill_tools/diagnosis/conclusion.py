@@ -289,7 +289,7 @@ def _what_stays(evidence: Evidence) -> str:
     """Name the tensors left by an offload of weights or states, for a training step out of memory."""
     signs = [(name, evidence.offloads[name]) for name in _OF_STATES if name in evidence.offloads]
     others = evidence.out_of_memory is not None and evidence.out_of_memory.is_shared
-    others |= bool(no_effect.of_a_setting(evidence)[0])
+    others |= bool(no_effect.of_a_setting(evidence)[0] or ways_around.of_states_on_the_gpu(evidence)[0])
     in_a_step = evidence.phase in (Phase.FIRST_STEP, Phase.LATER)
     if not signs or others or not in_a_step or not _ENGINES.isdisjoint(evidence.offloads):
         return ""

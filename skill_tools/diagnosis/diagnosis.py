@@ -30,7 +30,7 @@ from skill_tools.diagnosis import (
 from skill_tools.diagnosis.changes import dialects_of
 from skill_tools.diagnosis.conclusion import conclude
 from skill_tools.diagnosis.evidence import Conclusion, Evidence, Suspect
-from skill_tools.diagnosis.exceptions import native, own_files
+from skill_tools.diagnosis.exceptions import native, own_files, ways_around
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.log import Log
@@ -54,6 +54,7 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
+_OF_AN_ENGINE = frozenset(("vllm-engine-out-of-memory",))  # messages about memory that is not the trainer's
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(
     r"(?i)\bpin_memory\b|page-lock|pinned"
@@ -120,7 +121,9 @@ class Diagnosis:
 
     @property
     def ran_out_behind(self) -> bool:
-        """Whether memory ran out in a save or a merge behind the training, for which its plan frees nothing."""
+        """Whether memory ran out in a save or a merge behind the training, or in an engine: a plan frees nothing."""
+        if any(each.ended_the_run and each.message.id in _OF_AN_ENGINE for each in self.messages[:1]):
+            return True
         is_merge = memory_owners.MERGED in self.owners.of_the_host
         return self.phase is Phase.SAVE and (self.out_of_memory is not None or is_merge)
 
@@ -217,7 +220,7 @@ def diagnose(
         releases=releases,
     )
     parameters = model_in_log.parameters(log)
-    conclusion = own_files.told(conclude(evidence), evidence)
+    conclusion = ways_around.with_what_is_left(own_files.told(conclude(evidence), evidence), evidence)
     unknown = failure is not None and conclusion is not None and not conclusion.is_known
     where = code.of(failure) if failure is not None and unknown else None
     return Diagnosis(

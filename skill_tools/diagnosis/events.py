@@ -17,6 +17,7 @@ from skill_tools.units import gib
 
 # Of offloads.yaml: alone they keep no states in host memory.
 _NO_STATES = frozenset(("zero3", "shards", "block-swap", "pipeline"))
+_STOCK = ("offload-less", "params-on-gpu", "more-host-memory")  # of changes.yaml: no message's own words
 _LESS = "less memory of this process: smaller batches, fewer workers, data that is mapped from disk"
 
 
@@ -67,14 +68,13 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
-    own = _of_its_states(evidence)
-    if own:
-        change = (own, *change[1:])
-    elif (evidence.config is not None or evidence.texts) and not (
-        evidence.mechanisms or evidence.offloads.keys() - _NO_STATES
-    ):
+    stock = {told(each, evidence.dialects, evidence.config) for each in _STOCK}
+    in_its_words = tuple(each for each in change if each not in stock)
+    if own := _of_its_states(evidence):
+        change = tuple(own if each == change[0] and each in stock else each for each in change)
+    elif len(in_its_words) < len(change) and _keeps_no_states(evidence):
         fewer = "" if owners.processes == 1 else ", or fewer ranks a node"
-        change = (*(() if less else (_LESS,)), f"more host memory{fewer}")
+        change = (*(in_its_words or (() if less else (_LESS,))), f"more host memory{fewer}")
         rule = ""
     if MERGED in owners.of_the_host:
         change = tuple(each for each in change if each != told("more-host-memory", ()))
@@ -95,6 +95,12 @@ def _of_its_states(evidence: Evidence) -> str:
         return ""
     without = load_offloads()[name].without
     return f"{without}, without {evidence.offloads[name]}, as far as the GPUs have room"
+
+
+def _keeps_no_states(evidence: Evidence) -> bool:
+    """Return whether the run's files show no offload of states to the host; False without files."""
+    kept = evidence.mechanisms or evidence.offloads.keys() - _NO_STATES
+    return (evidence.config is not None or bool(evidence.texts)) and not kept
 
 
 def _kept_there(evidence: Evidence) -> str:

@@ -47,6 +47,8 @@ _APART = tuple(
         r"(?P<one>[^.;:]{2,80}?) (?:does(?: not|n't)|don't|do not) (?:yet |currently )?support (?P<other>.{2,80}?)",
     )
 )
+# What works with one value alone.
+_NEEDS = re.compile(rf"{_BEGINS}(?P<one>.{{2,80}}?) only works? with (?P<value>\w+ ?=+ ?[\w.]+?){_ENDS}")
 _MOST_OPTIONS, _MOST_ASKED = 3, 2
 _LONGEST = 400
 
@@ -96,6 +98,8 @@ def _set_here(words: str, read: Sequence[tuple[str, str]]) -> str:
 
 def _one_of_two(words: str) -> str:
     """Return the change for a refusal of two things together."""
+    if match := _NEEDS.search(words.partition(": ")[2]):
+        return f"{match['value'].strip()}, or no {match['one'].strip()}"
     match = next((found for form in _APART if (found := form.search(words.partition(": ")[2]))), None)
     if match is None:
         return "one of the two without the other"

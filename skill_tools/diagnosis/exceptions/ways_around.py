@@ -22,6 +22,24 @@ _IN_PARTS = frozenset(
     {"block-swap", "group-offload", "activation"}
 )  # offloads of as much as the user asks for
 _STATES_TO_THE_HOST = "optimizer-off-gpu"  # of changes.yaml
+_SHARDS = frozenset(("zero3", "shards"))  # of offloads.yaml: they move nothing to the host
+# Changes to a full GPU, and the settings of a run that has made them.
+_DONE = (
+    (
+        "half the micro-batch",
+        re.compile(
+            r"""\b(?:per_device_train|micro(?:_train)?|train(?:_micro)?)_batch_size\w*["']?\s*[:= ]\s*["']?1\b(?!\.)"""
+        ),
+    ),
+    (
+        "gradient checkpointing or",
+        re.compile(
+            r"""gradient_checkpointing["']?\s*(?:[:=]\s*["']?[Tt]rue|[ =][Tt]rue|\s--|\s*\\?$)""",
+            re.MULTILINE,
+        ),
+    ),
+)
+_SHORTER = "shorter samples (fewer tokens, a lower resolution), or less of the model trained: the rest is done already"
 _STEPS = frozenset({Phase.FIRST_STEP, Phase.FIRST_UPDATE, Phase.LATER})
 _ADAPTERS = ("lora", "LoRA", "adapter", "peft")  # words of a run whose states are few
 _SWAP = re.compile(r"(?i)nvme|swap_|_swap|swapper")
@@ -66,7 +84,8 @@ def of_states_on_the_gpu(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Return an addition to a cause about a full GPU, and the change, if a full training offloads no states at all."""
     words = told(_STATES_TO_THE_HOST, evidence.dialects)  # a configuration has no place for it yet
     has_a_form = words != load_changes()[_STATES_TO_THE_HOST].words
-    if evidence.offloads or evidence.config is None or evidence.phase not in _STEPS or not has_a_form:
+    offloads = evidence.offloads.keys() - _SHARDS
+    if offloads or evidence.config is None or evidence.phase not in _STEPS or not has_a_form:
         return "", ()
     if symptoms.sign_in(_ADAPTERS, evidence.texts) is not None:
         return "", ()
@@ -75,6 +94,17 @@ def of_states_on_the_gpu(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
         "that share them, stay in the GPU's memory",
         (words,),
     )
+
+
+def with_what_is_left(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
+    """Return `conclusion` without changes that the run's files have already: a micro-batch of 1, checkpointing."""
+    if conclusion is None:
+        return None
+    done = [part for part, sign in _DONE if any(sign.search(text) for _, text in evidence.texts)]
+    change = tuple(each for each in conclusion.change if not any(part in each for part in done))
+    if len(change) == len(conclusion.change):
+        return conclusion
+    return conclusion._replace(change=(*change, _SHORTER))
 
 
 def less_of_it(evidence: Evidence) -> str:

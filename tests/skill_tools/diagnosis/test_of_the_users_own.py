@@ -158,3 +158,78 @@ def test_slow_steps_on_windows_may_be_memory_that_its_driver_moves(
         Path("run.bat").write_text(f"accelerate launch train.py --dit {path}\n", encoding="utf-8")
         assert main(["diagnose", "train.log", "run.bat"]) == 0
         assert ("the driver moves what does not fit the GPU" in capsys.readouterr().out) is told
+
+
+OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.73 GiB. GPU 0 has a total capacity of 39.39 GiB"
+
+
+def test_an_engine_that_is_full_gets_its_own_share_and_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'Traceback (most recent call last):\n  File "{PYTHON}/vllm/worker/cache_engine.py", line 94, in _allocate\n'
+        f"    torch.zeros(shape)\n{OUT} of which 1.32 GiB is free.\n"
+    )
+    script = (
+        "from trl import GRPOConfig, GRPOTrainer\nargs = GRPOConfig(output_dir='out', use_vllm=True)\n"
+        "trainer = GRPOTrainer(model='Qwen/Qwen2.5-7B-Instruct', args=args)\n"
+    )
+    told = answer(capsys, log, {"train.py": script})
+    assert "a smaller gpu_memory_utilization (vllm_gpu_memory_utilization in TRL)" in told
+    assert "budget:" not in told
+
+
+def test_zero3_alone_leaves_the_optimizer_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'Traceback (most recent call last):\n  File "{PYTHON}/transformers/trainer.py", line 9, in training_step\n'
+        f'  File "{PYTHON}/deepspeed/runtime/zero/stage3.py", line 656, in _create_fp32_partitions\n{OUT}\n'
+    )
+    shards = '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}'
+    told = answer(capsys, log, {"ds.json": shards})
+    assert "nothing of the optimizer is offloaded" in told
+    assert "zero_optimization.offload_optimizer.device: cpu" in told
+    states = shards.replace('"stage": 3', '"stage": 3, "offload_optimizer": {"device": "cpu"}')
+    assert "nothing of the optimizer" not in answer(capsys, log, {"ds.json": states})
+
+
+def test_what_a_run_has_already_is_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    log = f'Traceback (most recent call last):\n  File "/u/unet.py", line 9, in forward\n{OUT}\n'
+    half, checkpointing = "half the micro-batch", "gradient checkpointing or"
+    told = answer(capsys, log, {"run.toml": "train_batch_size = 4\n"})
+    assert half in told
+    assert checkpointing in told
+    told = answer(capsys, log, {"run.toml": "train_batch_size = 1\ngradient_checkpointing = true\n"})
+    assert half not in told
+    assert checkpointing not in told
+    assert "shorter samples" in told
+    told = answer(capsys, log, {"run.toml": "train_batch_size = 16\ngradient_checkpointing = false\n"})
+    assert half in told
+    assert checkpointing in told
+
+
+def test_weights_that_a_file_lacks_are_no_offload_s(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/scripts/train_network.py", line 544, in train\n'
+        "    unet.to(accelerator.device, dtype=unet_weight_dtype)\n"
+        f'  File "{PYTHON}/torch/nn/modules/module.py", line 1167, in convert\n'
+        "NotImplementedError: Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()\n"
+    )
+    told = answer(capsys, log)
+    assert "its file lacks weights" in told
+    assert "module.to_empty" not in told.partition("change:")[2]
+
+
+def test_memory_that_windows_cannot_promise_wants_a_page_file(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "D:\\\\t\\\\load.py", line 144, in load\n    safe_open(path)\n'
+        "OSError: The paging file is too small for this operation to complete. (os error 1455)\n"
+    )
+    told = answer(capsys, log, {"run.bat": "accelerate launch train.py --blocks_to_swap 20\n"})
+    assert "a larger page file" in told
+
+
+def test_a_refusal_of_all_values_but_one_is_mended_by_that_one(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/train.py", line 482, in <module>\n'
+        "AssertionError: Block swapping only works with pipeline_stages=1\n"
+    )
+    told = answer(capsys, log, {"run.toml": "pipeline_stages = 2\nblocks_to_swap = 20\n"})
+    assert "pipeline_stages=1, or no Block swapping" in told
