@@ -18,7 +18,7 @@ from skill_tools.diagnosis.exceptions import interfaces, native, operands, own_w
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
-from skill_tools.diagnosis.memory import OutOfMemory
+from skill_tools.diagnosis.memory_owners import others_hold
 from skill_tools.diagnosis.messages import ANSWERS, HOST_RAN_OUT, Message, Seen
 from skill_tools.diagnosis.newer import at_fault, with_release
 from skill_tools.diagnosis.phases import Phase
@@ -238,8 +238,9 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         because, less = _by_residency(evidence)
         cause, change = cause + because, (*change[:1], *less, *change[1:])
     if message.kind == "gpu-memory" and out_of_memory is not None and out_of_memory.is_shared:
-        cause += f"; {_others_hold(out_of_memory, evidence)}"
-        change = (told("others-off-the-gpu", evidence.dialects, evidence.config), *change)
+        held, off = others_hold(out_of_memory, engine=not _ENGINES.isdisjoint(evidence.offloads))
+        cause += f"; {held}"
+        change = (told(off, evidence.dialects, evidence.config), *(() if out_of_memory.like_this else change))
     elif message.kind == "gpu-memory" and evidence.around is not None:
         beside, less = no_effect.beside(evidence)
         cause, change = cause + beside, (*less[:1], *change)
@@ -298,22 +299,6 @@ def _what_stays(evidence: Evidence) -> str:
         f"; {symptoms.load_offloads()[name].name} ({sign}) frees weights or states alone: activations "
         "of all tokens of a micro-batch, the logits, and gradients or gathered weights of the layer at work stay"
     )
-
-
-def _others_hold(out_of_memory: OutOfMemory, evidence: Evidence) -> str:
-    """Say that another process holds memory of the GPU, and whose it may be."""
-    held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
-    if out_of_memory.other:
-        return (
-            f"{out_of_memory.other} holds {gib(out_of_memory.others_bytes)} of this GPU, most or all of it: it is "
-            "awake beside this process, was not put to sleep or offloaded when its phase ended, or its release was late"
-        )
-    if not _ENGINES.isdisjoint(evidence.offloads):
-        return (
-            f"{held}: a rollout engine awake or only partly asleep, or a release that returned before the memory was "
-            "given back"
-        )
-    return f"{held}: an earlier run still alive, a notebook, a rollout engine, or several ranks on this GPU"
 
 
 def _of_fitting(evidence: Evidence, *, needs_code: bool) -> Conclusion | None:

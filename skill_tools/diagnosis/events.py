@@ -65,6 +65,9 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     elif owners.of_the_host:
         others = "; ".join(owners.of_the_host)
         cause += f"{_at_a_save(evidence)}; beside the trainer's own states it holds {others}"
+    if owners.below:
+        cause += f"; {owners.below}"
+        change = (told("higher-limit", ()), *change)
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)

@@ -31,6 +31,7 @@ _UNITS = {
     "": 1 << 20,
 }  # Slurm's bare number is in MiB
 _UNLIMITED = 1 << 50
+_FAR_FROM_FULL = 50.0  # percent
 _LEAST_PERCENT = 1.0  # below it the two rounded numbers say little about their quotient
 
 
@@ -77,6 +78,17 @@ def _all_bytes(log: Log) -> int | None:
     if match := _RAY.search(log.text):
         return round(_number(match.group(2)) * GIB) or None
     return None
+
+
+def below_the_host(log: Log) -> str:
+    """Say how little of the host was in use at its last reading, if it was far from full: a limit may be lower."""
+    used, percent = next(reversed(_USED.findall(log.text)), ("", "100"))
+    if not _LEAST_PERCENT <= _number(percent) < _FAR_FROM_FULL or _limit_bytes(log):
+        return ""
+    return (
+        f"the host had {percent}% in use ({used} GB) at the last reading, so that unless it rose steeply after it, the "
+        "limit was another's: a container's or job's (cgroup), which counts page cache and /dev/shm too"
+    )
 
 
 def _number(written: str) -> float:

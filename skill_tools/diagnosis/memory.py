@@ -25,6 +25,7 @@ _FIELDS = {
 }
 _OTHERS = re.compile(rf"Process (\d{{1,9}}) has {_AMOUNT} memory in use")
 _WRITER = re.compile(r"\W?\w[\w.\[\]= ]{0,60} pid=(?P<pid>\d{1,9})")
+_LATER_RANK = re.compile(r"\W{0,2}(?:rank|default) ?[1-9]")
 _MUCH = 20  # of which parts of the GPU one is much, for another process to hold or for gaps
 _MOST_BYTES = 1 << 60
 _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max allocated: (\d{1,9}(?:\.\d*)?)")
@@ -35,7 +36,8 @@ class OutOfMemory:
     """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
 
     The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`. `other`
-    is the log's name of the process with the most of these, such as an actor's.
+    is the log's name of the process with the most of these, such as an actor's. `like_this` counts those with about as
+    much as this one, where a rank but the first failed on the first GPU, and two at least.
     """
 
     line: int
@@ -49,6 +51,7 @@ class OutOfMemory:
     count: int
     others_bytes: int = 0
     other: str = ""
+    like_this: int = 0
 
     @property
     def is_shared(self) -> bool:
@@ -88,6 +91,7 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
         count=len(matches),
         others_bytes=(others := _others(message, fields)),
         other=_named(log, last.start(), message) if others else "",
+        like_this=_like_this(log, last.start(), message, fields["process_bytes"] or 0) if others else 0,
         **fields,
     )
 
@@ -102,6 +106,16 @@ def _others(message: str, fields: Mapping[str, int | None]) -> int:
     if fields["process_bytes"] is None:
         held -= (fields["allocated_bytes"] or 0) + (fields["unallocated_bytes"] or 0)
     return held if 0 < held < (fields["total_bytes"] or 0) else 0
+
+
+def _like_this(log: Log, at: int, message: str, own: int) -> int:
+    """Return how many other processes on the first GPU have about as much as the rank that failed there."""
+    start = log.text.rfind("\n", 0, at) + 1
+    if not (_LATER_RANK.match(log.text, start) and "GPU 0 " in message):
+        return 0
+    held = (_amount(each.group(2), each.group(3)) for each in _OTHERS.finditer(message))
+    alike = sum(own < 2 * each < 4 * own for each in held)
+    return alike if alike > 1 else 0
 
 
 def _named(log: Log, at: int, message: str) -> str:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from skill_tools.diagnosis.failures import trains_after
 from skill_tools.diagnosis.log import Log
+from skill_tools.diagnosis.machine_in_log import below_the_host
+from skill_tools.diagnosis.memory import OutOfMemory
 from skill_tools.diagnosis.series import metrics
 from skill_tools.units import GIB, gib
 
@@ -137,7 +139,7 @@ class Owners(NamedTuple):
 
     `process` is the process that held most of the host, if the log lists one, and `process_bytes` how much. `grew`
     says how the host's memory in use grew over the log, where it did with each value. `processes` train, 0 if
-    nothing says how many.
+    nothing says how many. `below` says how far the host was from full.
     """
 
     of_the_host: tuple[str, ...]
@@ -147,6 +149,7 @@ class Owners(NamedTuple):
     process_bytes: int
     grew: str = ""
     processes: int = 0
+    below: str = ""
 
 
 def owners(
@@ -193,6 +196,7 @@ def owners(
         taken,
         _grew(log) if ran_out else "",
         processes,
+        below_the_host(log) if ran_out else "",
     )
 
 
@@ -244,6 +248,30 @@ def _grew(log: Log) -> str:
     if len(values) < _LEAST_USES or not rises or values[-1] < _GROWN * values[0]:
         return ""
     return f"it grew from {values[0]:g} to {values[-1]:g} GB, a little in each step"
+
+
+def others_hold(out_of_memory: OutOfMemory, *, engine: bool) -> tuple[str, str]:
+    """Say that other processes hold memory of the GPU, and whose they may be; name the change."""
+    held = f"another process holds {gib(out_of_memory.others_bytes)} of this GPU"
+    if out_of_memory.like_this:
+        return (
+            f"{out_of_memory.like_this} processes with as much as this rank are on its GPU: the ranks put their "
+            'tensors on the first GPU, which "cuda" means until each has set its own',
+            "a-gpu-each",
+        )
+    if out_of_memory.other:
+        held = (
+            f"{out_of_memory.other} holds {gib(out_of_memory.others_bytes)} of this GPU, most or all of it: it is "
+            "awake beside this process, was not put to sleep or offloaded when its phase ended, or its release was late"
+        )
+    elif engine:
+        held += (
+            ": a rollout engine awake or only partly asleep, or a release that returned before the memory was "
+            "given back"
+        )
+    else:
+        held += ": an earlier run still alive, a notebook, a rollout engine, or several ranks on this GPU"
+    return held, "others-off-the-gpu"
 
 
 def in_use(log: Log) -> tuple[int, int] | None:

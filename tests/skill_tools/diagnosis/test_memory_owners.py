@@ -124,3 +124,15 @@ def test_a_kill_while_adapters_are_merged_is_the_merge_and_no_checkpoint() -> No
     assert found.conclusion.change[0].startswith('save_method="lora"')
     assert not any("16 bytes" in line or "pinned host memory" in line for line in found.conclusion.change)
     assert found.ran_out_behind
+
+
+@pytest.mark.parametrize(("percent", "is_limited"), [("27.3", True), ("84.6", False)])
+def test_a_kill_far_below_the_hosts_memory_asks_for_the_limit(percent: str, is_limited: bool) -> None:
+    log = f"CPU Virtual Memory:  used = 137.59 GB, percent = {percent}%\n{DIED}"
+    found = diagnose(Log("train.log", log)).conclusion
+    assert found is not None
+    assert ("page cache" in found.cause) is is_limited
+    assert found.change[0].startswith("a higher limit of the container") is is_limited
+
+
+DIED = "  exitcode  : -9 (pid: 208)\n  traceback : Signal 9 (SIGKILL) received by PID 208\n"

@@ -57,3 +57,24 @@ def test_fragments_do_not_hide_the_tensor_there_was_no_room_for() -> None:
     assert found is not None
     assert found.cause.startswith("fragmentation: 4.6 GiB")
     assert "memory ran out for the logits" in found.cause
+
+
+def test_ranks_that_all_load_to_the_first_gpu_are_no_foreign_process() -> None:
+    full = (
+        "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of "
+        "79.11 GiB of which 28.12 MiB is free. Process 101 has 24.10 GiB memory in use. Process 102 has 24.00 GiB memory "
+        "in use. Including non-PyTorch memory, this process has 22.90 GiB memory in use. Of the allocated memory 22.10 "
+        "GiB is allocated by PyTorch.\n"
+    )
+    found = diagnose(Log("log", full)).conclusion
+    assert found is not None
+    assert "2 processes with as much as this rank" in found.cause
+    assert len(found.change) == 1
+    for other in (
+        full.replace("rank5", "rank0"),
+        full.replace("GPU 0", "GPU 5"),
+        full.replace("24.00", "4.00"),
+    ):
+        conclusion = diagnose(Log("log", other)).conclusion
+        assert conclusion is not None
+        assert "as much as this rank" not in conclusion.cause
