@@ -61,10 +61,10 @@ def test_fragments_do_not_hide_the_tensor_there_was_no_room_for() -> None:
 
 def test_ranks_that_all_load_to_the_first_gpu_are_no_foreign_process() -> None:
     full = (
-        "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total capacity of "
-        "79.11 GiB of which 28.12 MiB is free. Process 101 has 24.10 GiB memory in use. Process 102 has 24.00 GiB memory "
-        "in use. Including non-PyTorch memory, this process has 22.90 GiB memory in use. Of the allocated memory 22.10 "
-        "GiB is allocated by PyTorch.\n"
+        "[rank5]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 50.00 MiB. GPU 0 has a total "
+        "capacity of 79.11 GiB of which 28.12 MiB is free. Process 101 has 24.10 GiB memory in use. "
+        "Process 102 has 24.00 GiB memory in use. Including non-PyTorch memory, this process has 22.90 GiB "
+        "memory in use. Of the allocated memory 22.10 GiB is allocated by PyTorch.\n"
     )
     found = diagnose(Log("log", full)).conclusion
     assert found is not None
