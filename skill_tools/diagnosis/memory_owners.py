@@ -68,6 +68,12 @@ _SIGNS = (
         "fewer dataloader workers, or spawned ones (multiprocessing_context); persistent ones are forked once",
     ),
 )  # fmt: skip
+_GATHERED = _Sign(  # of a run that saves
+    re.compile(r"dist[-_]ckpt[-_]optim[-_]fully[-_]reshardable(?!\S*[=:]\s*[Ff]alse)"),
+    "the optimizer's states, gathered to whole tensors for each save",
+    "no dist-ckpt-optim-fully-reshardable, if a resume keeps TP, PP and EP; try one first: not each release "
+    "loads the other format into a CPU optimizer",
+)
 _GPU_SHARE = re.compile(
     r"(?:sglang[-_]mem[-_]fraction[-_]static|(?:vllm_)?gpu_memory_utilization)['\"]?"
     r"\s*[=: ]\s*['\"]?(0?\.\d{1,4}|1(?:\.0)?)(?!\d)"
@@ -185,7 +191,10 @@ def owners(
     if saving and _MERGES.search(log.text, max(0, len(log.text) - _END)):
         saving, found = False, [*found, MERGED]
         less.append("adapters-alone")
-    less = [_AFTER_A_SAVE, *less] if saving else less
+    if saving:
+        gathered = [_GATHERED] * any(_GATHERED.pattern.search(text) for text in texts)
+        found = [*found, *(each.owner for each in gathered)]
+        less = [_AFTER_A_SAVE, *(each.less for each in gathered), *less]
     shares = [float(match.group(1)) for text in texts if (match := _GPU_SHARE.search(text))]
     process, taken = _largest(log)
     return Owners(

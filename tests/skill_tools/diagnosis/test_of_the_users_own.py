@@ -233,3 +233,30 @@ def test_a_refusal_of_all_values_but_one_is_mended_by_that_one(capsys: pytest.Ca
     )
     told = answer(capsys, log, {"run.toml": "pipeline_stages = 2\nblocks_to_swap = 20\n"})
     assert "pipeline_stages=1, or no Block swapping" in told
+
+
+def test_an_fp8_file_is_not_scaled_once_more(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/modules/fp8_optimization_utils.py", line 160, in quantize\n'
+        "    abs_w = torch.abs(tensor)\nNotImplementedError: \"abs_cuda\" not implemented for 'Float8_e4m3fn'\n"
+    )
+    told = answer(
+        capsys, log, {"run.sh": "accelerate launch train.py --fp8_base --fp8_scaled --blocks_to_swap 20\n"}
+    )
+    assert "the bf16 or fp16 file of the model" in told
+
+
+def test_a_save_that_gathers_the_optimizer_is_an_owner_of_host_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = (
+        "saving checkpoint at iteration      19 to /root/out in torch_dist format\n"
+        "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+        "Memory on the node (IP: 10.0.0.4, ID: 3f) where the task (actor ID: 1a, name=A.__init__, pid=4420, memory "
+        "used=190.11GB) was running was 1836.10GB / 1929.40GB (0.951642), which exceeds the memory usage threshold of "
+        "0.95.\n"
+    )
+    run = "python train.py --optimizer-cpu-offload --tensor-model-parallel-size 4 --dist-ckpt-optim-fully-reshardable"
+    told = answer(capsys, log, {"run.sh": f"{run}\n"})
+    assert "gathered to whole tensors for each save" in told
+    assert "no dist-ckpt-optim-fully-reshardable, if a resume keeps" in told
