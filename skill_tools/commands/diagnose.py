@@ -53,9 +53,10 @@ from skill_tools.reports import diagnoses
 from skill_tools.rules.finding import Finding
 from skill_tools.snapshots.snapshot import is_snapshot, read_snapshot
 from skill_tools.started import COMMAND
-from skill_tools.units import gib
+from skill_tools.units import GIB, gib
 
 _SAMPLE = 1 << 16
+_LEAST_OF_A_HOST = 4 * GIB  # a prediction below it fills no machine that trains
 _LESS = 0.9  # of the host memory that a killed run needs by prediction
 _DATA = frozenset((".json", ".yaml", ".yml", ".toml"))
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
@@ -336,6 +337,8 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
             plan, about = _plan_within(args, found, found.gpu_bytes, predicted)
             return plan, f"{note}{about}", ""
         if found.host_ran_out and found.out_of_memory is None:
+            if 0 < predicted.memory.host_bytes_per_node < _LEAST_OF_A_HOST:
+                return None, "", memory_owners.small(predicted.memory.host_bytes_per_node)
             if others := _others(found, predicted):
                 return None, "", others
             note += _less_of_the_host(args, found, predicted)

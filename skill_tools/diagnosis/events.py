@@ -12,7 +12,7 @@ from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
 from skill_tools.diagnosis.memory_owners import MERGED, READ, UNPIN
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency import rows
-from skill_tools.diagnosis.symptoms import load_offloads, sign_in
+from skill_tools.diagnosis.symptoms import load_offloads, sign_in, switched_off
 from skill_tools.units import gib
 
 # Of offloads.yaml: alone they keep no states in host memory.
@@ -81,6 +81,9 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         rule = ""
     if MERGED in owners.of_the_host:
         change = tuple(each for each in change if each != told("more-host-memory", ()))
+    if owners.grew and evidence.offloads:  # no amount of memory is enough
+        off = switched_off(load_offloads()[next(iter(evidence.offloads))], evidence.config)
+        change = (f"{off}, to see whether it still grows", *(each for each in change if each not in stock))
     return Conclusion(
         cause,
         rule,

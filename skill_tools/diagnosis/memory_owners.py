@@ -124,7 +124,7 @@ ASK = (
 
 # The host's memory in use in a step's line, whoever prints it.
 _HOST_USE = re.compile(
-    r"(?:(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram|rss)|\brss)[ _]?(?:used|usage|in use)?[\w/()]{0,8}"
+    r"(?:(?:host|cpu|ram|system|node)[ _](?:memory|mem|ram|rss)|\br(?:ss|am))[ _]?(?:used|usage|in use)?[\w/()]{0,8}"
     r"[\"']?[ :=]{1,3}"
     r"(?P<gb>[0-9]{1,6}(?:\.[0-9]{1,6})?) ?(?:GB|GiB|G\b|(?=[,\s}-]))",
     re.IGNORECASE,
@@ -306,6 +306,14 @@ def sentence(used_bytes: int, whole_bytes: int, predicted_bytes: int) -> str:
     return (
         f"host memory: {gib(used_bytes)} of {gib(whole_bytes)} were in use, and {gib(predicted_bytes)} a node are "
         f"predicted for the trainer, so {gib(others)} belong to others"
+    )
+
+
+def small(predicted_bytes: int) -> str:
+    """Say that a prediction fills no host, so that something else did."""
+    return (
+        f"host memory: {gib(predicted_bytes)} a node are predicted for the offload, which fills no host: look for what "
+        "grows with each step, and for what else runs there"
     )
 
 

@@ -413,3 +413,20 @@ def test_a_launcher_s_file_that_the_script_s_is_not_read_with_shows_its_offload(
     assert main(["diagnose", "train.log", "sft.sh"]) == 1
     shown = capsys.readouterr().out
     assert "the offload of parameters, which offload_params (fsdp.yaml:2) shows: a quantized weight" in shown
+
+
+def test_a_small_prediction_is_no_reason_for_a_full_host(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = (
+        "from unsloth import FastLanguageModel\nfrom trl import SFTConfig\n"
+        'model, _ = FastLanguageModel.from_pretrained("unsloth/Qwen2.5-7B-Instruct", load_in_4bit=True)\n'
+        'model = FastLanguageModel.get_peft_model(model, r=16, use_gradient_checkpointing="unsloth")\n'
+        'args = SFTConfig(output_dir="out", per_device_train_batch_size=4)\n'
+    )
+    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    (tmp_path / "train.log").write_text("{'loss': 0.01, 'epoch': 0.1}\nKilled\n", encoding="utf-8")
+    assert main(["diagnose", str(tmp_path / "train.log"), str(tmp_path / "train.py")]) == 1
+    out = capsys.readouterr().out
+    assert "are predicted for the offload, which fills no host" in out
+    assert "nothing fits" not in out

@@ -135,4 +135,16 @@ def test_a_kill_far_below_the_hosts_memory_asks_for_the_limit(percent: str, is_l
     assert found.change[0].startswith("a higher limit of the container") is is_limited
 
 
+def test_a_host_that_fills_step_by_step_is_tried_without_the_offload() -> None:
+    log = "".join(f"{{'loss': 0.01}} ram used {14 + 8 * step} GB\n" for step in range(5)) + DIED
+    run = {
+        "train.py": 'model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing="unsloth")\n'
+    }
+    found = diagnose(Log("train.log", log), unread=run).conclusion
+    assert found is not None
+    assert "it grew from 14 to 46 GB" in found.cause
+    assert "use_gradient_checkpointing=True" in found.change[0]
+    assert not any("16 bytes" in line for line in found.change)
+
+
 DIED = "  exitcode  : -9 (pid: 208)\n  traceback : Signal 9 (SIGKILL) received by PID 208\n"
