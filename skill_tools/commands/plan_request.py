@@ -19,7 +19,14 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import Unrecognised, UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import known_models, local_models, memory, shape_sources, traces
+from skill_tools.planning.model import (
+    known_models,
+    local_models,
+    memory,
+    shape_sources,
+    traces,
+    unread_values,
+)
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner
@@ -345,7 +352,7 @@ def _run(
     dialect = registry.named(_stated(args, files) or config.framework)
     if dialect.no_plan:  # nor has the one whose settings it reads
         raise dialect.not_planned()
-    return dialect.run(config, shape, gpus=gpus)
+    return unread_values.run_of(dialect, config, shape, gpus=gpus)
 
 
 def _traced(args: argparse.Namespace, built: TrainingRun, *, names_the_model: bool) -> TrainingRun:

@@ -8,22 +8,23 @@ from typing import NamedTuple
 class About(IntEnum):
     """The subject of an assumption, the one that changes a plan's answer most first.
 
-    The run comes before its computation: a missing or unread file, then the sizes of the run (the layout's divide
-    weights and states), then the machine, then the formulas.
+    The run comes before its computation: a missing or unread file or value, then the sizes of the run (the layout's
+    divide weights and states), then the machine, then the formulas.
     """
 
     MISSING_FILE = 0
     UNREAD_FILE = 1
-    LAYOUT = 2
-    SEQUENCE_LENGTH = 3
-    MICRO_BATCH = 4
-    GPUS = 5
-    RECOMPUTE = 6
-    TRAINED_WEIGHTS = 7
-    MACHINE = 8
-    HOST_MEMORY = 9
-    FORMULA = 10
-    DETAIL = 11  # changes little
+    UNREAD_VALUE = 2
+    LAYOUT = 3
+    SEQUENCE_LENGTH = 4
+    MICRO_BATCH = 5
+    GPUS = 6
+    RECOMPUTE = 7
+    TRAINED_WEIGHTS = 8
+    MACHINE = 9
+    HOST_MEMORY = 10
+    FORMULA = 11
+    DETAIL = 12  # changes little
 
 
 class Assumption(NamedTuple):

@@ -206,9 +206,9 @@ class Dialect(ABC):
         """Yield values that the framework replaces by itself: the rule's id, the loser and the winner."""
         return iter(())
 
-    def size_override(self, key: str) -> str:
-        """Return the option that gives a size of the model, such as `num_layers`, on top of the input."""
-        return f'--overrides="{self.spelling(key)}=N"'
+    def size_override(self, *keys: str) -> str:
+        """Return the option that gives sizes, such as `num_layers`, on top of the input."""
+        return f"--overrides {' '.join(f'{self.spelling(key)}=N' for key in keys)}"
 
     def spelling(self, key: str) -> str:
         """Return the framework's spelling of a canonical key; without one, the key itself."""

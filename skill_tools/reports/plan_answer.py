@@ -7,6 +7,7 @@ If nothing fits, the answer says why and gives the three cheapest ways to fit. E
 from collections.abc import Callable, Iterator, Sequence
 
 from skill_tools.dialects import registry
+from skill_tools.dialects.assumptions import About
 from skill_tools.dialects.levers import Kind
 from skill_tools.dialects.patch import Patch
 from skill_tools.planning.cost.machine import is_known
@@ -34,6 +35,7 @@ _TRAINING = {
     Kind.STREAMED: "slow, and two measured runs saved next to nothing by it: watch the peak",
     Kind.ADAPTERS: "adapters are trained instead of all weights",
 }
+_TOLD = (About.UNREAD_VALUE,)  # by a line of its own
 Code = Callable[[str], str]
 
 
@@ -41,7 +43,8 @@ def lines(plan: Plan, *, code: Code) -> list[str]:
     """Return the answer; `code` formats lines to copy."""
     best = plan.recommendation
     answer = _unfit(plan, code) if best is None else _fit(plan, best, code)
-    return [headline(plan), *_unnamed_gpu(plan), *_assumed_host(plan), *_answers(plan), *answer]
+    told = [*_unread_values(plan), *_unnamed_gpu(plan), *_assumed_host(plan), *_answers(plan)]
+    return [headline(plan), *told, *answer]
 
 
 def headline(plan: Plan) -> str:
@@ -65,6 +68,13 @@ def gpus(plan: Plan) -> str:
     if not plan.machine.stands_for:
         return f"{count} x {plan.machine.name}"
     return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _unread_values(plan: Plan) -> Iterator[str]:
+    """Name the values that the run needs and that only its start knows."""
+    yield from (
+        f"{each.text}; {each.remedy}" for each in plan.assumptions if each.about is About.UNREAD_VALUE
+    )
 
 
 def _unnamed_gpu(plan: Plan) -> Iterator[str]:
@@ -162,7 +172,7 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     yield _step(plan, best)
     yield from (f"why {reason}" for reason in plan.reasons)
     yield from known_faults(best)
-    yield f"rests most on: {decisive.assumption(plan)} {MORE}"
+    yield f"rests most on: {decisive.assumption(plan, told=_TOLD)} {MORE}"
 
 
 def known_faults(option: Option) -> Iterator[str]:
@@ -245,7 +255,7 @@ def _unfit(plan: Plan, code: Code) -> Iterator[str]:
         yield from _way(plan, number, way, code)
     if ours := carried_out_by_ours(plan):
         yield f"or, if that plan fits, {ours}"
-    yield f"rests most on: {decisive.assumption(plan)}"
+    yield f"rests most on: {decisive.assumption(plan, told=_TOLD)}"
 
 
 def left_out(plan: Plan) -> str:

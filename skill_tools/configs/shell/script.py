@@ -9,6 +9,7 @@ that may be skipped is not `certain`.
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ _SOURCES = {"source", "."}
 _FOLDER = re.compile(r".*[})`]/*", re.DOTALL)  # the script's own folder, worked out by the script
 # Files that set up a shell or a Python, and nothing of a training.
 _NO_SETTINGS = {"activate", "conda.sh", ".bashrc", ".bash_profile", ".profile", "bashrc", "profile"}
-_SKIPPED = {"then", "do", "{", "}", "function", "time"}
+_SKIPPED = {"then", "do", "time"}
 
 
 class _Block:
@@ -140,9 +141,13 @@ class _Script:
         self._blocks: list[_Block] = []
         self._outcome: bool | None = True
         self._was_test = False
+        self._braces: list[bool] = []  # the open ones, and whether each begins a function
+        self._is_defined = False
 
     def take(self, words: list[Word], before: str, after: str) -> None:
         """Follow one statement."""
+        if (before, after) == ("(", ")") and not words:  # of `name ()`
+            self._is_defined = True
         words = self._keywords(words, after)
         block = self._blocks[-1] if self._blocks else None
         if words and block and block.reading == "condition":
@@ -192,11 +197,25 @@ class _Script:
                 and words[2].operator == ")"
                 and "=" not in keyword
             ):
-                words = words[2:]
+                words, self._is_defined = words[2:], True
+            elif keyword == "function":
+                words = [words[0], *dropwhile(lambda word: word.operator in ("(", ")"), words[2:])]
+                self._is_defined = True
+            elif keyword in ("{", "}"):
+                self._brace(keyword)
             elif keyword not in _SKIPPED:
                 return words
             words = words[1:]
         return []
+
+    def _brace(self, brace: str) -> None:
+        """Enter or leave a group of commands, which is the body of a function just named."""
+        if brace == "{":
+            self._braces.append(self._is_defined)
+            self._is_defined = False
+            self._variables.has_own_arguments |= self._braces[-1]
+        elif self._braces and self._braces.pop():
+            self._variables.has_own_arguments = any(self._braces)
 
     def _case(self, words: list[Word]) -> list[Word]:
         subject = self._variables.argument(words[1]) if len(words) > 1 else None
@@ -300,7 +319,8 @@ class _Script:
         self._blocks = blocks
 
     def _set_options(self, options: list[str]) -> None:
-        """Follow `set -a`, from which on each assignment is exported, and `set +a`."""
+        """Follow `set -a`, from which on each assignment is exported, `set +a`, and the new arguments of `set --`."""
+        self._variables.has_own_arguments |= "--" in options
         text = " ".join(options).replace("o allexport", "a")
         for option in text.split():
             if option[0] in "+-" and "a" in option and option[1:].isalpha():

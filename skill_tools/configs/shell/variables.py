@@ -18,7 +18,7 @@ MAX_PIECES = 100_000
 MAX_DEPTH = 20
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_PARAMETER = re.compile(r"([A-Za-z_]\w*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+_PARAMETER = re.compile(r"([A-Za-z_]\w*|[1-9]\d*|[@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
 _TILDE = re.compile(r"((?:[A-Za-z_]\w*=)?)~(?=/)")
 _BLANKS = re.compile(r"\s+|\S+")
 _BETWEEN_COMMANDS = frozenset({";", "&", "&&", "|", "||"})
@@ -164,9 +164,14 @@ def split_field(field: Field) -> list[Field]:
 
 
 class Variables:
-    """The variables of one script. A name that the script never sets belongs to the caller: it is not known."""
+    """The variables of one script. A name that the script never sets belongs to the caller: it is not known.
+
+    `$1` is the caller's too, and a default in its place counts as for other names, unless `has_own_arguments`: within a
+    function, and behind `set --`, others are meant.
+    """
 
     def __init__(self, script: str) -> None:
+        self.has_own_arguments = False
         self._script = script
         self._values: dict[str, list[Field]] = {}
         self._pieces = 0
@@ -292,6 +297,8 @@ class Variables:
         name, index, operator, alternative = match.groups()
         if name in ("@", "*"):
             return []
+        if name.isdecimal() and self.has_own_arguments:
+            return unknown
         fields = self._values.get(name)
         is_empty = not fields or not any(piece.text for field in fields for piece in field)
         missing = fields is None or (is_empty and operator is not None and operator.startswith(":"))

@@ -103,9 +103,9 @@ class Accelerate(Dialect):
         """The plugins cannot read values that the launcher passes on as text."""
         return "acc-value"
 
-    def size_override(self, key: str) -> str:
-        """Return the override as `compose` takes it."""
-        return f"--overrides {key}=N"
+    def size_override(self, *keys: str) -> str:
+        """Return the overrides as `compose` takes them."""
+        return f"--overrides {' '.join(f'{key}=N' for key in keys)}"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run of the script under this file."""

@@ -51,7 +51,8 @@ def of_megatron(config: Config, *, gpus: int | None, num_layers: int, moe: bool)
                     "expert tensor parallel size 1: not set here, and Bridge's MoE recipes set it to 1"
                 )
             )
-    unset = [short for key, short in _SIZES[: 3 if moe else 2] if fields.integer(config, key) is None]
+    sizes = [each for each in _SIZES[: 3 if moe else 2] if each[0] not in config.unresolved]
+    unset = [short for key, short in sizes if fields.integer(config, key) is None]
     if unset and not config.complete:
         *first, last = unset
         named = f"{', '.join(first)} and {last}" if first else last

@@ -91,9 +91,10 @@ class MegatronLM(MegatronCore):
         """A switch takes no value at all."""
         return "mlm-bool-value" if key is not None and key.type_in(LM) == "bool" else "wrong-type"
 
-    def size_override(self, key: str) -> str:
-        """Return the flag that gives a size of the model."""
-        return f'--overrides="--{key.replace("_", "-")} N"'
+    def size_override(self, *keys: str) -> str:
+        """Return the flags that give sizes."""
+        flags = " ".join(f"--{key.replace('_', '-')} N" for key in keys)
+        return f'--overrides="{flags}"'
 
     def patch(
         self, settings: Mapping[str, object], config: Config | None = None, *, dead: Sequence[str] = ()

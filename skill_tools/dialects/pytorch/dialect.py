@@ -102,9 +102,9 @@ class PyTorch(Dialect):
             settings[key] = Setting(key, value, key, _PLACE)
         return Config(self.name, MappingProxyType(settings), complete=True)
 
-    def size_override(self, key: str) -> str:
-        """Return the override as `compose` takes it."""
-        return f"--overrides {key}=N"
+    def size_override(self, *keys: str) -> str:
+        """Return the overrides as `compose` takes them."""
+        return f"--overrides {' '.join(f'{key}=N' for key in keys)}"
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run: bf16 weights and fp32 master weights on one GPU, FSDP2's shards on several."""

@@ -4,6 +4,8 @@
 Apart because the reports of plans and of diagnoses both print it.
 """
 
+from collections.abc import Collection
+
 from skill_tools.dialects.assumptions import About
 from skill_tools.planning.search.options import HOST_MEMORY
 from skill_tools.planning.search.planner import Plan
@@ -14,11 +16,11 @@ _RATES = (
 )
 
 
-def assumption(plan: Plan) -> str:
-    """Return the assumption in words, with the remedy behind a semicolon."""
+def assumption(plan: Plan, *, told: Collection[About] = ()) -> str:
+    """Return the assumption in words, with the remedy behind a semicolon; none about what is `told` elsewhere."""
     takes_host = plan.recommendation is None or plan.recommendation.memory.host_bytes_per_node > 0
     ignored = {About.DETAIL} if takes_host else {About.DETAIL, About.HOST_MEMORY}
-    weighty = [each for each in plan.assumptions if each.about not in ignored]
+    weighty = [each for each in plan.assumptions if each.about not in ignored and each.about not in told]
     # If nothing fits the host's memory, that comes before the sizes of the run.
     stops = About.HOST_MEMORY if plan.recommendation is None and plan.floor.limit == HOST_MEMORY else None
     if weighty:

@@ -93,3 +93,71 @@ def test_deepspeed_s_share_of_the_optimizer_is_all_of_it(
     assert "does not fit as it is" in out
     assert "nothing to change" not in out
     assert "optimizer offload" not in out
+
+
+MEGATRON = (
+    "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --ffn-hidden-size 14336 --swiglu --vocab-size 128256 "
+    "--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer --max-position-embeddings 8192 "
+    "--tensor-model-parallel-size {} --pipeline-model-parallel-size {} --micro-batch-size {} --seq-length {}"
+)
+A100 = ("--gpu", "a100", "--gpus", "8")
+
+
+def first_lines(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> list[str]:
+    script = tmp_path / "run.sh"
+    script.write_text(f"{text}\n")
+    main(["plan", str(script), *A100, *more])
+    return capsys.readouterr().out.splitlines()[:2]
+
+
+def test_the_default_of_an_argument_of_the_script_is_its_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = first_lines(MEGATRON.format(4, 2, 2, 8192), tmp_path, capsys)
+    by_default = MEGATRON.format("${1:-4}", "$PP", "${3-2}", "${10:-8192}")
+    assert first_lines(f"PP=${{2:-2}}\n{by_default}", tmp_path, capsys) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "said"),
+    [
+        (
+            MEGATRON.format("$1", 2, "${10}", "$SEQ"),
+            [],
+            "--micro-batch-size, --seq-length and --tensor-model-parallel-size have values that only the start of the "
+            'run knows, so defaults count; --overrides="--micro-batch-size N --seq-length N '
+            '--tensor-model-parallel-size N"',
+        ),
+        (
+            "python scripts/training/run_recipe.py --recipe llama3_8b_pretrain_config "
+            "model.tensor_model_parallel_size=$1 train.micro_batch_size=1",
+            ["--model", "llama-3-8b"],
+            "model.tensor_model_parallel_size has a value that only the start of the run knows, so its default "
+            "counts; --overrides model.tensor_model_parallel_size=N",
+        ),
+        (
+            "llamafactory-cli train --model_name_or_path meta-llama/Llama-3.1-8B --stage sft --finetuning_type lora "
+            "--per_device_train_batch_size $1 --cutoff_len 2048",
+            [],
+            "per_device_train_batch_size has a value that only the start of the run knows, so its default counts; "
+            "--overrides per_device_train_batch_size=N",
+        ),
+    ],
+)
+def test_what_only_the_start_of_the_run_knows_is_told_before_the_verdict(
+    text: str, model: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert first_lines(text, tmp_path, capsys, *model)[1] == said
+    if 'size N"' in said:  # as it is told
+        given = said.partition('--overrides="')[2].rstrip('"').replace(" N", " 2")
+        assert not first_lines(text, tmp_path, capsys, "--overrides", given)[1].startswith("--")
+
+
+def test_an_impossible_size_names_the_values_that_are_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(MEGATRON.format("$1", 1, 1, 8192) + " --global-batch-size 4\n")
+    assert main(["plan", str(script), *A100]) == 2
+    assert "where --tensor-model-parallel-size has a value that only the start" in capsys.readouterr().err

@@ -53,6 +53,8 @@ def unread(config: Config) -> list[str]:
         ("torchrun --nproc_per_node 8 train.py --config trainer.yaml", "transformers", "max_steps", 9),
         ("python train.py --config=trainer.yaml", "transformers", "max_steps", 9),
         ("python train.py trainer.yaml --max_steps 3", "transformers", "max_steps", 3),
+        ("python train.py --config ${1:-trainer.yaml}", "transformers", "max_steps", 9),
+        ("CONFIG=${1:-axolotl.yml}; axolotl train $CONFIG", "axolotl", "sequence_len", 64),
         ('bash -c "torchrun train.py --config trainer.yaml"', "transformers", "max_steps", 9),
         ("torchrun src/train.py factory.yaml", "llama-factory", "llamafactory.stage", "sft"),
         ("torchrun finetune.py --config-file bridge.yaml", "megatron-bridge", "cpu_offloading", True),
@@ -100,9 +102,7 @@ def test_a_launch_whose_recipe_is_no_trainers_is_not_the_training(script: Path) 
         ("accelerate launch --config_file acc.yaml -m axolotl.cli.train axolotl.yml", "axolotl", "acc.yaml"),
         ("accelerate launch --config_file acc.yaml src/train.py factory.yaml", "llama-factory", "acc.yaml"),
         ("axolotl train axolotl.yml && axolotl train second.yml", "axolotl", "second.yml"),
-        ("axolotl train ${1:-axolotl.yml}", "axolotl", "axolotl.yml"),
-        ("CONFIG=${1:-axolotl.yml}; axolotl train $CONFIG", "axolotl", "axolotl.yml"),
-        ("accelerate launch train.py --config ${1:-trainer.yaml}", "accelerate", "trainer.yaml"),
+        ("run() { axolotl train ${1:-axolotl.yml}; }\nrun $1", "axolotl", "axolotl.yml"),
         ("axolotl train axolotl.yml --deepspeed none.json && cp trainer.yaml out", "axolotl", ""),
         ("axolotl train ./axolotl.yml --x=other.yaml --y broken.yaml", "axolotl", ""),
     ],
@@ -124,7 +124,10 @@ def test_a_configuration_that_is_not_read_is_named(
             "tune.yaml, a configuration of torchtune",
         ),
         ("uv run rl @ rl.toml", "rl.toml, a configuration of prime-rl"),
-        ("python train.py --config ${1:-trainer.yaml}", "trainer.yaml, a configuration of Transformers"),
+        (
+            "run() { python train.py --config ${1:-trainer.yaml}; }\nrun $1",
+            "trainer.yaml, a configuration of Transformers",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_followed_is_refused_with_its_file(
