@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from skill_tools.commands import plan_request, releases
+from skill_tools.commands import plan_inputs, plan_request, releases
 from skill_tools.commands.plan import FORMATS
 from skill_tools.commands.plan_request import Predicted
 from skill_tools.configs.config import Config
@@ -253,7 +253,7 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     launchers: list[Config] = []
     config: Config | None
     try:
-        config = plan_request.read_config(args, args.inputs)
+        config = plan_inputs.read_config(args, args.inputs)
     except Unrecognised as problem:
         if args.framework and not isinstance(problem, OwnLoop):
             raise
@@ -298,7 +298,7 @@ def _alone(
     found: dict[str, Config] = {}
     for path in args.inputs:
         with suppress(UnusableInput):
-            found[path] = plan_request.read_config(args, [path])
+            found[path] = plan_inputs.read_config(args, [path])
     if not found:
         print(f"offload: {refused}; the log is read with the texts of these files alone", file=sys.stderr)
         unread, args.inputs = _texts(args.inputs), []

@@ -16,7 +16,7 @@ import argparse
 import os
 import sys
 
-from skill_tools.commands import plan_request, releases
+from skill_tools.commands import plan_inputs, plan_request, releases
 from skill_tools.errors import NotPlannedError, UnusableInput, printable, printable_lines
 from skill_tools.planning.model import known_models, shape_sources
 from skill_tools.planning.model.shape_sources import UnknownShapeError
@@ -123,7 +123,7 @@ def _texts(plan: Plan, args: argparse.Namespace) -> dict[str, str]:
     files = [
         path for path in args.inputs if not os.path.isdir(path) and not shape_sources.is_config_json(path)
     ]
-    config = plan_request.read_config(args, files)
+    config = plan_inputs.read_config(args, files)
     texts = plan_write.changed_texts(plan, config)
     if args.diff:
         plan_write.show(texts, config)
@@ -156,7 +156,7 @@ def _by_situation(args: argparse.Namespace, unknown: UnknownShapeError) -> int:
     from skill_tools.reports import plans, plans_json
 
     files = [path for path in args.inputs if not shape_sources.is_config_json(path)]
-    config = plan_request.read_config(args, files)
+    config = plan_inputs.read_config(args, files)
     stated = releases.of_run(args, config, files)
     rows = situations.table(config, {name: each.version for name, each in stated.items()})
     if args.format == "json":

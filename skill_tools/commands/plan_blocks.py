@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 
-from skill_tools.commands import plan_request
+from skill_tools.commands import plan_inputs, plan_request
 from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About
 from skill_tools.dialects.block_swap import swapping
@@ -29,7 +29,7 @@ def answer(args: argparse.Namespace, refused: NotPlannedError) -> int:
     files = [
         path for path in args.inputs if not os.path.isdir(path) and not shape_sources.is_config_json(path)
     ]
-    config = plan_request.read_config(args, files, what_if=args.what_if)
+    config = plan_inputs.read_to_plan(args, files, args.what_if)
     on_host = registry.named(config.framework).block_swap(config)
     if on_host is None:
         raise refused

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload_arithmetic.sizes import HEADROOM
-from skill_tools.commands import releases
+from skill_tools.commands import plan_inputs, releases
 from skill_tools.configs.config import Config
 from skill_tools.configs.releases import Stated
-from skill_tools.configs.source import load, looks_like_configuration
+from skill_tools.configs.source import looks_like_configuration
 from skill_tools.dialects import registry
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.candidates import MECHANISMS
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.errors import Unrecognised, UnusableInput
+from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.model import (
@@ -252,7 +252,7 @@ def _asked(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence
     inputs = [local_models.in_folder(path) if os.path.isdir(path) else path for path in inputs]
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
-    config = read_config(args, files, what_if=what_if)
+    config = plan_inputs.read_to_plan(args, files, what_if)
     by_trace = bool(args.trace and not (args.model or inputs))
     if by_trace:
         shape, source = traces.shape_in(args.trace)
@@ -321,35 +321,11 @@ def _shape(config: Config, model: str | None, config_json: str | None) -> tuple[
         raise type(error)(error.problem, expected=error.expected, attempt=attempt) from None
 
 
-def read_config(args: argparse.Namespace, files: Sequence[str], *, what_if: Sequence[str] = ()) -> Config:
-    """Return the configuration in `files` with the overrides on top; without files, the overrides alone.
-
-    If the stated framework has no files of its own, the files say theirs.
-    """
-    from skill_tools.dialects.read import check_form, read
-
-    stated = _stated(args, files)
-    framework = stated if stated and (not files or registry.named(stated).has_files) else None
-    try:
-        return read(files, overrides=[*args.overrides, *what_if], framework=framework)
-    except Unrecognised:
-        try:
-            check_form([load(path) for path in files if path != "-"])
-        except UnusableInput as form:
-            raise Unrecognised(form.problem, expected=form.expected, attempt=form.attempt) from None
-        raise
-
-
-def _stated(args: argparse.Namespace, files: Sequence[str]) -> str | None:
-    """Return the stated framework, or the one for a model without any file."""
-    return str(args.framework) if args.framework else None if files else registry.WITHOUT_FILES
-
-
 def _run(
     args: argparse.Namespace, files: Sequence[str], config: Config, shape: ModelShape, *, gpus: int | None
 ) -> TrainingRun:
     check_gpus(args)
-    dialect = registry.named(_stated(args, files) or config.framework)
+    dialect = registry.named(plan_inputs.stated(args, files) or config.framework)
     if dialect.no_plan:  # nor has the one whose settings it reads
         raise dialect.not_planned()
     return unread_values.run_of(dialect, config, shape, gpus=gpus)
@@ -440,11 +416,12 @@ def _unnamed(args: argparse.Namespace, where: Machine) -> str:
 
 
 def _of_files(config: Config) -> Iterator[Assumption]:
-    """Yield an assumption for each missing or unread file."""
+    """Yield an assumption for each missing or unread file, and for each override that counts for nothing."""
     for note in config.missing_file_notes():
         yield Assumption(note, About.MISSING_FILE, "give that file")
     for note in config.unread_file_notes():
         yield Assumption(note, About.UNREAD_FILE)
+    yield from plan_inputs.not_counted(config)
 
 
 def budget_of(args: argparse.Namespace, where: Machine) -> tuple[Budget, tuple[Assumption, ...]]:

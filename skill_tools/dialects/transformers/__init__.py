@@ -11,6 +11,8 @@ TRANSFORMERS = "transformers"
 EMBEDDED = ("accelerate", "deepspeed", "unsloth")  # dialects with sections in the arguments
 CLASS = "arguments_class"  # the key of the arguments' class, if known
 LAUNCHER = "launcher"
+LENGTH = "sequence_len"  # the key of the tokens in a sequence; its override where the class has no argument for it:
+OF_THE_SCRIPT = "seq_length"
 PACKAGES = ("transformers", "trl")  # the packages of these classes
 # Together they are the Trainer's alone: the sharding engine, and the batch under its own name.
 ENGINES, BATCH = frozenset({"deepspeed", "fsdp", "fsdp_config"}), "per_device_train_batch_size"

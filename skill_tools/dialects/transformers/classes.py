@@ -28,6 +28,11 @@ def accepted(name: str) -> frozenset[str]:
     return every if name == _BASE else every | of_class[_BASE]
 
 
+def takes(name: str, field: str) -> bool:
+    """Return whether the class `name` has `field` in any known release, as one that is not known may have."""
+    return name not in _fields() or field in accepted(name)
+
+
 def nearest(name: str, field: str) -> tuple[str, ...]:
     """Return the fields of the class `name` that the unknown `field` may mean."""
     return tuple(names_nearest(field, accepted(name), count=_SHOWN, likeness=_LIKENESS))

@@ -19,7 +19,15 @@ from skill_tools.configs.yaml_lines import Node, plain
 from skill_tools.dialects.accelerate.dialect import is_one as is_accelerate
 from skill_tools.dialects.deepspeed import section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
-from skill_tools.dialects.transformers import CLASS, EMBEDDED, LAUNCHER, TRANSFORMERS, arguments
+from skill_tools.dialects.transformers import (
+    CLASS,
+    EMBEDDED,
+    LAUNCHER,
+    LENGTH,
+    OF_THE_SCRIPT,
+    TRANSFORMERS,
+    arguments,
+)
 from skill_tools.dialects.transformers.launch import (
     RECIPE,
     Launch,
@@ -63,9 +71,21 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case _:
                 _write_file(draft, source)
     for text in overrides:
-        _write_options(draft, command_line(text, _OVERRIDES), _OVERRIDES)
+        _write_overrides(draft, command_line(text, _OVERRIDES))
     arguments.settle(draft, folders)
     return draft.finish()
+
+
+def _write_overrides(draft: Draft, words: Sequence[Argument]) -> None:
+    """Write options, and the script's own length in a plan, whose class may have no argument for it."""
+    options = []
+    for word in words:
+        name, equals, value = word.text.partition("=")
+        if equals and name == OF_THE_SCRIPT:
+            draft.set_key(LENGTH, value, name, Place(_OVERRIDES, word.line, word.column))
+        else:
+            options.append(word)
+    _write_options(draft, options, _OVERRIDES)
 
 
 def _write_launchers_file(draft: Draft, source: Source, folders: Sequence[Path]) -> None:
@@ -113,7 +133,9 @@ def _write_argument(draft: Draft, name: str, node: Node, file: str) -> None:
         if name not in _OF_THE_PARSER and (alike or trainer is not None or _OFFLOAD in name):
             draft.note_unknown(name, place, nearest=alike)
     elif trainer is not None and _is_refused(name, str(trainer.value)):
-        draft.note_unknown(f"{trainer.value}.{name}", place, nearest=())
+        is_length = file == _OVERRIDES and draft.canonical(name) == LENGTH
+        nearest = (OF_THE_SCRIPT,) if is_length else ()
+        draft.note_unknown(f"{trainer.value}.{name}", place, nearest=nearest)
     else:
         arguments.write(draft, name, node, file)
 

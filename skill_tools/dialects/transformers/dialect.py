@@ -11,9 +11,11 @@ from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.base import NONE, Dialect, Evidence, Question, flags_in
 from skill_tools.dialects.transformers import (
     BATCH,
+    CLASS,
     CLASSES,
     EMBEDDED,
     ENGINES,
+    LENGTH,
     PACKAGES,
     TRAINERS,
     TRANSFORMERS,
@@ -182,6 +184,15 @@ class Transformers(Dialect):
         from skill_tools.dialects.python_adapters import question
 
         return question(config)
+
+    def spelled(self, settings: Mapping[str, object], config: Config | None) -> dict[str, object]:
+        """Return `settings` under their spellings, without a length for a class that has no argument for it."""
+        from skill_tools.dialects.transformers.classes import takes
+
+        is_own = config is not None and not takes(str(config.value(CLASS)), "max_length")
+        return super().spelled(
+            {key: value for key, value in settings.items() if not (is_own and key == LENGTH)}, config
+        )
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
         """Return options for a command, and keywords for a Python script; `fsdp` is one text of words in both."""

@@ -10,8 +10,11 @@ from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.run import TrainingRun
+from skill_tools.dialects.transformers import CLASS, LENGTH
+from skill_tools.dialects.transformers.classes import takes
 from skill_tools.dialects.transformers.run import sharding_of
 
+_OWN_LENGTH = "in the script: samples of {} tokens; its arguments have no length"
 _OWN_SCRIPT = "(arguments of TRL; a script of one's own calls peft.get_peft_model)"
 
 
@@ -32,7 +35,8 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
         yield Lever(Kind.ADAPTERS, "QLoRA", settings, by_hand=_OWN_SCRIPT)
     elif not (fields.flag(config, "load_in_4bit") or fields.flag(config, "load_in_8bit")):
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", {"load_in_4bit": True})
-    yield from levers.sequences(run, "sequence_len")
+    has_length = takes(str(config.value(CLASS)), "max_length")
+    yield from levers.sequences(run, LENGTH, by_hand="" if has_length else _OWN_LENGTH)
     yield from levers.zero3(config, run)
     if sharded >= 3:
         yield from levers.more_gpus(run)

@@ -17,7 +17,8 @@ from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
-from skill_tools.dialects.transformers import CLASS, TRL_CLASSES
+from skill_tools.dialects.transformers import CLASS, LENGTH, OF_THE_SCRIPT, TRL_CLASSES
+from skill_tools.dialects.transformers.classes import takes
 from skill_tools.dialects.unsloth.python_script import states_leave, visiting_states
 
 _OPTIMIZER = "adamw_torch_fused"
@@ -38,7 +39,8 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     if micro_batch is None:
         assumptions.append(
             Assumption(
-                f"micro-batch {_BATCH}, the default; --overrides per_device_train_batch_size=N",
+                f"micro-batch {_BATCH}{_unstated(config, 'micro_batch_size', ', the default')}; "
+                "--overrides per_device_train_batch_size=N",
                 About.MICRO_BATCH,
             )
         )
@@ -141,17 +143,26 @@ def _stage(config: Config) -> int:
 
 def _length(config: Config, assumptions: list[Assumption]) -> int:
     by_script = python_adapters.added(config)
-    stated = fields.count(config, "sequence_len") or (by_script and by_script.sequence_len)
+    stated = fields.count(config, LENGTH) or (by_script and by_script.sequence_len)
     if stated:
         return stated
     length = _LENGTHS.get(str(config.value(CLASS)), _LENGTH)
+    has_length = takes(str(config.value(CLASS)), "max_length")
+    own, where = (
+        ("max_length", ": max_length is not set") if has_length else (OF_THE_SCRIPT, ", for the script's own")
+    )
     assumptions.append(
         Assumption(
-            f"sequence length {length}: max_length is not set; --overrides max_length=N",
+            f"sequence length {length}{_unstated(config, LENGTH, where)}; --overrides {own}=N",
             About.SEQUENCE_LENGTH,
         )
     )
     return length
+
+
+def _unstated(config: Config, key: str, otherwise: str) -> str:
+    """Return why a value is assumed: the input sets it to an unreadable one, or `otherwise`."""
+    return ", for the input's own that cannot be read" if key in config.unresolved else otherwise
 
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
