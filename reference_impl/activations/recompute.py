@@ -13,7 +13,7 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import copy
 from typing import Any
 
@@ -22,20 +22,21 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from reference_impl.activations.changed_buffers import ChangedBuffers
 from reference_impl.activations.stacks import stacks_as_before
 from reference_impl.memory.compiler import uncompiled
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+def recomputed(function: Callable[..., Any], *inputs: Any, layer: nn.Module | None = None) -> Any:
     """Return `function(*inputs)`: only its inputs are kept for backward, and it is called again there.
 
     Tensors among `inputs` are saved as an operation of torch's saves them, by the hooks that are active outside. The
-    second call has the random numbers, autocast and default device of the first. Backward raises RuntimeError if it
-    saves other tensors than the first: fewer, or of other sizes.
+    second call has the random numbers, autocast and default device of the first, and the buffers of `layer`, of which
+    it changes none. Backward raises RuntimeError if it saves other tensors than the first: fewer, or of other sizes.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return uncompiled(_first_call)(function, inputs)
+    return uncompiled(_first_call)(function, inputs, layer)
 
 
 def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
@@ -85,8 +86,8 @@ def refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
             )
 
 
-def _first_call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
-    return _Recomputation(function, inputs).first(inputs)
+def _first_call(function: Callable[..., Any], inputs: Sequence[Any], layer: nn.Module | None) -> Any:
+    return _Recomputation(function, inputs, layer).first(inputs)
 
 
 class _AllComputedError(Exception):
@@ -100,8 +101,9 @@ class _Recomputation:
     garbage collector, which would otherwise walk through thousands of objects a step.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layer: nn.Module | None) -> None:
         self._function = function
+        self._buffers = None if layer is None else ChangedBuffers(layer)
         self._inputs = _Inputs(inputs)
         self._surroundings = Surroundings(inputs)
         # Elements of each tensor that the first call has saved.
@@ -115,6 +117,8 @@ class _Recomputation:
         with saved_tensors_hooks(self._pack, self._unpack):
             result = self._function(*inputs)
         self._surroundings.end()
+        if self._buffers is not None:
+            self._buffers.end()
         self._has_returned = True
         return result
 
@@ -160,6 +164,7 @@ class _Recomputation:
         with (
             stacks_as_before(),
             self._surroundings.again(),
+            self._buffers.again() if self._buffers is not None else nullcontext(),
             torch.enable_grad(),
             saved_tensors_hooks(keep, _itself),
             suppress(_AllComputedError),

@@ -328,9 +328,19 @@ def _restorable(given: Input, ancestors: int) -> Restorable | None:
 
 def _is_replayable(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether `func` makes new tensors from its inputs alone, the same each time."""
-    return _makes_new(func) and (
-        not _is_random(func) or _dropout_probability(func._schema, args, kwargs) == 0
-    )
+    if not _makes_new(func):
+        return False
+    if _is_random(func):
+        return bool(_argument(func, args, kwargs, "dropout_p") == 0)
+    return not _writes_statistics(func, args, kwargs)
+
+
+def _writes_statistics(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a batch norm writes its running statistics, of which its schema says nothing."""
+    if _argument(func, args, kwargs, "running_mean") is None:
+        return False
+    names = {argument.name for argument in func._schema.arguments} & {"training", "train", "use_input_stats"}
+    return not names or any(_argument(func, args, kwargs, name) for name in names)
 
 
 @cache
@@ -354,12 +364,11 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
-def _dropout_probability(schema: Any, args: Any, kwargs: dict[str, Any]) -> float | None:
-    for position, argument in enumerate(schema.arguments):
-        if argument.name == "dropout_p":
-            return float(
-                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            )
+def _argument(func: Any, args: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Return the argument called `name` of a call; None where there is none."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     return None
 
 

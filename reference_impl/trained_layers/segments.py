@@ -68,7 +68,7 @@ def recompute_in_slices(
             if not recomputes:
                 return forward(*args, **kwargs)
             call, leaves = repeatable(forward, args, kwargs)
-            return recomputed(call, *leaves)
+            return recomputed(call, *leaves, layer=module)
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*inputs: Any) -> Any:
@@ -76,7 +76,7 @@ def recompute_in_slices(
             return forward(*args, **kwargs)
 
         def segment(inputs: Sequence[Any]) -> Any:
-            return recomputed(run, *inputs) if recomputes else run(*inputs)
+            return recomputed(run, *inputs, layer=module) if recomputes else run(*inputs)
 
         return _joined(module, [segment(inputs) for inputs in _cut(module, leaves, slices)])
 
