@@ -17,16 +17,10 @@ from skill_tools.dialects.candidates import MECHANISMS
 from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import UnusableInput
+from skill_tools.planning import unread_values
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import (
-    known_models,
-    local_models,
-    memory,
-    shape_sources,
-    traces,
-    unread_values,
-)
+from skill_tools.planning.model import known_models, local_models, memory, shape_sources, traces
 from skill_tools.planning.model.memory import Memory
 from skill_tools.planning.model.shape_sources import UnknownShapeError
 from skill_tools.planning.search import planner

@@ -14,11 +14,13 @@ from skill_tools.planning.cost.machine import is_known
 from skill_tools.planning.cost.unnamed_gpu import smallest_label_gb
 from skill_tools.planning.model import known_models
 from skill_tools.planning.search import decisive
+from skill_tools.planning.search.legality import RuledOut
 from skill_tools.planning.search.options import HOST_MEMORY, PINNED_MEMORY, Option, Way, over
 from skill_tools.planning.search.planner import Plan
 from skill_tools.units import GIB, both, gib, seconds
 
 NOTHING = "nothing to change"
+_BREAKS = "no offload to change, but an error to mend"
 _WATCHED = 4
 MORE = "(--details shows the rest)"
 _TRAINING = {
@@ -160,11 +162,12 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     written, by_hand = _lines_to(plan, best)
     if not written and not by_hand:
         where = f" on the assumed {plan.machine.name}" if plan.budget.gpu_assumed else ""
-        yield f"fits{where} as it is: {NOTHING}"
+        yield f"fits{where} as it is: {_BREAKS if plan.left else NOTHING}"
     else:
         yield _as_it_is(plan)
         yield f"fits with {best.candidate.label}:"
         yield code(written) if written else by_hand
+    yield from _left(plan.left)
     if launched := registry.named(plan.run.dialect).launched_by(plan.run):
         yield code(launched)
     yield _gpu(plan, best)
@@ -173,6 +176,12 @@ def _fit(plan: Plan, best: Option, code: Code) -> Iterator[str]:
     yield from (f"why {reason}" for reason in plan.reasons)
     yield from known_faults(best)
     yield f"rests most on: {decisive.assumption(plan, told=_TOLD)} {MORE}"
+
+
+def _left(left: Sequence[RuledOut]) -> Iterator[str]:
+    """Yield the errors of the input that no line of the answer mends."""
+    for each in left:
+        yield f"to mend by hand: {each.reason} [{each.rule}]"
 
 
 def known_faults(option: Option) -> Iterator[str]:
@@ -333,6 +342,7 @@ def _way(plan: Plan, number: int, way: Way, code: Code) -> Iterator[str]:
     )
     yield from known_faults(option)
     yield from _lines_of(way, code)
+    yield from _left(way.left)
 
 
 def _lines_of(way: Way, code: Code) -> Sequence[str]:

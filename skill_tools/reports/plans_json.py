@@ -48,7 +48,8 @@ def document(plan: Plan) -> dict[str, Any]:
     if plan.recommendation is not None and plan.patch is not None:
         patch = plan.patch._asdict()
         why = {"reasons": list(plan.reasons)} if plan.reasons else {}
-        found["recommendation"] = {"patch": patch, "option": _option(plan.recommendation, plan), **why}
+        option = _option(plan.recommendation, plan)
+        found["recommendation"] = {"patch": patch, "option": option, **why, **_left(plan.left)}
         if plan.simpler is not None and plan.simpler_patch is not None:
             found["simpler"] = {
                 "patch": plan.simpler_patch._asdict(),
@@ -119,6 +120,7 @@ def _way(way: Way, plan: Plan) -> dict[str, Any]:
         "option": _option(way.option, plan, way),
         "tokens_a_step": way.tokens_a_step,
         "needs_host_bytes_per_node": way.needs_host_bytes,
+        **_left(way.left),
     }
 
 
@@ -194,6 +196,10 @@ def _memory(memory: Memory) -> dict[str, Any]:
 def _pageable(memory: Memory) -> dict[str, int]:
     bytes_per_node = memory.pageable_bytes * memory.ranks_on_node
     return {"pageable_bytes_per_node": bytes_per_node} if bytes_per_node else {}
+
+
+def _left(left: tuple[RuledOut, ...]) -> dict[str, Any]:
+    return {"left": _rules(left)} if left else {}
 
 
 def _rules(rules: tuple[RuledOut, ...]) -> list[dict[str, str]]:

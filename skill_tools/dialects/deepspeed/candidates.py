@@ -14,6 +14,7 @@ from skill_tools.dialects.run import Mode, OptimizerEngine
 from skill_tools.dialects.sharding import Part
 
 _DEVICE = f"{DEEPSPEED}.zero_optimization.offload_{{}}.device"
+_RATIO = f"{DEEPSPEED}.zero_optimization.offload_optimizer.ratio"
 
 
 def weights(config: Config, mode: Mode) -> Iterator[Part]:
@@ -30,10 +31,12 @@ def weights(config: Config, mode: Mode) -> Iterator[Part]:
         )
         return
     optimizer, parameters = _DEVICE.format("optimizer"), _DEVICE.format("param")
-    off = {key: "none" for key in (optimizer, parameters) if config.value(key) is not None}
+    off: dict[str, object] = {key: "none" for key in (optimizer, parameters) if config.value(key) is not None}
+    if level != 3 and isinstance(config.value(_RATIO), int | float):  # below 1 it is stage 3's alone
+        off[_RATIO] = 1.0
     yield Part(by_deepspeed, settings=off)
-    share = mode.optimizer_fraction or 1.0  # `ratio` stays as it is
-    kept = {key: value for key, value in off.items() if key == parameters}
+    share = mode.optimizer_fraction or 1.0  # the `ratio` of stage 3 stays as it is
+    kept = {key: value for key, value in off.items() if key != optimizer}
     yield Part(
         {**by_deepspeed, "optimizer_fraction": share},
         f"{OPTIMIZER_LABEL} {share:.0%}",

@@ -87,6 +87,25 @@ class Judge:
         errors = [_line(finding) for finding in findings if finding.severity is Severity.ERROR]
         return own._replace(ruled_out=tuple(dict.fromkeys((*own.ruled_out, *errors))))
 
+    def left_by(self, settings: Mapping[str, object]) -> tuple[RuledOut, ...]:
+        """Return the errors that the configuration has with `settings` laid over it, each with its remedy.
+
+        The keys that no release has are gone by then, and so is an embedded section that another file replaces.
+        """
+        dead = set(self.dead_keys())
+        laid = with_settings(self._config, settings)
+        kept = {
+            key: each
+            for key, each in laid.settings.items()
+            if key in settings or not (each.written in dead or laid.owner(key) in settings)
+        }
+        laid = laid._replace(
+            settings=kept, unknown=tuple(each for each in laid.unknown if each.written not in dead)
+        )
+        findings = lint(laid, versions=self._versions).findings
+        errors = {each.rule: each for each in findings if each.severity is Severity.ERROR}
+        return tuple(RuledOut(rule, f"{each.title}. {each.next}") for rule, each in errors.items())
+
     def lacks(self, key: str) -> bool:
         """Return whether the run's releases are known, and do not have the canonical `key`."""
         known = load_keys().get(key)

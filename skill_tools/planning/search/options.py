@@ -11,7 +11,7 @@ from skill_tools.dialects.run import TrainingRun
 from skill_tools.planning.cost.machine import Machine
 from skill_tools.planning.cost.step_time import StepTime
 from skill_tools.planning.model.memory import Memory
-from skill_tools.planning.search.legality import Legality
+from skill_tools.planning.search.legality import Legality, RuledOut
 
 GPU_MEMORY, HOST_MEMORY, PINNED_MEMORY = "GPU memory", "host memory", "pinned memory"
 WORTH_ROUNDING = (
@@ -71,7 +71,7 @@ class Option(NamedTuple):
 class Way(NamedTuple):
     """One fitting way: its `levers`, the `option` of the changed `run`, and the lines that make it.
 
-    `needs_host_bytes` is the least memory of a node, where the host lacks it.
+    `needs_host_bytes` is the least memory of a node, where the host lacks it; `left` as in a plan.
     """
 
     levers: tuple[Lever, ...]
@@ -79,6 +79,7 @@ class Way(NamedTuple):
     option: Option
     patch: Patch
     needs_host_bytes: int | None = None
+    left: tuple[RuledOut, ...] = ()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

@@ -52,7 +52,8 @@ class Plan(NamedTuple):
     fit by other means, `unrestricted` is the plan with the mechanisms that the user leaves out. `simpler` is
     an option with fewer mechanisms at nearly the same time, `search` answers for other budgets.
 
-    `reasons` say why the recommendation has mechanisms for long sequences.
+    `reasons` say why the recommendation has mechanisms for long sequences, `left` are the input's errors that stay with
+    it.
     `ruled_out` pairs a mechanism's name with the rules against it, `sensitivity` a change with its answer. `question`
     is the question that the input leaves open, in words, and the plan for each answer to it; this plan is for the last.
     """
@@ -79,6 +80,7 @@ class Plan(NamedTuple):
     unrestricted: Option | None = None
     question: tuple[str, tuple[tuple[str, "Plan"], ...]] | None = None
     reasons: tuple[str, ...] = ()
+    left: tuple[RuledOut, ...] = ()
 
     def time_range(self, option: Option) -> TimeRange:
         """Return the seconds between which a step of `option` lies, as far as the machine's rates are known."""
@@ -160,6 +162,7 @@ def make_plan(
             if best
             else ()
         ),
+        left=search.judged.left_by(best.candidate.settings) if best and dialect.has_files else (),
     )
 
 

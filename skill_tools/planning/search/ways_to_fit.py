@@ -18,11 +18,9 @@ from skill_tools.errors import UnusableInput
 from skill_tools.planning.cost import compute
 from skill_tools.planning.model import memory
 from skill_tools.planning.search.candidates import Search
-from skill_tools.planning.search.legality import Judge, with_settings
+from skill_tools.planning.search.legality import Judge, RuledOut, with_settings
 from skill_tools.planning.search.options import Prepared, Way
 from skill_tools.planning.search.restriction import Restriction
-from skill_tools.rules.finding import Severity
-from skill_tools.rules.lint import lint
 
 _SHOWN = 3
 _NEUTRAL = (Kind.MICRO_BATCH, Kind.FUSED_LOSS)
@@ -59,7 +57,7 @@ class Finder:
     ) -> None:
         self._config, self._prepare, self._versions = config, prepare, versions
         self._judge, self._restriction = judge, restriction
-        self._errors_before = self._errors(config)
+        self._errors_before = {each.rule for each in self._errors({})}
 
     def three_cheapest(self, run: TrainingRun) -> tuple[Way, ...]:
         """Return the ways that fit, the cheapest first; none if the framework has none that suffices."""
@@ -131,16 +129,15 @@ class Finder:
         for option in search.fitting(budget._replace(host_bytes=host_bytes)):
             settings = {key: value for lever in levers for key, value in lever.settings.items()}
             wanted = {**settings, **option.candidate.settings}
-            if self._errors(with_settings(self._config, wanted)) <= self._errors_before:
+            left = self._errors(wanted)
+            if {each.rule for each in left} <= self._errors_before:
                 patch = dialect.patch(wanted, self._config, dead=self._judge.dead_keys())
-                return Way(levers, run, option, patch)
+                return Way(levers, run, option, patch, left=left)
         return None
 
-    def _errors(self, config: Config) -> set[str]:
-        if not registry.named(config.framework).has_files:
-            return set()
-        findings = lint(config, versions=self._versions).findings
-        return {finding.rule for finding in findings if finding.severity is Severity.ERROR}
+    def _errors(self, settings: Mapping[str, object]) -> tuple[RuledOut, ...]:
+        has_files = registry.named(self._config.framework).has_files
+        return self._judge.left_by(settings) if has_files else ()
 
 
 def _strongest(levers: Iterable[Lever], kind: Kind) -> Lever | None:

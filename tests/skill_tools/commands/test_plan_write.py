@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan is written as lint's fixes are, with comments kept, and says which releases it would fail with."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,35 @@ def test_all_plans_are_a_table_in_order(
     if column is not None:
         sizes = [float(row[row.index("    ") :].split()[0]) for row in rows if "    " in row.strip()]
         assert sizes == sorted(sizes)
+
+
+def test_a_written_plan_mends_the_ratio_that_only_stage_3_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path, SECTION.replace('"none"', '"nvme", "nvme_path": "/nvme", "ratio": 0.3'))
+    assert main(["lint", run]) == 1
+    assert main(["plan", run, *MACHINE, "--target", "deepspeed==0.19.5", "--write"]) == 0
+    assert '{"device": "cpu", "nvme_path": "/nvme", "ratio": 1.0}' in (tmp_path / "ds.json").read_text()
+    assert main(["lint", run]) == 0
+    assert "as it is, it breaks ds-ratio" in capsys.readouterr().out
+
+
+OUTSIDE = SECTION.replace('"none"', '"none", "ratio": 2').replace('"stage": 2', '"stage": 3')
+
+
+@pytest.mark.parametrize(("gpu", "verdict"), [("b200", "fits as it is"), ("rtx3090", "fits with")])
+def test_an_error_that_no_change_mends_is_told_with_its_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpu: str, verdict: str
+) -> None:
+    run = written(tmp_path, OUTSIDE)
+    (tmp_path / "run.yaml").write_text(f"{RUN}disable_gradient_checkpointing: true\n", encoding="utf-8")
+    machine = ("--gpu", gpu, "--gpus", "8", "--host-memory", "512GiB")
+    main(["plan", run, *machine])
+    said = capsys.readouterr().out
+    assert verdict in said
+    assert "nothing to change" not in said
+    remedy = "The share of optimizer offload lies between 0 and 1. Write a number from 0 to 1."
+    assert f"to mend by hand: {remedy} [ds-ratio-range]" in said
+    main(["plan", run, *machine, "--format", "json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert [each["rule"] for each in plan["recommendation"]["left"]] == ["ds-ratio-range"]
