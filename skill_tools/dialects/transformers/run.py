@@ -39,8 +39,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     if micro_batch is None:
         assumptions.append(
             Assumption(
-                f"micro-batch {_BATCH}{_unstated(config, 'micro_batch_size', ', the default')}; "
-                "--overrides per_device_train_batch_size=N",
+                f"micro-batch {_BATCH}, the default; --overrides per_device_train_batch_size=N",
                 About.MICRO_BATCH,
             )
         )
@@ -153,16 +152,11 @@ def _length(config: Config, assumptions: list[Assumption]) -> int:
     )
     assumptions.append(
         Assumption(
-            f"sequence length {length}{_unstated(config, LENGTH, where)}; --overrides {own}=N",
+            f"sequence length {length}{where}; --overrides {own}=N",
             About.SEQUENCE_LENGTH,
         )
     )
     return length
-
-
-def _unstated(config: Config, key: str, otherwise: str) -> str:
-    """Return why a value is assumed: the input sets it to an unreadable one, or `otherwise`."""
-    return ", for the input's own that cannot be read" if key in config.unresolved else otherwise
 
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:

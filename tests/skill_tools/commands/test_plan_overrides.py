@@ -102,7 +102,9 @@ def test_a_value_that_cannot_be_read_is_no_default(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, _ = planned(tmp_path, capsys, "trainer")
-    assert "micro-batch 8, for the input's own that cannot be read" in out
+    assert (
+        "per_device_train_batch_size has a value that only the start of the run knows" in out.splitlines()[1]
+    )
     assert "the default" not in out
 
 
