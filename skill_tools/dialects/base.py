@@ -246,6 +246,10 @@ class Dialect(ABC):
             attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
+    def refusal(self, config: Config) -> NotPlannedError | None:
+        """Return the error for a run that the framework hands to a trainer without plans; None for its own."""
+        return None
+
     def block_swap(self, config: Config) -> "OnHost | None":
         """Return the blocks or layers that can wait on the host, for a plan of their number; None if not counted.
 

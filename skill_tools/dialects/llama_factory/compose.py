@@ -26,6 +26,7 @@ from skill_tools.configs.yaml_scalars import is_date
 from skill_tools.dialects.deepspeed import DEEPSPEED, EMBEDDED, section
 from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
+from skill_tools.dialects.llama_factory.other_trainers import MEGATRON, V1, trainer_of
 from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
 from skill_tools.dialects.transformers.launch import given_options, holds_more
 from skill_tools.dialects.transformers.parsers import Parser, expected, given
@@ -42,9 +43,6 @@ _OF_TRAINER = ("transformers/", "accelerate/utils/")
 _COMMANDS = ("llamafactory-cli", "lmf")
 _SCRIPTS = ("train.py", "train_bash.py", "launcher.py", "cli.py")
 _LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
-_OF_MEGATRON = frozenset(
-    {"tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"}
-)
 _TRUE = ("true", "y", "1")
 _FORMS: dict[type, str] = {list: "list", dict: "mapping"}
 _FOLDERS_ABOVE = 4  # files are named as seen from where the run starts, mostly the root of the repository
@@ -116,8 +114,7 @@ def _write(draft: Draft, name: str, node: Node, place: Place, parser: Parser) ->
 
 def _takes_any(draft: Draft) -> bool:
     """Return whether arguments that nobody knows are dropped, or another parser's."""
-    is_megatron = any(f"{_OWN}{name}" in draft for name in _OF_MEGATRON)
-    return is_megatron or _is_on(draft, "ALLOW_EXTRA_ARGS") or _is_on(draft, "USE_MCA")
+    return trainer_of(draft.get) == MEGATRON or _is_on(draft, "ALLOW_EXTRA_ARGS")
 
 
 def _write_script(draft: Draft, source: Source) -> None:
@@ -174,7 +171,7 @@ def _note_launch(draft: Draft, command: Command, start: int, file: str) -> None:
     place = Place(file, program.line, program.column)
     launched = {PurePath(word.text).name for word in command.words[:start]} & {*_LAUNCHERS}
     devices = command.environment.get("CUDA_VISIBLE_DEVICES")
-    if launched or _is_on(draft, "FORCE_TORCHRUN") or _is_on(draft, "USE_MCA"):
+    if launched or _is_on(draft, "FORCE_TORCHRUN") or trainer_of(draft.get) == MEGATRON:
         draft.set_key(_LAUNCH, "distributed", _LAUNCH, place)
         draft.set_key(LAUNCHER, min(launched, default="torchrun"), LAUNCHER, place)
     elif devices is not None and devices.resolved and devices.text.isdecimal():
@@ -250,8 +247,10 @@ def _settle(draft: Draft, folders: Sequence[Path]) -> None:
         draft.model_name = model.value
         _name_for_the_loader(draft, model)
     arguments.settle(draft, _above(folders))
-    if not _is_on(draft, "USE_MCA") and not any(f"{_OWN}{name}" in draft for name in _OF_MEGATRON):
+    trainer = trainer_of(draft.get)
+    if trainer is None:
         _share(draft)
+    draft.complete = trainer != V1  # which has other defaults
 
 
 def _name_for_the_loader(draft: Draft, model: Setting) -> None:

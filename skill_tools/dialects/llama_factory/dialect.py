@@ -10,6 +10,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, STATES_OF_OPTIMIZERS, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
+from skill_tools.errors import NotPlannedError
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -50,6 +51,8 @@ class LlamaFactory(Dialect):
 
     def evidence_in_entries(self, entries: "Mapping[str, Node]") -> Evidence:
         """Look for a stage and a method in a file that is mostly its arguments, or for their successors in v1."""
+        from skill_tools.dialects.llama_factory.other_trainers import proof_of
+
         stage, method = (
             entries[name].value if name in entries else None for name in ("stage", "finetuning_type")
         )
@@ -59,10 +62,11 @@ class LlamaFactory(Dialect):
             and isinstance(method, str)
             and _is_mostly_known(entries)
         ):
-            return Evidence(1, certain=True, proof=f"stage: {stage}, finetuning_type: {method}")
+            proofs = [f"stage: {stage}", f"finetuning_type: {method}", proof_of(entries)]
+            return Evidence(1, certain=True, proof=", ".join(filter(None, proofs)))
         distributed = entries["dist_config"].value if "dist_config" in entries else None
         if isinstance(distributed, dict) and "name" in distributed and "train_dataset" in entries:
-            return Evidence(1, certain=True, proof="dist_config, train_dataset")
+            return Evidence(1, certain=True, proof=f"{proof_of(entries)}, train_dataset")
         return NONE
 
     def compose(self, sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -74,6 +78,12 @@ class LlamaFactory(Dialect):
     def rule_for_unknown(self, unknown: UnknownKey) -> str:
         """An argument without an owning class is refused; the Trainer drops an unknown field of fsdp_config."""
         return "hf-fsdp-unknown-key" if unknown.written.startswith("fsdp_config.") else "lf-unknown-key"
+
+    def refusal(self, config: Config) -> NotPlannedError | None:
+        """Refuse a run of v1 or of Megatron's trainers by name."""
+        from skill_tools.dialects.llama_factory.other_trainers import refusal
+
+        return refusal(config)
 
     def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
         """Return the run that the YAML describes."""
