@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from skill_tools.dialects.block_swap.on_host import OnHost
 
 _METHODS = frozenset({"FINE_TUNE", "LORA", "EMBEDDING", "FINE_TUNE_VAE"})
+_OWN_DTYPE = 10  # the version from which on a part without a dtype of its own is fp32
 _PER_PART = 11  # the version of a file from which on each part has its own offload
 _UNET_AND_ONE = (("unet", "text_encoder", "vae"), ())
 _UNET_AND_TWO = (("unet", "text_encoder", "text_encoder_2", "vae"), ())
@@ -71,6 +72,8 @@ _PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("transformer", "text_encoder", "unconditional_transformer"),
     ),
 }  # the parts of each model, and those with layers that can leave the GPU; modules/util/enum/ModelType.py, modelSetup/
+# Those that older versions have.
+_EVERY_PART = {part for parts, _ in _PARTS.values() for part in parts} - {"unconditional_transformer"}
 _MAY_BE_LEFT_OUT = frozenset(
     {
         "STABLE_DIFFUSION_3",
@@ -177,6 +180,13 @@ def _migrate(draft: Draft, entries: "Mapping[str, Node]") -> None:
         return
     if version >= _PER_PART:
         return
+    if version < _OWN_DTYPE and "weight_dtype" in entries:
+        of_all = entries["weight_dtype"]
+        place = Place(next(reversed(draft.sources)), of_all.line, of_all.column)
+        for name in _EVERY_PART:
+            own = draft.get(f"{name}.weight_dtype")
+            if own is not None and own.value == "NONE":
+                draft.set_key(own.key, plain(of_all), "weight_dtype", place)
     model = draft.get("onetrainer.model_type")
     renamed = version < 9 and not (model and model.value in ("WUERSTCHEN_2", "STABLE_CASCADE_1"))
     for setting in draft.below("prior.") if renamed else ():
@@ -187,8 +197,7 @@ def _migrate(draft: Draft, entries: "Mapping[str, Node]") -> None:
         draft.get(f"onetrainer.{name}") for name in ("layer_offload_fraction", "enable_activation_offloading")
     )
     offloads = version > 4 and method is not None and method.value == "CPU_OFFLOADED"  # before, it was a bool
-    known = {part for parts, _ in _PARTS.values() for part in parts} - {"unconditional_transformer"}
-    for part in sorted(known & (entries.keys() | ({"transformer"} if renamed else set()))):
+    for part in sorted(_EVERY_PART & (entries.keys() | ({"transformer"} if renamed else set()))):
         _say(draft, f"{part}.offload_fraction", share, share.value if share and offloads else 0.0)
         on = method is None or (method.value != "OFF" if version > 4 else bool(method.value))
         _say(draft, f"{part}.gradient_checkpointing", method, on)

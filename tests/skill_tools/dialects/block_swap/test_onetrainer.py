@@ -74,6 +74,20 @@ def test_an_older_file_offloads_all_parts_if_its_checkpoints_are_on_the_host(
     assert config.value("transformer.offload_fraction") == expected
 
 
+@pytest.mark.parametrize(
+    ("version", "own", "expected"),
+    [(9, "NONE", "FLOAT_16"), (8, "NONE", "FLOAT_16"), (9, "FLOAT_8", "FLOAT_8"), (10, "NONE", "NONE")],
+)
+def test_a_part_without_a_dtype_has_that_of_the_model_before_version_10(
+    version: int, own: str, expected: str
+) -> None:
+    part = {"weight_dtype": own}
+    config = file(
+        __version=version, weight_dtype="FLOAT_16", **{"prior" if version < 9 else "transformer": part}
+    )
+    assert config.value("transformer.weight_dtype") == expected
+
+
 def test_what_a_preset_leaves_to_the_window_is_not_known() -> None:
     text = json.dumps(
         {
