@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.shell.command import Argument
+from skill_tools.configs.shell.command import Argument, Command
 from skill_tools.configs.shell.launch import command_line, commands_of, write_environment
 from skill_tools.configs.source import Kind, Source
 from skill_tools.dialects.accelerate import ACCELERATE, EMBEDDED
@@ -19,6 +19,7 @@ from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 
 _OVERRIDES = "<overrides>"
 _OF_THE_SCRIPT = frozenset({"lora_rank", "recompute_granularity"})
+_BATCH, _CHECKPOINTS = ("--per_device_train_batch_size", "--train_batch_size"), "--gradient_checkpointing"
 _MODEL = ("--model_name_or_path", "--model", "--model_id", "--pretrained_model_name_or_path")
 
 
@@ -69,14 +70,25 @@ def _write_script(draft: Draft, source: Source) -> None:
         write_environment(draft, command, source.name)
         folders = [source.folder] if source.folder else []
         rest = write_launch(draft, launch_words(command.words), source.name, folders)
-        draft.model_name = _model(rest) or draft.model_name
+        draft.model_name = _value_of(_MODEL, rest) or draft.model_name
+        _write_own(draft, command, rest, source.name)
 
 
-def _model(words: Sequence[Argument]) -> str | None:
-    """Return the model that the script's arguments name."""
+def _write_own(draft: Draft, command: Command, words: Sequence[Argument], file: str) -> None:
+    """Write the batch and the recomputation that the script's own arguments say under their usual names."""
+    place = Place(file, command.words[0].line, command.words[0].column)
+    batch = _value_of(_BATCH, words) or ""
+    if batch.isdecimal():
+        draft.set_key("micro_batch_size", batch, _BATCH[0], place)
+    if any(word.text == _CHECKPOINTS for word in words):
+        draft.set_key("recompute_granularity", "full", _CHECKPOINTS, place)
+
+
+def _value_of(options: Sequence[str], words: Sequence[Argument]) -> str | None:
+    """Return the value of the first of `options` among the script's arguments."""
     for position, word in enumerate(words):
         name, equals, value = word.text.partition("=")
-        if name in _MODEL and (equals or position + 1 < len(words)):
+        if name in options and (equals or position + 1 < len(words)):
             named = word._replace(text=value) if equals else words[position + 1]
             return named.text if named.resolved else None
     return None

@@ -26,6 +26,8 @@ TRL_COMMANDS = {
     "rloo": "RLOOConfig",
     "distillation": "DistillationConfig",
 }
+# A program of TRL itself; unlike its command it drops arguments that it does not know.
+TRL_SCRIPT = rf"\btrl[/.]scripts[/.](?:{'|'.join(TRL_COMMANDS)})\b"
 TRL_CLASSES = frozenset(
     {*TRL_COMMANDS.values(), "CPOConfig", "GKDConfig", "GOLDConfig", "OnlineDPOConfig", "ORPOConfig"}
 )

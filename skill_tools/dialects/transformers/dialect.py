@@ -20,6 +20,7 @@ from skill_tools.dialects.transformers import (
     TRAINERS,
     TRANSFORMERS,
     TRL_COMMANDS,
+    TRL_SCRIPT,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ _OTHERS = frozenset(
     }
 )
 _OTHER_COMMANDS = r"\b(?:llamafactory-cli|swift|megatron) |axolotl|no_trainer"
+_BESIDE = frozenset({"gradient_checkpointing"})  # proves it with the batch and a model or data
 _DECISIVE = 1000
 # An argument that most programs of the Trainer are given, a recipe among them.
 _TAKEN = rf"--(?:config|output_dir|{'|'.join(sorted(_TRAINS | _ABOUT))})\b"
@@ -103,13 +105,15 @@ class Transformers(Dialect):
         return Evidence(_DECISIVE, proof=", ".join(sorted(called)[:3])) if called else NONE
 
     def evidence_in_text(self, text: str) -> Evidence:
-        """Take TRL's command, or an output folder, two of model, data and method."""
-        if "trl " in text and (command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b", text)):
+        """Take TRL's command or program, the batch beside an engine, or an output folder, model or data, and method."""
+        if "trl" in text and (
+            command := re.search(rf"\btrl (?:{'|'.join(TRL_COMMANDS)})\b|{TRL_SCRIPT}", text)
+        ):
             return Evidence(_DECISIVE, proof=command[0])
         names = {flag[2:].replace("-", "_") for flag in flags_in(text)}
-        engines = sorted(names & ENGINES)
-        if engines and BATCH in names and not names & _OTHERS:
-            found = Evidence(_DECISIVE, proof=", ".join([BATCH, *engines[:1]]))
+        beside = sorted(names & ENGINES) or sorted(names & _BESIDE if names & _ABOUT else ())
+        if beside and BATCH in names and not names & _OTHERS:
+            found = Evidence(_DECISIVE, proof=", ".join([BATCH, *beside[:1]]))
         else:
             found = self._evidence_in_names(names)
         return NONE if found.votes and re.search(_OTHER_COMMANDS, text) else found

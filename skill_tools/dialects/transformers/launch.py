@@ -20,7 +20,7 @@ from skill_tools.configs.tree import entries_of, single_document
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.configs.yaml_lines import Node
-from skill_tools.dialects.transformers import BATCH, ENGINES, TRANSFORMERS, TRL_COMMANDS
+from skill_tools.dialects.transformers import BATCH, ENGINES, TRANSFORMERS, TRL_COMMANDS, TRL_SCRIPT
 from skill_tools.dialects.transformers.parsers import has_negative, meant
 from skill_tools.errors import UnusableInput
 
@@ -247,6 +247,8 @@ def _is_trainers(launch: Launch, folders: Sequence[Path], *, least: int) -> bool
     names = load_vocabulary(TRANSFORMERS).names
     given = {option.name for option in options(launch.words, "")}
     if BATCH in given and given & ENGINES:
+        return True
+    if re.search(TRL_SCRIPT, launch.program.text):
         return True
     known = len(given & names)
     with suppress(UnusableInput):  # another program's file, in a form of its own

@@ -90,6 +90,20 @@ def test_an_override_that_nothing_reads_is_refused_by_name(
     assert (out, err) == planned(tmp_path, capsys, dialect, "--what-if", override)
 
 
+def test_the_batch_and_the_recomputation_in_a_launch_are_the_scripts_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "accelerate launch --num_processes 4 --use_fsdp --mixed_precision bf16 clm_no_trainer.py "
+        "--per_device_train_batch_size=3 --gradient_checkpointing\n"
+    )
+    main(["plan", str(path), "--model", "llama-3-8b", "--gpu", "h100", "--details"])
+    out = capsys.readouterr().out
+    assert "x micro-batch 3" in out.splitlines()[0]
+    assert "no gradient checkpointing in the script" not in out
+
+
 def test_a_section_that_takes_any_name_says_that_one_counts_for_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

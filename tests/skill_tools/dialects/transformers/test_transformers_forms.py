@@ -135,6 +135,20 @@ def test_an_engine_and_the_batch_are_enough_for_a_launch(engine: str) -> None:
     assert values(config)["micro_batch_size"] == 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "accelerate launch trl/scripts/dpo.py --per_device_train_batch_size 2",
+        "python -m trl.scripts.sft --per_device_train_batch_size 2",
+        "accelerate launch train.py --gradient_checkpointing --per_device_train_batch_size 2 --model_name_or_path m",
+    ],
+)
+def test_a_program_of_trl_and_a_batch_with_checkpointing_need_no_output_folder(command: str) -> None:
+    config = read_text(f"{command} --mine 1\n", "run.sh")
+    assert (config.framework, config.value("micro_batch_size")) == ("transformers", 2)
+    assert not config.unknown
+
+
 def test_a_recipe_that_a_command_names_stands_below_its_options(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RECIPE + "max_length: 4096\n")
     (tmp_path / "run.sh").write_text("trl sft --config r.yaml --max_length 1024\n")
