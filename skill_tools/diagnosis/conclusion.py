@@ -44,7 +44,11 @@ _ENGINES = frozenset({"sleep", "memory-saver", "phases"})  # offloads with a rol
 _OF_A_MESSAGE = 4  # kinds of evidence behind a message at most: its text, two frames and a configuration
 _MOST_OTHERS = 2  # causes of an answer beside the first
 _BELOW = re.compile(r"<(\d[\w.]*)$")  # the release before which a rule holds
-_DEFRAGMENT = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# For HIP the allocator reads CUDA's variable.
+_DEFRAGMENT = {
+    device: (f"export PYTORCH_{variable}_ALLOC_CONF=expandable_segments:True",)
+    for device, variable in {"CUDA": "CUDA", "HIP": "CUDA", "NPU": "NPU"}.items()
+}
 
 
 def conclude(evidence: Evidence) -> Conclusion | None:
@@ -223,9 +227,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     if message.kind == "gpu-memory" and fragments is not None and message.id not in _FIRST_OF_MANY:
         cause = f"fragmentation: {gib(fragments)} was reserved and unused, more than was asked for"
         because, less = _of_a_tensor(message) or _why_full(evidence)
-        return Conclusion(
-            cause + because, _rule(message.rule, evidence), (_DEFRAGMENT, *less, *change)[:SHOWN]
-        )
+        joined = _DEFRAGMENT.get(out_of_memory.device, ()) if out_of_memory else ()
+        return Conclusion(cause + because, _rule(message.rule, evidence), (*joined, *less, *change)[:SHOWN])
     cause = message.cause
     if message.kind == "gpu-memory" and not message.frames and _of_a_tensor(message) is None:
         because, less = _why_full(evidence)

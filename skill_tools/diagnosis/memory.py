@@ -14,7 +14,7 @@ from skill_tools.units import GIB
 
 _AMOUNT = r"([0-9.]+) ?(bytes|KiB|MiB|GiB|TiB)"
 _FACTORS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}
-_OOM = re.compile(r"(?:CUDA|HIP) out of memory\. Tried to allocate " + _AMOUNT)
+_OOM = re.compile(rf"(?P<device>CUDA|HIP|NPU|XPU) out of memory\. Tried to allocate {_AMOUNT}")
 _FIELDS = {
     "total_bytes": (rf"total capacity of {_AMOUNT}", rf"{_AMOUNT} total capacity"),
     "free_bytes": (rf"of which {_AMOUNT} is free", rf"{_AMOUNT} free"),
@@ -33,7 +33,7 @@ _REPORT = re.compile(r"memory \(MB\) \| allocated: (\d{1,9}(?:\.\d*)?) \| max al
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """One CUDA out-of-memory message; amounts in bytes, None where the message does not say.
+    """One out-of-memory message of PyTorch for its `device`; amounts in bytes, None where the message does not say.
 
     The allocator had reserved `unallocated_bytes` and could not use them; other processes held `others_bytes`. `other`
     is the log's name of the process with the most of these, such as an actor's. `like_this` counts those with about as
@@ -42,6 +42,7 @@ class OutOfMemory:
 
     line: int
     text: str
+    device: str
     tried_bytes: int
     total_bytes: int | None
     free_bytes: int | None
@@ -74,7 +75,7 @@ class OutOfMemory:
 
 
 def out_of_memory(log: Log) -> OutOfMemory | None:
-    """Return the last CUDA out-of-memory message, and how many there are."""
+    """Return the last out-of-memory message of a device, and how many there are."""
     matches = list(_OOM.finditer(log.text))
     if not matches:
         return None
@@ -87,6 +88,7 @@ def out_of_memory(log: Log) -> OutOfMemory | None:
     return OutOfMemory(
         line=log.line_at(last.start()),
         text=log.context(last.start()),
+        device=last["device"],
         tried_bytes=_bytes(last),
         count=len(matches),
         others_bytes=(others := _others(message, fields)),
@@ -146,7 +148,8 @@ def _first(patterns: tuple[str, ...], message: str) -> int | None:
 
 
 def _bytes(match: re.Match[str]) -> int:
-    return _amount(match.group(1), match.group(2))
+    number, unit = match.groups()[-2:]
+    return _amount(number, unit)
 
 
 def _amount(number: str, unit: str) -> int:

@@ -238,7 +238,8 @@ def _error(name: str, error: KnownError) -> str:
 
 
 def _memory(memory: OutOfMemory) -> str:
-    parts = [f"a CUDA allocation of {gib(memory.tried_bytes)} failed"]
+    article = "an" if memory.device in {"NPU", "XPU"} else "a"
+    parts = [f"{article} {memory.device} allocation of {gib(memory.tried_bytes)} failed"]
     named = (
         ("capacity", memory.total_bytes),
         ("free", memory.free_bytes),

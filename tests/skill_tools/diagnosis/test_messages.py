@@ -298,3 +298,38 @@ def test_an_exception_of_an_own_name_is_one_behind_its_frames() -> None:
     found = ended_by(text)
     assert found is not None
     assert found.error == "torch._dynamo.exc.Unsupported"
+
+
+NPU = (
+    "RuntimeError: NPU out of memory. Tried to allocate 5.03 GiB (NPU 3; 60.96 GiB total capacity; 49.47 GiB already "
+    "allocated; 49.47 GiB current active; 1.32 GiB free; 57.55 GiB reserved in total by PyTorch) If reserved memory is "
+    ">> allocated memory try setting max_split_size_mb to avoid fragmentation.\n"
+)  # https://github.com/xingchensong/TouchNet/issues/100
+XPU = (
+    "torch.OutOfMemoryError: XPU out of memory. Tried to allocate 4.66 GiB. GPU 0 has a total capacity of 5.65 GiB of "
+    "which 0.65 GiB is free. Of the allocated memory 195.50 KiB is allocated by PyTorch, and 1.81 MiB is reserved by "
+    "PyTorch but unallocated. Please use `empty_cache` to release all unoccupied cached memory.\n"
+)  # https://github.com/intel/torch-xpu-ops/issues/3011, with less of it free
+TPU = (
+    "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in "
+    "memory space hbm. Used 21.90G of 7.48G hbm. Exceeded hbm capacity by 14.42G.\n"
+)  # https://github.com/erfanzar/EasyDeL/issues/78
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "cause", "change"),
+    [
+        (NPU, "NPU", "fragmentation: 8.1 GiB", "export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True"),
+        (NPU.replace("57.55", "49.50"), "NPU", "the device had no room", "half the micro-batch"),
+        (XPU, "XPU", "the device had no room", "half the micro-batch"),
+        (XPU.replace("1.81 MiB", "4.81 GiB"), "XPU", "fragmentation: 4.8 GiB", "half the micro-batch"),
+        (XPU.replace("XPU", "HIP"), "HIP", "the device had no room", "half the micro-batch"),
+        (TPU, None, "the device had no room for a buffer", "a smaller batch a device"),
+    ],
+)
+def test_memory_runs_out_on_any_device(text: str, device: str | None, cause: str, change: str) -> None:
+    found = diagnose(log(text))
+    assert (found.out_of_memory.device if found.out_of_memory else None) == device
+    assert found.conclusion is not None
+    assert found.conclusion.cause.startswith(cause)
+    assert found.conclusion.change[0].startswith(change)
