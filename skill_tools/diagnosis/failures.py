@@ -61,7 +61,9 @@ _INTERESTING = re.compile(
     r"|error\.Again|\.py(?::\d+)? in\b|Expected all tensors to be on)"
 )
 _PROGRESS = re.compile(
-    r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss)"
+    r"(?:iteration +\d+/|'loss': |step(?:(?<=[ \[|)\n]step)|(?<=^step))(?::\d+ - \w|[ :=]+\d+\D.{0,40}loss"
+    # A loop's own line about memory, not a numbered step of its preparations.
+    r"|[ =]+(?!0*[01]\b)\d+[ ,|](?!.{0,60}load).{0,40}\d ?Gi?B\b)"
     r"|elapsed time per iteration|[ ,]\d+(?:\.\d+)?(?:s/it|it/s)\b"
     # prime-rl, NeMo-RL (at each step's begin), AReaL, ROLL
     r"|Step \d+ \|.{0,40}Loss|=={9} Step (?!1/)\d+/\d+ ==|Train step \d+/\d+ done|pipeline step \d+ finished)",
