@@ -76,7 +76,7 @@ class Config(NamedTuple):
     `torch`) to the release that the input states. `sources` keeps each file's text for fixes and
     suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
     `unresolved` holds keys set to a value that cannot be read statically (a shell variable, a computed value,
-    a missing file): they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may set
+    a missing file), with its place in `unread_places`: they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may set
     (another module's function called with the configuration, a missing sourced file): it is unknown whether they are
     set, and their value. `outside` holds those of them that only the environment of the process may set: without it
     they have their default. `missing_files` holds the settings that name a missing file, `unread_files` a script's
@@ -103,6 +103,7 @@ class Config(NamedTuple):
     shares: Mapping[str, tuple[str, ...]] = MappingProxyType({})
     outside: frozenset[str] = frozenset()
     unread_files: tuple[Setting, ...] = ()
+    unread_places: Mapping[str, Place] = MappingProxyType({})
 
     def owner(self, key: str) -> str:
         """Return the dialect that defines the canonical `key`: an embedded one, or the configuration's own."""

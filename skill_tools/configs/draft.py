@@ -47,7 +47,7 @@ class Draft:
         self._wrong: dict[str, str] = {}
         self._wrong_before: list[WrongType] = []
         self._known_wrong: set[str] = set()
-        self._unresolved: set[str] = set()
+        self._unresolved: dict[str, Place | None] = {}
         self._maybe_set: set[str] = set()
         self._outside: set[str] = set()
 
@@ -67,10 +67,10 @@ class Draft:
         """Return whether the input sets the canonical `key` to something that cannot be read."""
         return key in self._unresolved
 
-    def leave_open(self, key: str) -> None:
-        """Note that the input may set the canonical `key`, to an unreadable value."""
+    def leave_open(self, key: str, place: Place | None = None) -> None:
+        """Note that the input may set the canonical `key`, to an unreadable value, at `place` if at a single one."""
         self._drop(key)
-        self._unresolved.add(key)
+        self._unresolved[key] = place
 
     def may_be_set(self, prefix: str = "") -> None:
         """Note that unfollowed code may set the keys spelled with `prefix`."""
@@ -127,7 +127,7 @@ class Draft:
     def set_key(self, name: str, value: object, written: str, place: Place) -> None:
         """Give the canonical key `name` a value, or leave it open when that is `UNREADABLE`."""
         if value is UNREADABLE:
-            self.leave_open(name)
+            self.leave_open(name, place)
             return
         key = self.table.by_name.get(name)
         expected = None
@@ -136,7 +136,7 @@ class Draft:
                 dialect, _ = self._owner(name)
                 value, expected = typed(key, value, dialect, converts_text=self._converts_text)
             if isinstance(value, str) and is_template(value):
-                self.leave_open(name)
+                self.leave_open(name, place)
                 return
         self._store(Setting(name, value, written, place), expected)
 
@@ -244,12 +244,13 @@ class Draft:
             sources=MappingProxyType(self.sources),
             model_name=self.model_name,
             unresolved=frozenset(self._unresolved),
+            unread_places=MappingProxyType({key: at for key, at in self._unresolved.items() if at}),
             missing_files=tuple(self.missing_files),
-            maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved),
+            maybe_set=frozenset(self._maybe_set - self._settings.keys() - self._unresolved.keys()),
             embeds=self.embeds,
             faults=tuple(self.faults),
             shares=MappingProxyType(dict(self.shares)),
-            outside=frozenset(self._outside - self._settings.keys() - self._unresolved),
+            outside=frozenset(self._outside - self._settings.keys() - self._unresolved.keys()),
         )
 
     def _owner(self, spelling: str) -> tuple[str, str]:
@@ -259,7 +260,7 @@ class Draft:
 
     def _store(self, setting: Setting, expected: str | None) -> None:
         self._drop(setting.key)
-        self._unresolved.discard(setting.key)
+        self._unresolved.pop(setting.key, None)
         self._settings[setting.key] = setting
         if expected is not None:
             self._wrong[setting.key] = expected

@@ -182,8 +182,12 @@ def compiled(
     keys = load_keys() if keys is None else keys
     tree = tree_of(entry["when"]) if "when" in entry else []
     condition = build(tree) if tree else None
-    needed = sorted(set(names_needed(tree)) & keys.keys()) if tree else []
-    lives = [keys[name].exists for name in needed if keys[name].exists and not _true_by_default(keys[name])]
+    needed = {name: keys.get(key_of(name)) for name in sorted(names_needed(tree))} if tree else {}
+    lives = [
+        key.exists
+        for name, key in needed.items()
+        if key and key.exists and (name != key.name or not _true_by_default(key))
+    ]
     open_ends = conditional(entry.get("versions", {}), releases, lives=lives)
     return {
         "tree": tree,

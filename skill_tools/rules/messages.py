@@ -51,6 +51,8 @@ def place_of(keys: Iterable[str], config: Config) -> Place:
     for key in keys:
         if key in config.settings:
             return config.settings[key].place
+        if key in config.unresolved and key in config.unread_places:
+            return config.unread_places[key]
     return Place(next(iter(config.sources), "<input>"), 1, 1)
 
 

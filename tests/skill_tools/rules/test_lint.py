@@ -248,3 +248,32 @@ def test_a_rule_yields_to_the_one_that_says_the_same_more_exactly() -> None:
     }
     assert "la-key-retain-missing" in found
     assert "br-field-version" not in found
+
+
+ARGUMENTS_THAT_WENT = """\
+import os
+from transformers import TrainingArguments
+
+args = TrainingArguments(
+    output_dir="o",
+    evaluation_strategy="steps",
+    logging_dir=os.path.join("o", "logs"),
+)
+"""
+
+
+def test_an_argument_that_went_is_an_error_only_in_a_stated_release() -> None:
+    """Whoever sets it may well run a release that has it."""
+    config = read_text(ARGUMENTS_THAT_WENT, "train.py", framework="transformers")
+    found = {each.rule: each for each in lint(config).findings}
+    assert found["hf-arguments-gone-4"].severity is Severity.WARNING
+    assert found["hf-arguments-gone-4"].depends_on == ("transformers>=4.51",)
+    stated = {each.rule: each for each in lint(config, versions={"transformers": "4.57.3"}).findings}
+    assert stated["hf-arguments-gone-4"].severity is Severity.ERROR
+    assert not lint(config, versions={"transformers": "4.50.3"}).findings
+
+
+def test_a_value_that_cannot_be_read_has_its_place() -> None:
+    config = read_text(ARGUMENTS_THAT_WENT, "train.py", framework="transformers")
+    (place,) = (each.place for each in lint(config).findings if each.rule == "hf-arguments-gone-5.15")
+    assert place.line == 7
