@@ -28,6 +28,7 @@ from skill_tools.planning.search.legality import with_settings
 from skill_tools.planning.search.options import Budget, Prepared
 from skill_tools.planning.search.planner import Plan
 from skill_tools.planning.search.restriction import FAMILIES, Restriction, named
+from skill_tools.rules.versions import resolve
 from skill_tools.started import COMMAND
 from skill_tools.units import gib, is_bare_number, parse_bytes, seconds
 
@@ -261,6 +262,7 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
     asked = _asked(args, inputs, what_if=what_if)
     config = asked.config
     stated = releases.of_run(args, config, asked.files)
+    config = config._replace(versions=resolve({name: each.version for name, each in stated.items()}))
     plan = _searched(asked, config, stated)
     if question := registry.named(config.framework).question(config):
         answers = tuple(
@@ -272,11 +274,10 @@ def _plan(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence[
         return plan
     from skill_tools.planning.search.ways_to_fit import Finder
 
-    versions = {name: each.version for name, each in stated.items()}
     finder = Finder(
         config,
         lambda config, gpus: asked.prepare(config, gpus)[0],
-        versions,
+        config.versions,
         plan.search.judged,
         _restriction(args),
     )
@@ -295,7 +296,7 @@ def _searched(asked: _Asked, config: Config, stated: Mapping[str, Stated]) -> Pl
         where,
         budget,
         shape_source=asked.shape_source,
-        versions={name: each.version for name, each in stated.items()},
+        versions=config.versions,
         measured_step_s=_positive_time(args.step_time),
         restriction=_restriction(args),
     )

@@ -73,17 +73,17 @@ class Config(NamedTuple):
     `framework` is the name of its dialect, as `--framework` takes it. `complete`: an unset key has the
     framework's default (a launch script, an Axolotl YAML, a saved run config). An override file is not
     complete, since an unseen recipe fills the rest. `versions` maps distribution names (`megatron-core`,
-    `torch`) to the release that the input states. `sources` keeps each file's text for fixes and
+    `torch`) to the release that the input states, or of a plan the user. `sources` keeps each file's text for fixes and
     suppressions. `model_name` is the recipe, base model or architecture named by the input, if any.
-    `unresolved` holds keys set to a value that cannot be read statically (a shell variable, a computed value,
-    a missing file), with its place in `unread_places`: they are unknown, whatever their default. `maybe_set` holds keys that unfollowed code may set
-    (another module's function called with the configuration, a missing sourced file): it is unknown whether they are
-    set, and their value. `outside` holds those of them that only the environment of the process may set: without it
-    they have their default. `missing_files` holds the settings that name a missing file, `unread_files` a script's
-    words for present but unread configurations. `embeds` names the dialects with a section of their own here: a
-    canonical key in such a section begins with the dialect's name. `faults` are those of an input's form, such as a
-    repeated key. `shares` maps a dialect to the paths of its program that this framework runs: the dialect's rules
-    apply here, and its defaults if the framework has none.
+    `unresolved` holds keys set to a value that cannot be read statically (a shell variable, a computed value, a
+    missing file), `unread_places` the places of such values: they are unknown, whatever their default. `maybe_set`
+    holds keys that unfollowed code may set (another module's function called with the configuration, a missing
+    sourced file): it is unknown whether they are set, and their value. `outside` holds those of them that only the
+    environment of the process may set: without it they have their default. `missing_files` holds the settings that
+    name a missing file, `unread_files` a script's words for present but unread configurations. `embeds` names the
+    dialects with a section of their own here: a canonical key in such a section begins with the dialect's name.
+    `faults` are those of an input's form, such as a repeated key. `shares` maps a dialect to the paths of its
+    program that this framework runs: the dialect's rules apply here, and its defaults if the framework has none.
     """
 
     framework: str

@@ -15,16 +15,17 @@ class About(IntEnum):
     MISSING_FILE = 0
     UNREAD_FILE = 1
     UNREAD_VALUE = 2
-    LAYOUT = 3
-    SEQUENCE_LENGTH = 4
-    MICRO_BATCH = 5
-    GPUS = 6
-    RECOMPUTE = 7
-    TRAINED_WEIGHTS = 8
-    MACHINE = 9
-    HOST_MEMORY = 10
-    FORMULA = 11
-    DETAIL = 12  # changes little
+    FROZEN_WEIGHTS = 3
+    LAYOUT = 4
+    SEQUENCE_LENGTH = 5
+    MICRO_BATCH = 6
+    GPUS = 7
+    RECOMPUTE = 8
+    TRAINED_WEIGHTS = 9
+    MACHINE = 10
+    HOST_MEMORY = 11
+    FORMULA = 12
+    DETAIL = 13  # changes little
 
 
 class Assumption(NamedTuple):

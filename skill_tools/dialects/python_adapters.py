@@ -49,6 +49,11 @@ class Added(NamedTuple):
     offloads_inputs: bool | None = None
     sequence_len: int | None = None
 
+    @property
+    def is_unsloths(self) -> bool:
+        """Whether Unsloth's loader makes the model; it decides about checkpointing."""
+        return self.recomputes is not None
+
 
 def added(config: Config) -> Added | None:
     """Return the additions of the input's Python scripts to the model; None without any."""

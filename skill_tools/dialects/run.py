@@ -74,7 +74,10 @@ class Exchange(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """LoRA: `parameters` of `weight_bytes` are trained, the base is frozen at `base_weight_bytes` a parameter."""
+    """LoRA: `parameters` of `weight_bytes` are trained, the base is frozen.
+
+    `base_weight_bytes` are a frozen parameter's of the layers, on average where some are quantized.
+    """
 
     rank: int
     parameters: int

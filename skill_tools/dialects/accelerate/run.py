@@ -14,6 +14,7 @@ from skill_tools.dialects.parameters import lora
 from skill_tools.dialects.run import ActivationEngine, Adapter, Mode, Precision, Recompute, TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, precision_of, with_exchange, world_of
+from skill_tools.dialects.transformers.experts import base_bytes
 from skill_tools.errors import UnusableInput
 
 FSDP = "accelerate.fsdp_config.fsdp_"
@@ -139,6 +140,8 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
         )
         return None
     base = python_adapters.BASE_BYTES[by_script.bits if by_script else 16]
+    if not (by_script and by_script.is_unsloths):
+        base = base_bytes(config, shape, base, assumptions)
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
 from skill_tools.dialects import fields, levers
-from skill_tools.dialects.axolotl.run import fuses_loss, shard_stage
+from skill_tools.dialects.axolotl.run import fuses_loss, packs_experts, shard_stage
 from skill_tools.dialects.levers import Kind, Lever
 from skill_tools.dialects.run import TrainingRun
+from skill_tools.dialects.transformers.experts import are_fused
 
 _LIGER = "axolotl.integrations.liger.LigerPlugin"
 _PRESET = "deepspeed_configs/zero3_bf16.json"
@@ -32,11 +33,15 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
     optimizer = fields.text(config, "optimizer") or "adamw_torch_fused"
     if run.adapter is None and not sharded and "adamw" in optimizer:
         yield Lever(Kind.STATES, "8-bit Adam states", {"optimizer": "adamw_bnb_8bit"})
+    experts = _packed_experts(config, run)
     if run.adapter is None:
-        adapters: dict[str, object] = {"lora_r": 16, "lora_alpha": 32, "lora_target_linear": True}
+        adapters = {"lora_r": 16, "lora_alpha": 32, **(experts or {"lora_target_linear": True})}
         yield Lever(Kind.ADAPTERS, "QLoRA", {"adapter": "qlora", "load_in_4bit": True, **adapters})
-    elif not fields.flag(config, "load_in_4bit"):
-        four: dict[str, object] = {"adapter": "qlora", "load_in_4bit": True}
+    elif fields.flag(config, "load_in_4bit"):
+        if experts:
+            yield Lever(Kind.QUANTIZED, "the experts in 4 bits too", experts)
+    else:
+        four: dict[str, object] = {"adapter": "qlora", "load_in_4bit": True, **experts}
         if fields.flag(config, "load_in_8bit"):
             four["load_in_8bit"] = False
         yield Lever(Kind.QUANTIZED, "QLoRA, the base in 4 bits", four)
@@ -48,3 +53,16 @@ def found(config: Config, run: TrainingRun) -> Iterator[Lever]:
         yield from levers.more_gpus(run)
     elif not sharded and not fields.flag(config, "load_in_8bit"):
         yield from levers.more_gpus(run, _FSDP2 if optimizer.startswith("muon") else {"deepspeed": _PRESET})
+
+
+def _packed_experts(config: Config, run: TrainingRun) -> dict[str, object]:
+    """Return the settings that quantize experts that bitsandbytes leaves out; all linears are then no target."""
+    if packs_experts(config) or not are_fused(config, run.shape):
+        return {}
+    settings: dict[str, object] = {"quantize_moe_experts": True}
+    all_linears = fields.flag(config, "lora_target_linear")
+    if all_linears:
+        settings["lora_target_linear"] = False
+    if all_linears or run.adapter is None:
+        settings["lora_target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return settings

@@ -26,8 +26,11 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
+from skill_tools.dialects.transformers.experts import base_bytes
 
 _NF4_BYTES = 0.53  # half a byte a weight, and a byte-sized scale for 64 weights, double-quantized or not
+# axolotl/monkeypatch/moe_quant.py, 0.15 to 0.21
+_QUANTIZES_EXPERTS = "quantize_moe_experts: true (axolotl 0.15 and later)"
 
 
 def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun:
@@ -112,6 +115,11 @@ def checkpoints(config: Config) -> bool:
     return is_on or fields.text(config, "gradient_checkpointing") in {"offload", "offload_disk", "unsloth"}
 
 
+def packs_experts(config: Config) -> bool:
+    """Whether experts are quantized as they load, or made linear layers, which bitsandbytes quantizes."""
+    return any(fields.flag(config, name) for name in ("quantize_moe_experts", "llama4_linearized_experts"))
+
+
 def current(config: Config, run: TrainingRun) -> Mode:
     """Return the mode that the YAML asks for as it stands."""
     offload = config.value("activation_offloading")
@@ -167,9 +175,11 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
     rank = fields.count(config, "lora_r") or 8
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     base = _NF4_BYTES if four else 1.0 if eight else 2.0
+    if not packs_experts(config):
+        base = base_bytes(config, shape, base, assumptions, quantizer=_QUANTIZES_EXPERTS)
     assumptions.append(
         Assumption(
-            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:g} B a weight"
+            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32; base at {base:.3g} B a weight"
         )
     )
     if not shard_stage(config):

@@ -26,6 +26,7 @@ from skill_tools.dialects.run import (
 )
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Part, Sharding, combined, with_exchange
+from skill_tools.dialects.transformers.experts import base_bytes
 
 _BASE_BYTES = {4: 0.53, 8: 1.0}  # NF4 with its scales, and int8
 _STATE_BYTES = (("8bit", 2.0), ("4bit", 1.0), ("lion", 4.0), ("sgd", 4.0), ("adafactor", 0.1))
@@ -143,9 +144,10 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
         return None
     rank = fields.count(config, "llamafactory.lora_rank") or 8
     base = _BASE_BYTES.get(fields.integer(config, "llamafactory.quantization_bit") or 16, 2.0)
+    base = base_bytes(config, shape, base, assumptions)
     assumptions.append(
         Assumption(
-            f"rank-{rank} adapters on all linears of attention and dense MLPs; base at {base:g} B a weight"
+            f"rank-{rank} adapters on all linears of attention and dense MLPs; base at {base:.3g} B a weight"
         )
     )
     return Adapter(rank=rank, parameters=lora(shape, rank), base_weight_bytes=base)

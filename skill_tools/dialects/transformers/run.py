@@ -19,6 +19,7 @@ from skill_tools.dialects.shapes import ModelShape
 from skill_tools.dialects.sharding import Sharding, is_torchs_adamw, precision_of, with_exchange, world_of
 from skill_tools.dialects.transformers import CLASS, LENGTH, OF_THE_SCRIPT, TRL_CLASSES
 from skill_tools.dialects.transformers.classes import takes
+from skill_tools.dialects.transformers.experts import base_bytes
 from skill_tools.dialects.unsloth.python_script import states_leave, visiting_states
 
 _OPTIMIZER = "adamw_torch_fused"
@@ -171,9 +172,11 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
         base = python_adapters.BASE_BYTES[4 if four else 8 if eight else bits]
     else:
         return None
+    if not (by_script and by_script.is_unsloths):  # which quantizes experts itself
+        base = base_bytes(config, shape, base, assumptions)
     assumptions.append(
         Assumption(
-            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32{where}; base at {base:g} B a "
+            f"rank-{rank} adapters on the linears of attention and dense MLPs, in fp32{where}; base at {base:.3g} B a "
             "weight"
         )
     )

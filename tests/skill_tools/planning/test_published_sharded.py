@@ -76,11 +76,11 @@ def test_a_4_bit_base_on_the_host(as_it_is: Answer) -> None:
 
 
 def test_a_4_bit_base_in_shards(as_it_is: Answer) -> None:
-    """Llama 4 Scout, QLoRA, 2 x 4,096 tokens on four GPUs, FSDP2: 62.8 GB."""
+    """Llama 4 Scout with experts made linear layers, QLoRA, 2 x 4,096 tokens on four GPUs, FSDP2: 62.8 GB."""
     found = as_it_is(
         "meta-llama/Llama-4-Scout-17B-16E",
         4,
-        QLORA.format(32),
+        f"{QLORA.format(32)}\nllama4_linearized_experts: true",
         sequences=2,
         offloads="false",
         checkpoints="true",
