@@ -248,7 +248,7 @@ def _asked(args: argparse.Namespace, inputs: Sequence[str], *, what_if: Sequence
     jsons = [path for path in inputs if shape_sources.is_config_json(path)]
     files = [path for path in inputs if path not in jsons]
     config = plan_inputs.read_to_plan(args, files, what_if)
-    if refusal := registry.named(config.framework).refusal(config):
+    if refusal := registry.named(plan_inputs.stated(args, files) or config.framework).refusal(config):
         raise refusal
     by_trace = bool(args.trace and not (args.model or inputs))
     if by_trace:

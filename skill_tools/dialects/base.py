@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from skill_tools.configs.config import Config, Setting, UnknownKey
 from skill_tools.configs.keys import Key, load_keys
 from skill_tools.configs.source import Kind, Source
-from skill_tools.errors import NotPlannedError
+from skill_tools.errors import NotPlannedError, UnusableInput
 from skill_tools.started import COMMAND
 
 if TYPE_CHECKING:  # a lint builds no run: only a plan loads these
@@ -246,8 +246,11 @@ class Dialect(ABC):
             attempt=f"{COMMAND} plan --framework pytorch --model NAME --gpus N, for the training alone{ours}",
         )
 
-    def refusal(self, config: Config) -> NotPlannedError | None:
-        """Return the error for a run that the framework hands to a trainer without plans; None for its own."""
+    def refusal(self, config: Config) -> UnusableInput | None:
+        """Return the error for an input that no model's name would make a run with a plan, None for any other.
+
+        The framework hands it to another trainer, or it is a part of the trainer's configuration alone.
+        """
         return None
 
     def block_swap(self, config: Config) -> "OnHost | None":

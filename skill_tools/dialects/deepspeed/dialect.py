@@ -130,13 +130,25 @@ class DeepSpeed(Dialect):
             if loser.written != winner.written and loser.place.file == winner.place.file:
                 yield "ds-alias-both", loser, winner
 
-    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
+    def refusal(self, config: Config) -> UnusableInput:
         """Refuse: a DeepSpeed file states neither the model nor the length of its sequences."""
-        raise _no_run()
+        file = next(iter(config.sources), "")
+        options = f"{COMMAND} plan {file} --framework transformers --model NAME --overrides max_length=N "
+        options += "per_device_train_batch_size=N, as a Trainer would read it"
+        return UnusableInput(
+            "a DeepSpeed configuration names neither the trained model nor its sequence length",
+            expected="the trainer's YAML or script that names it, by `deepspeed:` or --deepspeed",
+            attempt=f"{f'{options}; ' if file.endswith('.json') else ''}for a loop of your own: {COMMAND} plan "
+            "--framework pytorch --model NAME",
+        )
+
+    def run(self, config: Config, shape: "ModelShape", *, gpus: int | None) -> "TrainingRun":
+        """Refuse, as `refusal` says."""
+        raise self.refusal(config)
 
     def candidates(self, config: Config, run: "TrainingRun", advice: "Advice") -> "Iterator[Candidate]":
         """Refuse, as `run` does."""
-        raise _no_run()
+        raise self.refusal(config)
 
 
 def _launches(line: str) -> bool:
@@ -147,15 +159,6 @@ def _launches(line: str) -> bool:
     options = [*words, *(f"{word}={following}" for word, following in pairwise(words))]
     values = [word.partition("=")[2].strip("\"'") for word in options if word.startswith(_OPTIONS)]
     return any(value.endswith(".json") or value.startswith("$") for value in values)
-
-
-def _no_run() -> UnusableInput:
-    return UnusableInput(
-        "a DeepSpeed configuration names neither the trained model nor its sequence length",
-        expected="the trainer's own configuration, which names this file",
-        attempt=f"the YAML or script that has `deepspeed:` or --deepspeed; for a loop of your own: {COMMAND} plan "
-        "--framework pytorch --model NAME",
-    )
 
 
 DIALECT = DeepSpeed()

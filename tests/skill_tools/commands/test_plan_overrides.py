@@ -104,6 +104,20 @@ def test_the_batch_and_the_recomputation_in_a_launch_are_the_scripts_own(
     assert "no gradient checkpointing in the script" not in out
 
 
+def test_a_part_of_a_configuration_says_at_once_how_it_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}')
+    assert main(["plan", str(path), "--gpus", "8", "--gpu", "h100"]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    words = error.partition(" plan ")[2].partition(", as a Trainer")[0]
+    words = words.replace("NAME", "qwen3-8b").replace("max_length=N", "max_length=512").replace("=N", "=3")
+    assert main(["plan", "--gpus", "8", "--gpu", "h100", *words.split()]) == 0
+    assert " 512 tokens x micro-batch 3" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_a_section_that_takes_any_name_says_that_one_counts_for_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
