@@ -2,7 +2,7 @@
 # In bitsandbytes' 8-bit optimizers on the CPU an infinite gradient ruins 256 weights one step later; a NaN ruins only its own.
 #
 # Expected: both are caught, or both spoil the block of 256 values whose scale they enter. A NaN is at least as bad as an
-# infinity, and states that have met one hold it. Guess before the run: 256 weights for either, in the next step.
+# infinity, and states that have met one hold it. Guess before the run, for a NaN: 256 weights, in the next step.
 # Happens: a NaN does not enter the scale of its block. It is stored as a finite code, its neighbours keep theirs, and only
 # its own weight is lost. An infinity becomes the scale, and in the next step all 256 weights of the block are NaN, with
 # gradients that are fine. In the step of the infinity itself only one weight is. The states hold no NaN after either:

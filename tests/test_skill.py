@@ -64,7 +64,7 @@ def test_the_validator_accepts_it(bundle: Path) -> None:
 def test_what_an_agent_installs_is_slim(bundle: Path) -> None:
     assert {path.name for path in bundle.iterdir()} & {"tests", "benchmarks", "evals", "findings"} == set()
     files = [path for path in bundle.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < 7_000_000
+    assert sum(path.stat().st_size for path in files) < 7_200_000
     dead = [
         f"{page.relative_to(bundle)}: {link}"
         for page in bundle.rglob("*.md")
@@ -76,7 +76,7 @@ def test_what_an_agent_installs_is_slim(bundle: Path) -> None:
 
 @pytest.mark.slow
 def test_its_zip_file_is_slim(bundle: Path) -> None:
-    assert skill_bundle()["zipped"](bundle).stat().st_size < 2_050_000
+    assert skill_bundle()["zipped"](bundle).stat().st_size < 2_080_000
 
 
 def test_its_commands_work_as_written_from_a_folder_of_the_user(bundle: Path, tmp_path: Path) -> None:
