@@ -19,7 +19,7 @@ from skill_tools.configs.releases import is_before
 from skill_tools.configs.shell.command import Argument
 from skill_tools.configs.source import load
 from skill_tools.configs.values import UNREADABLE
-from skill_tools.configs.vocabulary import gone_since, lacking
+from skill_tools.configs.vocabulary import gone_since, lacking, load_vocabulary
 from skill_tools.dialects.verl import VERL
 from skill_tools.errors import UnusableInput
 
@@ -45,6 +45,13 @@ _FSDP_ALONE = {
 # TorchtitanOptimizerConfig alone of verl/workers/config/optimizer.py has no such field.
 _NOT_TORCHTITANS = re.compile(
     r"(?:actor_rollout_ref\.actor|critic)\.optim\.override_optimizer_config(?=[.=]|$)"
+)
+# Sections and keys with another name in other releases, either way. From 0.9.1 on param_offload of Megatron releases
+# the buffers of gradients too (verl/trainer/config/engine/megatron.yaml).
+_MOVED = (
+    ("critic.model.fsdp_config.", "critic.fsdp."),
+    ("critic.fsdp.", "critic.model.fsdp_config."),
+    (".megatron.grad_offload", ".megatron.param_offload"),
 )
 _MISSING = "???"  # to OmegaConf, a value that somebody has to give
 _OF_ANY_ENGINE = (
@@ -215,7 +222,8 @@ def _why_not_of_release(word: Argument, base: Base) -> str | None:
     is_new = section is not None and _is_added(section[0], base)
     if base.release is None or ("+" in sign and (not is_field or is_new)):
         return None
-    return lacking(VERL, word.text if name == _ENGINE else name, base.release)
+    lacks = lacking(VERL, word.text if name == _ENGINE else name, base.release)
+    return lacks and f"{lacks}{_in_its_place(name, base.release)}"
 
 
 def _note_gone(draft: Draft, word: Argument, place: Place, base: Base) -> None:
@@ -223,7 +231,24 @@ def _note_gone(draft: Draft, word: Argument, place: Place, base: Base) -> None:
     sign, name = _split(word.text.partition("=")[0])
     since = gone_since(VERL, name)
     if since and base.release is None and base.knows_values and not sign:
-        draft.faults.append(Fault(_OF_RELEASE, f"{name} went in {since}", place, ((VERL, f">={since}"),)))
+        draft.faults.append(
+            Fault(
+                _OF_RELEASE,
+                f"{name} went in {since}{_in_its_place(name, since)}",
+                place,
+                ((VERL, f">={since}"),),
+            )
+        )
+
+
+def _in_its_place(name: str, release: str) -> str:
+    """Return the key that `release` has in the place of `name`, as an addition; empty for none."""
+    for old, new in _MOVED:
+        key = name.replace(old, new)
+        if key != name and load_vocabulary(VERL).accepts(key) and lacking(VERL, key, release) is None:
+            also = ", which moves the gradients too" if new.endswith("param_offload") else ""
+            return f"; in its place: {key}{also}"
+    return ""
 
 
 def _is_added(key: str, base: Base) -> bool:

@@ -189,6 +189,32 @@ def test_a_stated_release_has_its_own_keys() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("release", "key", "said"),
+    [
+        ("0.8.0", "critic.model.fsdp_config.param_offload", "in its place: critic.fsdp.param_offload"),
+        (
+            "0.7.1",
+            "critic.fsdp.optimizer_offload",
+            "in its place: critic.model.fsdp_config.optimizer_offload",
+        ),
+        ("", "critic.model.fsdp_config.param_offload", "0.8.0; in its place: critic.fsdp.param_offload"),
+        (
+            "0.9.1",
+            f"{ACTOR}.megatron.grad_offload",
+            f"in its place: {ACTOR}.megatron.param_offload, which moves the gradients too",
+        ),
+        ("0.7.1", "critic.fsdp.turbo_config", "which came in 0.9.1"),
+    ],
+)
+def test_a_key_that_moved_is_told_where_to(release: str, key: str, said: str) -> None:
+    engine = "--config-name=ppo_megatron_trainer" if "megatron" in key else "algorithm.adv_estimator=gae"
+    stated = f"# verl=={release}\n" if release else ""
+    config = read_text(f"{stated}python3 -m verl.trainer.main_ppo {engine} {key}=True\n", "run.sh")
+    (fault,) = (each for each in config.faults if each.rule == "verl-key-release")
+    assert fault.text.endswith(said)
+
+
 def test_overrides_on_top_of_a_script_close_nothing() -> None:
     script = Source("run.sh", f"python3 -m verl.trainer.main_ppo {ACTOR}.strategy=fsdp2\n")
     config = read_sources([script], overrides=[f"{FSDP}.offload_policy=True {FSDP}.param_offload=True"])
