@@ -145,3 +145,15 @@ def test_a_model_with_a_quantization_of_its_own_is_not_advised_another(
     said = capsys.readouterr().out
     assert "nothing fits" in said
     assert "load_in_4bit" not in said
+
+
+def test_a_base_that_a_script_packs_is_offered_neither_bits_nor_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP flattens no integers, and bitsandbytes stores 4 bits as such unless it is told otherwise."""
+    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
+    main(["plan", str(tmp_path / "train.py"), "--gpu", "rtx4090", "--target", "transformers==5.10.4"])
+    said = capsys.readouterr().out
+    assert "nothing fits" in said
+    assert "full_shard" not in said
+    assert "load_in_4bit" not in said
