@@ -188,7 +188,10 @@ class Search:
         return [self._placed(option, budget) for option in found]
 
     def _placed(self, option: Option, budget: Budget) -> Option:
-        """Return trained layers with their states placed for the fastest update, if that gains something."""
+        """Return trained layers with their states placed for the fastest update, if that gains something.
+
+        Without room on the host they are placed for the least of it.
+        """
         mode = option.candidate.mode
         streams = mode.trained_layers and not self._run.is_fully_sharded
         if not streams or mode.states_streamed < 1 or option.memory.device_bytes > budget.most_gpu_bytes:
@@ -196,7 +199,10 @@ class Search:
         shares = {0.0}
         if not mode.updates_in_backward:
             shares.add(trained_layers.best_cpu_share(self._run, mode.streamed_states, self._machine))
-        best = min((self._filled(option, share, budget) for share in shares), key=_order)
+        filled = [self._filled(option, share, budget) for share in shares]
+        best = min(filled, key=_order)
+        if not (best.fits or option.fits):  # states on the GPU are the least that the host lacks
+            return min(option, *filled, key=lambda each: each.memory.host_bytes_per_node)
         gains = best.time.total_s <= _WORTH_PLACING * option.time.total_s
         return best if best.fits and (gains or not option.fits) else option
 

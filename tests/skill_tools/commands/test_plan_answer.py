@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,23 @@ def test_a_host_that_nobody_stated_is_said_in_the_first_lines_of_a_plan_that_tak
     takes_none = first_lines("--model", "qwen3-0.6b", "--gpu", "rtx4090")
     assert "fits as it is" in takes_none
     assert "is stated" not in takes_none
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "host"),
+    [
+        ("llama-3-8b", "rtx4090", "16GB"),
+        ("mistral-7b", "rtx3090", "64GB"),
+        ("gemma-2-9b", "a100-40gb", "80GB"),
+    ],
+)
+def test_no_way_to_fit_takes_less_of_the_host_than_the_least(
+    model: str, gpu: str, host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--framework", "pytorch", "--model", model, "--gpu", gpu, "--host-memory", host])
+    said = capsys.readouterr().out
+    least = re.search(r"the least takes ([\d.]+) GiB \([^)]*\) of host memory", said)
+    by_host = re.search(r"^1\. .*\(--host-memory\).* a GPU, ([\d.]+) GiB", said, re.MULTILINE)
+    assert least
+    assert by_host
+    assert float(least[1]) <= float(by_host[1])
