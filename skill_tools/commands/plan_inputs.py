@@ -80,8 +80,10 @@ def _require_read(config: Config, sources: Sequence[Source], overrides: Sequence
         if unknown.place.file == _OVERRIDES:
             raise _unread(config.framework, unknown.written, unknown.nearest)
     for position, text in enumerate(overrides):
-        others = [*overrides[:position], *overrides[position + 1 :]]
-        if _changes_nothing(config, sources, others):
+        later = overrides[position + 1 :]
+        if any(each.partition("=")[0] == text.partition("=")[0] for each in later):
+            continue  # the last of one name counts
+        if _changes_nothing(config, sources, [*overrides[:position], *later]):
             raise _unread(config.framework, text)
 
 
