@@ -80,10 +80,13 @@ def _require_read(config: Config, sources: Sequence[Source], overrides: Sequence
         if unknown.place.file == _OVERRIDES:
             raise _unread(config.framework, unknown.written, unknown.nearest)
     for position, text in enumerate(overrides):
-        later = overrides[position + 1 :]
-        if any(each.partition("=")[0] == text.partition("=")[0] for each in later):
-            continue  # the last of one name counts
-        if _changes_nothing(config, sources, [*overrides[:position], *later]):
+        others = [*overrides[:position], *overrides[position + 1 :]]
+        is_repeated = any(each.partition("=")[0] == text.partition("=")[0] for each in others)
+        if (
+            is_repeated or not text.strip()
+        ):  # of one name the last counts; an unset variable leaves an empty word
+            continue
+        if _changes_nothing(config, sources, others):
             raise _unread(config.framework, text)
 
 

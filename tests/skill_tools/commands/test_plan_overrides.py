@@ -144,3 +144,24 @@ def test_a_length_that_no_argument_says_is_cut_in_the_script(
     )
     assert "in the script: samples of" in out
     assert "max_length" not in out
+
+
+@pytest.mark.parametrize("first", [256, 512])
+def test_the_last_override_of_a_name_counts(
+    first: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = planned(tmp_path, capsys, "trainer", "--overrides", f"seq_length={first}", "seq_length=512")
+    assert " 512 tokens x " in out.splitlines()[0], err
+    main(
+        [
+            "plan",
+            "--model",
+            "llama-3-8b",
+            "--gpu",
+            "h100",
+            "--overrides",
+            f"seq_length={first}",
+            "seq_length=512",
+        ]
+    )
+    assert " 512 tokens x " in capsys.readouterr().out
