@@ -79,14 +79,9 @@ def _require_read(config: Config, sources: Sequence[Source], overrides: Sequence
     for unknown in config.unknown:
         if unknown.place.file == _OVERRIDES:
             raise _unread(config.framework, unknown.written, unknown.nearest)
-    for position, text in enumerate(overrides):
-        others = [*overrides[:position], *overrides[position + 1 :]]
-        is_repeated = any(each.partition("=")[0] == text.partition("=")[0] for each in others)
-        if (
-            is_repeated or not text.strip()
-        ):  # of one name the last counts; an unset variable leaves an empty word
-            continue
-        if _changes_nothing(config, sources, others):
+    without = _composed(config.framework, sources, ())
+    for text in filter(str.strip, overrides):
+        if without is not None and _composed(config.framework, sources, [text]) == without:
             raise _unread(config.framework, text)
 
 
@@ -104,11 +99,11 @@ def _unread(framework: str, text: str, meant: tuple[str, ...] = ()) -> UnusableI
     )
 
 
-def _changes_nothing(config: Config, sources: Sequence[Source], others: Sequence[str]) -> bool:
-    """Return whether `sources` with the `others` alone are the same configuration."""
+def _composed(framework: str, sources: Sequence[Source], overrides: Sequence[str]) -> Config | None:
+    """Return the configuration under `overrides`; None where the others are needed to read it."""
     from skill_tools.dialects.read import read_sources
 
     try:
-        return read_sources(sources, overrides=others, framework=config.framework) == config
+        return read_sources(sources, overrides=overrides, framework=framework)
     except UnusableInput:
-        return False
+        return None

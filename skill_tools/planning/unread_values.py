@@ -8,6 +8,7 @@ for while it builds the run are the ones that matter.
 from collections.abc import Collection, Iterator, Mapping
 
 from skill_tools.configs.config import Config, Setting
+from skill_tools.configs.keys import load_keys
 from skill_tools.dialects.assumptions import About, Assumption
 from skill_tools.dialects.base import Dialect
 from skill_tools.dialects.run import TrainingRun
@@ -48,18 +49,24 @@ def run_of(dialect: Dialect, config: Config, shape: ModelShape, *, gpus: int | N
     except NotPlannedError:
         raise
     except UnusableInput as error:
-        if said := _assumption(dialect, settings.lacking & config.unresolved):
+        if said := _assumption(dialect, _written(settings.lacking & config.unresolved)):
             raise UnusableInput(
                 f"{error.problem}, where {said.text}", expected=error.expected, attempt=said.remedy
             ) from None
         raise
-    unread = settings.lacking & config.unresolved
+    unread = _written(settings.lacking & config.unresolved)
     said = _assumption(dialect, unread)
     if said is None:
         return run
     names = [dialect.spelling(key) for key in unread]
     kept = (each for each in run.assumptions if not any(name in each.text for name in names))
     return run._replace(assumptions=(said, *kept))
+
+
+def _written(keys: Collection[str]) -> Collection[str]:
+    """Return those of `keys` that a user writes: one that no framework spells is our own word, as for a recipe."""
+    known = load_keys()
+    return {key for key in keys if key not in known or known[key].spelling}
 
 
 def _assumption(dialect: Dialect, unread: Collection[str]) -> Assumption | None:

@@ -93,7 +93,7 @@ class MegatronLM(MegatronCore):
 
     def size_override(self, *keys: str) -> str:
         """Return the flags that give sizes."""
-        flags = " ".join(f"--{key.replace('_', '-')} N" for key in keys)
+        flags = " ".join(f"{_flag(self.spelling(key))} N" for key in keys)
         return f'--overrides="{flags}"'
 
     def patch(

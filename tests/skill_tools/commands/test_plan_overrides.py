@@ -104,6 +104,38 @@ def test_the_batch_and_the_recomputation_in_a_launch_are_the_scripts_own(
     assert "no gradient checkpointing in the script" not in out
 
 
+def test_an_unread_value_is_given_by_the_frameworks_own_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node $GPUS --colocate --rollout-batch-size 8 "
+        "--tensor-model-parallel-size 2 --seq-length 4096 --micro-batch-size 1\n"
+    )
+    words = ["plan", str(path), "--model", "qwen3-4b", "--gpu", "h100"]
+    main(words)
+    assert '--overrides="--actor-num-gpus-per-node N"' in capsys.readouterr().out.splitlines()[1]
+    main([*words, "--overrides=--actor-num-gpus-per-node 4"])
+    assert " on 4 x h100 " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_word_of_our_own_is_no_override(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("tune run $RECIPE --config llama3_1/8B_full batch_size=1 tokenizer.max_seq_len=512\n")
+    main(["plan", str(path), "--model", "llama-3-8b", "--gpu", "h100", "--details"])
+    out = capsys.readouterr().out
+    assert " 512 tokens x micro-batch 1" in out
+    assert "torchtune.recipe" not in out
+
+
+@pytest.mark.parametrize(
+    "words", [("seq_length=256", "seq_length=512"), ("seq_length=512", "seq_length=512", "")]
+)
+def test_the_last_of_two_overrides_counts(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--overrides", *words]) == 0
+    assert " 512 tokens x " in capsys.readouterr().out.splitlines()[0]
+
+
 def test_a_part_of_a_configuration_says_at_once_how_it_is_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
