@@ -279,10 +279,12 @@ class Dialect(ABC):
 
         `dead` are keys of the input meant for offload that the framework lacks: they should go.
         """
-        from skill_tools.dialects.patch import Patch, exports, in_named_files
+        from skill_tools.dialects.patch import Patch, exports, in_launchers_file, in_named_files
 
         line, own = exports(settings, config)
-        others, here = in_named_files(own, config)
+        launchers, own_here = in_launchers_file(own, config)
+        others, here = in_named_files(own_here, config)
+        others = launchers + others
         written = self.in_form(self.spelled(here, config), config) if here else ""
         if written and others and not written.endswith("\n"):
             written += "\n"

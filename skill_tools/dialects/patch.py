@@ -59,14 +59,48 @@ def in_named_files(settings: Mapping[str, object], config: Config | None) -> tup
     return "".join(f"{line}\n" for line in lines), rest
 
 
+def in_launchers_file(
+    settings: Mapping[str, object], config: Config | None
+) -> tuple[str, Mapping[str, object]]:
+    """Split off the settings of an embedded dialect with a YAML of its own beside a script, as entries of that file."""
+    if config is None or script_of(config) is None:
+        return "", settings
+    lines, rest = [], dict(settings)
+    for file, text in config.sources.items():
+        if Source(file, text).kind is not Kind.YAML:
+            continue
+        owners = {config.owner(each.key) for each in config.settings.values() if each.place.file == file}
+        own = {key: rest.pop(key) for key in settings if key in rest and config.owner(key) in owners}
+        if own:
+            present = config.settings
+            spelled = {
+                present[key].written if key in present else key.removeprefix(f"{config.owner(key)}."): value
+                for key, value in own.items()
+            }
+            lines.append(f"# in {file}:\n{as_yaml(spelled)}")
+    return "".join(lines), rest
+
+
 def script_of(config: Config | None) -> Kind | None:
-    """Return whether a script alone states the training, Python or a command; None where a file takes keys."""
-    kinds = (
-        {Source(name, text).kind for name, text in config.sources.items()} if config is not None else set()
-    )
+    """Return whether a script alone states the training, Python or a command; None where a file takes keys.
+
+    A file of an embedded dialect alone, such as the launcher's beside a command, takes none of the trainer's.
+    """
+    if config is None:
+        return None
+    kinds = {
+        Source(name, text).kind for name, text in config.sources.items() if not _is_of_others(config, name)
+    }
     if kinds & {Kind.YAML, Kind.TOML}:
         return None
     return next((kind for kind in (Kind.PYTHON, Kind.SHELL) if kind in kinds), None)
+
+
+def _is_of_others(config: Config | None, file: str) -> bool:
+    if config is None:
+        return False
+    owners = {config.owner(each.key) for each in config.settings.values() if each.place.file == file}
+    return bool(owners) and config.framework not in owners
 
 
 def as_flags(arguments: Mapping[str, object]) -> str:
@@ -91,8 +125,11 @@ def as_assignments(spelled: Mapping[str, object]) -> str:
 def arguments_of(spelled: Mapping[str, object], config: Config | None) -> dict[str, Any]:
     """Return dotted keys as arguments: a section is one, with all that the input says of it."""
     sections = {dotted.partition(".")[0] for dotted in spelled if "." in dotted}
-    present = config.settings.values() if config is not None else ()
-    said = {each.written: each.value for each in present if each.written.partition(".")[0] in sections}
+    said = {
+        each.written: each.value
+        for each in (config.settings.values() if config is not None else ())
+        if each.written.partition(".")[0] in sections and not _is_of_others(config, each.place.file)
+    }
     return _nested({**{written: value for written, value in said.items() if "." in written}, **spelled})
 
 

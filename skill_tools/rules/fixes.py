@@ -223,14 +223,17 @@ def settings(config: Config, fix: RuleFix, keys: Keys) -> str:
     for key, value in fix.set.items():
         spelling = spelled(config, keys[key])
         if spelling is not None and not (spelling.startswith("--") and value is False):
-            lines.append(f"+{_added(config, spelling, value)}")
+            lines.append(f"+{_added(config, key, spelling, value)}")
     return "".join(f"{line}\n" for line in lines)
 
 
-def _added(config: Config, spelling: str, value: object) -> str:
-    """Write a setting that is new in the input."""
-    dialect = registry.named(config.framework)
-    if dialect.scripts:
+def _added(config: Config, key: str, spelling: str, value: object) -> str:
+    """Write a setting that is new in the input; in a file of an embedded dialect it is one of that file."""
+    dialect, owner = registry.named(config.framework), config.owner(key)
+    in_own_file = owner in config.embeds and any(
+        _is_yaml(each.place.file) and config.owner(each.key) == owner for each in config.settings.values()
+    )
+    if dialect.scripts and not in_own_file:
         from skill_tools.dialects.patch import script_of
 
         if script_of(config) in dialect.scripts:

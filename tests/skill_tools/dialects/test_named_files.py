@@ -184,3 +184,27 @@ def test_a_path_with_a_folder_is_found_from_the_root_of_the_project(tmp_path: Pa
         config = config_of(script, f"deepspeed src/train.py {words}")
         assert bool(config.missing_files) is not is_found, path
         assert (config.value("deepspeed.zero_optimization.stage") == 3) is is_found, path
+
+
+def test_what_is_new_for_a_command_is_a_flag_beside_the_launchers_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the launcher's own stay as its file has them, of which the command takes none."""
+    launcher = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+    (tmp_path / "acc.yaml").write_text(launcher)
+    script = tmp_path / "run.sh"
+    command = (
+        "dpo.py --model_name_or_path meta-llama/Llama-3.1-8B --output_dir o --gradient_checkpointing "
+        '--activation_offloading --fsdp "full_shard offload" --per_device_train_batch_size 2'
+    )
+    script.write_text(f"accelerate launch --config_file acc.yaml {command}\n")
+    main(["lint", str(script)])
+    added = {line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    +")}
+    assert added == {
+        "+fsdp_config.fsdp_cpu_ram_efficient_loading: false",
+        "+--gradient_checkpointing_kwargs '{\"use_reentrant\": false}'",
+        '+--fsdp_config \'{"state_dict_type": "SHARDED_STATE_DICT"}\'',
+    }
+    assert main(["plan", str(script), "--gpu", "h100", "--gpus", "8"]) == 0
+    change = "  --gradient_checkpointing false --activation_offloading false --fsdp full_shard"
+    assert change in capsys.readouterr().out.splitlines()

@@ -132,7 +132,7 @@ def test_the_launchers_file_beside_a_trainers_script_says_how_it_shards(
     assert "Parameter offload needs ZeRO-3" in out
     assert "frees weights or states alone" not in out  # it frees nothing at this stage
     assert "on 4 GPUs" in out
-    assert "zero_stage: 3" in out
+    assert f"# in {tmp_path / 'accel.yaml'}:\n  deepspeed_config:\n    zero_stage: 3" in out
 
 
 def test_a_trainers_command_is_the_configuration_beside_its_launchers_file(
