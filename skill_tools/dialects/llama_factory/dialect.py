@@ -10,7 +10,7 @@ from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects.base import NONE, STATES_OF_OPTIMIZERS, Dialect, Evidence
 from skill_tools.dialects.deepspeed import EMBEDDED
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
-from skill_tools.errors import NotPlannedError
+from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -79,7 +79,7 @@ class LlamaFactory(Dialect):
         """An argument without an owning class is refused; the Trainer drops an unknown field of fsdp_config."""
         return "hf-fsdp-unknown-key" if unknown.written.startswith("fsdp_config.") else "lf-unknown-key"
 
-    def refusal(self, config: Config) -> NotPlannedError | None:
+    def refusal(self, config: Config) -> UnusableInput | None:
         """Refuse a run of v1 or of Megatron's trainers by name."""
         from skill_tools.dialects.llama_factory.other_trainers import refusal
 

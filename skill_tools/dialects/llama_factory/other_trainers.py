@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from skill_tools.configs.config import Config, Setting
 from skill_tools.dialects import fields
-from skill_tools.errors import NotPlannedError
+from skill_tools.errors import UnusableInput
 from skill_tools.started import COMMAND
 
 _OWN = "llamafactory."
@@ -49,7 +49,7 @@ def proof_of(names: Mapping[str, object]) -> str:
     return next((f"its {trainer} by {each}" for trainer, each in found), "")
 
 
-def refusal(config: Config) -> NotPlannedError | None:
+def refusal(config: Config) -> UnusableInput | None:
     """Return the error that names the other trainer of a run, and the plan that counts its training."""
     trainer = trainer_of(config.settings.get)
     if trainer is None:
@@ -57,7 +57,7 @@ def refusal(config: Config) -> NotPlannedError | None:
     length = fields.count(config, f"{_OWN}cutoff_len") or 2048
     model = config.model_name or fields.text(config, f"{_OWN}model") or "NAME"
     own = _for_a_loop(config, length) if trainer == V1 else _for_megatron(config, length)
-    return NotPlannedError(
+    return UnusableInput(
         f"this is a run of LLaMA-Factory's {trainer}, whose arguments no plan reads",
         expected="a run of LLaMA-Factory's own trainer, which is Transformers'",
         attempt=f"{COMMAND} plan {own} --model {model} --gpus N, for the training alone",

@@ -83,3 +83,11 @@ def test_an_unknown_model_does_not_hide_whose_run_it_is(
     path = tmp_path / "run.yaml"
     path.write_text(V1.replace("Qwen/Qwen3-0.6B", "nobody/knows-it"))
     assert "a run of LLaMA-Factory's v1" in refused(capsys, str(path))
+
+
+def test_a_diagnosis_names_it_in_place_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, log = tmp_path / "run.yaml", tmp_path / "run.log"
+    path.write_text(V1)
+    log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+    main(["diagnose", str(log), str(path), "--gpu", "h100"])
+    assert "no plan: this is a run of LLaMA-Factory's v1" in capsys.readouterr().err
