@@ -2,7 +2,7 @@
 """The values that a run needs and that only its start knows: `$1` of a launch script, a computed value, `${oc.env:X}`.
 
 Their defaults count instead, so they become an assumption. A dialect need not name its keys here: those that it asks
-for while it builds the run are the ones that matter.
+for while it builds the run and its mode are the ones that matter.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -44,8 +44,10 @@ def run_of(dialect: Dialect, config: Config, shape: ModelShape, *, gpus: int | N
     those keys in it.
     """
     settings = _Watched(config.settings)
+    watched = config._replace(settings=settings)
     try:
-        run = dialect.run(config._replace(settings=settings), shape, gpus=gpus)
+        run = dialect.run(watched, shape, gpus=gpus)
+        dialect.current(watched, run)
     except NotPlannedError:
         raise
     except UnusableInput as error:

@@ -130,6 +130,12 @@ def test_the_default_of_an_argument_of_the_script_is_its_value(
             '--tensor-model-parallel-size N"',
         ),
         (
+            f"{MEGATRON.format(4, 2, 1, 8192)} --optimizer-cpu-offload --optimizer-offload-fraction $1",
+            [],
+            "--optimizer-offload-fraction has a value that only the start of the run knows, so its default counts; "
+            '--overrides="--optimizer-offload-fraction N"',
+        ),
+        (
             "python scripts/training/run_recipe.py --recipe llama3_8b_pretrain_config "
             "model.tensor_model_parallel_size=$1 train.micro_batch_size=1",
             ["--model", "llama-3-8b"],
