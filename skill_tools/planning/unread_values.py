@@ -15,7 +15,7 @@ from skill_tools.dialects.run import TrainingRun
 from skill_tools.dialects.shapes import ModelShape
 from skill_tools.errors import NotPlannedError, UnusableInput
 
-_SHOWN = 5
+_SHOWN = 8
 
 
 class _Watched(Mapping[str, Setting]):
