@@ -164,8 +164,8 @@ class TrainedLayersOptimizer(HostedOptimizer):
         yield
 
     @in_turn
-    def free_slots(self) -> None:
-        """Free the slots of an update that the forward has carried out: the loss or backward needs the memory."""
+    def end_forward(self) -> None:
+        """Free the slots of an update that the forward has carried out."""
         self._engine.check()
         self.streamed.free_slots()
 

@@ -171,8 +171,6 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 changed=lambda params: self.optimizer.refresh_written(params),
                 noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
                 passed=(lambda: in_backward.passed()) if updates else None,
-                # Not before: where forward is short the last chunks are still on their way out.
-                recomputed=None if updates else (lambda: offloads.free_slots()),
             )
             self._undo.append(self._close_weights)
             self._weights.attach(streamed, prefetch=prefetch, lingering=1 if updates else 0)
@@ -186,7 +184,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 )
                 self.optimizer = in_backward
             else:
-                self.optimizer = offloads = TrainedLayersOptimizer(
+                self.optimizer = TrainedLayersOptimizer(
                     optimizer,
                     self._weights,
                     on,

@@ -177,7 +177,6 @@ class TrainedWeights(LayerStreamer):
         noting_status_on_error: weights come and go inside it, so that the optimizer hears of a lost device.
         passed: hears that backward is about to begin another block. A block that it has passed then lingers for the
             time of another one, so that its update on the device delays no kernel.
-        recomputed: hears that backward has run a block's forward again, and begins the block's own modules.
     """
 
     _with_trained = True
@@ -195,16 +194,13 @@ class TrainedWeights(LayerStreamer):
         changed: Callable[[list[torch.Tensor]], None],
         noting_status_on_error: Callable[[], AbstractContextManager[None]],
         passed: Callable[[], None] | None = None,
-        recomputed: Callable[[], None] | None = None,
     ) -> None:
         self.homes = homes
         self.home_of: dict[torch.Tensor, Home] = {}
         self._finish_update = finish_update
         self._changed = changed
         self._noting_status_on_error = noting_status_on_error
-        self._passed, self._recomputed = passed, recomputed
-        # Whether backward has begun a block with its output, and none of its modules yet.
-        self._has_begun = False
+        self._passed = passed
         self._params: dict[int, list[torch.Tensor]] = {}
         super().__init__(
             model,
@@ -268,15 +264,11 @@ class TrainedWeights(LayerStreamer):
     def _before_backward(self, block: StreamedBlock) -> None:
         # Every module of the block that has a weight says so.
         if not self._window.begins_backward(block):
-            if self._has_begun and self._recomputed is not None:
-                self._recomputed()
-            self._has_begun = False
             return
         with self._noting_status_on_error():
             if self._passed is not None:
                 self._passed()
             super()._before_backward(block)
-        self._has_begun = True
 
     def _take(self, block: StreamedBlock, storages: Sequence[BlockStorage]) -> None:
         super()._take(block, storages)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference_impl import limit_pinned_memory
@@ -143,6 +143,7 @@ CALLS = st.lists(
 )
 
 
+@settings(max_examples=20)
 @given(CALLS)
 def test_bytes_read_ahead_are_never_old_ones(calls):
     """An expected copy may come next, behind others or not at all; memory is written only where none is expected."""
