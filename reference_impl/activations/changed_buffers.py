@@ -81,6 +81,9 @@ class ChangedBuffers:
             _learnt[self._layer] = self._learnt._replace(changing=changing)
         elif not written <= self._learnt.changing:
             _learnt.pop(self._layer, None)
+        if not self._before:
+            # Of most layers: the graph need not hold them until backward.
+            self._buffers = []
 
     @contextmanager
     def again(self) -> Iterator[None]:

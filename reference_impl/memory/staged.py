@@ -294,8 +294,7 @@ class Ring:
 
     def _forget(self, host: torch.Tensor) -> None:
         """Forget the landings in `host`, ended or not, and its bytes of before."""
-        start, stop = _addresses(host)
-        if self._ahead.fills and self._ahead.addresses[0] < stop and start < self._ahead.addresses[1]:
+        if self._ahead.fills and _overlaps(self._ahead.addresses, host):
             self.expect(None)
         with self._putting_away:
             self._landing = deque(entry for entry in self._landing if not _overlaps(entry, host))
@@ -348,7 +347,8 @@ def _failed(future: Future[Any]) -> bool:
     return future.cancelled() or (future.done() and future.exception() is not None)
 
 
-def _overlaps(entry: tuple[int, int, Landing], host: torch.Tensor) -> bool:
+def _overlaps(entry: tuple[int, int, *tuple[Landing, ...]], host: torch.Tensor) -> bool:
+    """Return whether `host` has some of the bytes from the first address of `entry` to its last."""
     start, stop = _addresses(host)
     return entry[0] < stop and start < entry[1]
 

@@ -81,7 +81,7 @@ class Loader:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._thread = Worker("frozen-weights", prepare=device.use_in_thread)
-        # What the thread was given, and the pageable memory that it copies: the caller adds and takes away.
+        # The thread's copies, in turn, each with the pageable memory that it reads; the caller adds and takes away.
         self._given: deque[tuple[Future[Event], torch.Tensor | None]] = deque()
 
     def load(self, target: torch.Tensor, host: torch.Tensor, *, after: Event) -> Started:
