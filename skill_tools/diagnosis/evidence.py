@@ -86,6 +86,13 @@ class Conclusion(NamedTuple):
     others: tuple[str, ...] = ()
 
 
+class Slip(NamedTuple):
+    """A slip in a file of the user's, with its place, in words, and its change."""
+
+    cause: str
+    change: str
+
+
 class Suspect(NamedTuple):
     """A possible fault of a run that shows nothing wrong, and how to be sure of it, in words."""
 

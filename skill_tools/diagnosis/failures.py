@@ -80,6 +80,7 @@ _AFTERMATH = re.compile(
     r"|Engine core initialization failed|Engine process failed to start"
     r"|communicator was aborted|Connection closed by peer|Socket Timeout|TCPStore|returned non-zero exit status"
     r"|DataLoader worker .{1,60} exited unexpectedly|RendezvousConnectionError|has no attribute 'ds_opt_adam'"
+    r"|instance of 'c10::DistBackendError"
 )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.diagnosis import newer, no_effect, phases, steps
 from skill_tools.diagnosis.evidence import Evidence, Suspect, of_finding
-from skill_tools.diagnosis.exceptions import own_files
+from skill_tools.diagnosis.exceptions import guarded, own_files
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.symptoms import named, sign_in
@@ -21,7 +21,7 @@ from skill_tools.rules.versions import Standing, standing
 
 _MOST = 3  # faults without a sign in the log that an answer names
 _MOST_SLOW = 2
-_LONG_S = 30  # seconds of a step from which its speed is the likeliest complaint
+_LONG_S = 15  # seconds of a step from which its speed is the likeliest complaint
 _ANY = "any"  # of a cause that needs no offload
 _LAST = 600  # characters at a log's end in which its last line stands
 
@@ -82,7 +82,7 @@ def suspects(
     timed = steps.update_s(log)
     waits = timed is not None and timed[0] > timed[1]
     found = {
-        Complaint.STILL: tuple(_still(log)),
+        Complaint.STILL: tuple(_still(log, evidence)),
         Complaint.RESULTS: _wrong(evidence, texts, releases),
         Complaint.SPEED: tuple(_slow(evidence, texts, releases)),
         Complaint.SAVED: tuple(_saved(evidence, texts, releases)),
@@ -162,8 +162,8 @@ def _possible(
     return [told for _, told in sorted(found.values(), key=lambda pair: pair[0])]
 
 
-def _still(log: Log) -> Iterator[Suspect]:
-    """Yield the work that a run had begun at its log's last line."""
+def _still(log: Log, evidence: Evidence) -> Iterator[Suspect]:
+    """Yield the work that a run had begun at its log's last line, and what a script lets one rank alone do."""
     last = log.text[-_LAST:].rstrip().replace("\r", "\n").rpartition("\n")[2]
     for entry in knowledge.index()["quiet"]["ends"]:
         if any(text in last for text in named(entry["text"])):
@@ -171,7 +171,9 @@ def _still(log: Log) -> Iterator[Suspect]:
                 f"{entry['cause']} (the log's last line: {last.strip()[:80]})",
                 f"then {_either(entry['change'])}",
             )
-            return
+            break
+    if alone := guarded.slip(evidence):
+        yield Suspect(alone.cause, f"then {alone.change}")
 
 
 def _either(changes: Sequence[str]) -> str:

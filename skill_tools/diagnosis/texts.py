@@ -68,3 +68,8 @@ def _inner_words(template: str) -> frozenset[str]:
         for match in _WORD.finditer(piece.strip())
         if match.start() > 0 and match.end() < len(piece.strip())
     )
+
+
+def place_at(name: str, text: str, at: int) -> str:
+    """Return the place of a position in the text of a file, as file and line."""
+    return f"{name}:{text.count(chr(10), 0, at) + 1}"

@@ -3,10 +3,11 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence
+from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, Slip
+from skill_tools.diagnosis.exceptions import guarded
 from skill_tools.diagnosis.messages import HOST_RAN_OUT
+from skill_tools.diagnosis.texts import place_at
 
 _SHELL = re.compile(r"\.(?:sh|bash|slurm|sbatch)$")
 _OPTION = re.compile(r"(?:^|\s)--([A-Za-z][\w-]*)")
@@ -39,13 +40,6 @@ _WRAPPED = re.compile(
 _QUANTISED = re.compile(r"[\w./-]*-(?:GPTQ|AWQ)\b[\w.-]*")
 
 
-class Slip(NamedTuple):
-    """A slip with its place, in words, and its change."""
-
-    cause: str
-    change: str
-
-
 def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
     """Return `conclusion` with the slips that explain it first."""
     if conclusion is None:
@@ -53,7 +47,13 @@ def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None
     texts = evidence.texts
     grows = evidence.owners.grew and any(each.message.kind in HOST_RAN_OUT for each in evidence.seen)
     sharded = evidence.out_of_memory is not None and not _SHARDS.isdisjoint(evidence.offloads)
-    slips = (in_commands(texts), kept(texts) if grows else None, _packed(texts) if sharded else None)
+    hangs = any(each.message.kind == "hang" for each in evidence.seen)
+    slips = (
+        in_commands(texts),
+        kept(texts) if grows else None,
+        _packed(texts) if sharded else None,
+        guarded.slip(evidence) if hangs else None,
+    )
     for slip in filter(None, slips):
         change = (slip.change, *conclusion.change)[: SHOWN + 1]
         cause = f"{slip.cause}; {conclusion.cause}"
@@ -73,7 +73,7 @@ def kept(texts: Sequence[tuple[str, str]]) -> Slip | None:
         for name, text in texts:
             match = pattern.search(text) if name.endswith(".py") else None
             if match and "#" not in text[text.rfind("\n", 0, match.start()) + 1 : match.start()]:
-                place = _place(name, text, match.end() - len(match[0].lstrip()))
+                place = place_at(name, text, match.end() - len(match[0].lstrip()))
                 return Slip(f"{match[0].strip().removesuffix('(')} ({place}): {cause}", change)
     return None
 
@@ -86,8 +86,8 @@ def in_scripts(texts: Sequence[tuple[str, str]]) -> Iterator[Slip]:
         copies = (each for each in _NOT_MOVED.finditer(text) if not _MODULES.search(each["tensor"]))
         if match := next(copies, None):
             yield Slip(
-                f"{match[0].strip()} ({_place(name, text, match.start('tensor'))}) makes a copy that nobody takes, and "
-                "frees nothing: the tensor stays where it is, for autograd too",
+                f"{match[0].strip()} ({place_at(name, text, match.start('tensor'))}) makes a copy that nobody "
+                "takes, and frees nothing: the tensor stays where it is, for autograd too",
                 "torch.autograd.graph.save_on_cpu() around the forward, or its hooks: autograd keeps the copy",
             )
         yield from _stale_optimizer(name, text)
@@ -102,16 +102,18 @@ def _stale_optimizer(name: str, text: str) -> Iterator[Slip]:
             return
         called = re.search(rf"(?<![\w.]){model}\((?!\))", text[at.end() : built.start()])
         if built.start() < at.start() and not (at["made"] and "use_orig_params=True" in text):
-            when = f"before {_place(name, text, at.start())} shards the model: it holds the whole parameters"
+            when = (
+                f"before {place_at(name, text, at.start())} shards the model: it holds the whole parameters"
+            )
         elif called and at["inside"]:
             when = (
-                f"after a forward ({_place(name, text, at.end() + called.start())}), which leaves the root gathered: "
+                f"after a forward ({place_at(name, text, at.end() + called.start())}), which leaves the root gathered: "
                 "of parameters in no unit but the root (embedding, norm, head) it holds no shards"
             )
         else:
             return
         yield Slip(
-            f"the optimizer ({_place(name, text, built.start())}) is built {when}, so that no step changes them",
+            f"the optimizer ({place_at(name, text, built.start())}) is built {when}, so that no step changes them",
             "the optimizer built right after the model is sharded, before any forward",
         )
 
@@ -121,8 +123,8 @@ def _packed(texts: Sequence[tuple[str, str]]) -> Slip | None:
     for name, text in texts:
         if match := _QUANTISED.search(text):
             return Slip(
-                f"{match[0]} ({_place(name, text, match.start())}) has packed integers, which neither FSDP nor ZeRO-3 "
-                "shards: each GPU holds all of it",
+                f"{match[0]} ({place_at(name, text, match.start())}) has packed integers, which neither FSDP nor "
+                "ZeRO-3 shards: each GPU holds all of it",
                 "the model's own 16-bit weights, quantised by bitsandbytes as they are read (4 bits, float storage)",
             )
     return None
@@ -177,7 +179,3 @@ def _behind(name: str, text: str) -> Iterator[Slip]:
                 f"{match['launcher']}'s, which starts as many processes as its own options or file say",
                 f"--{match['name']} before the script",
             )
-
-
-def _place(name: str, text: str, at: int) -> str:
-    return f"{name}:{text.count(chr(10), 0, at) + 1}"

@@ -49,6 +49,19 @@ _APART = tuple(
 )
 # What works with one value alone.
 _NEEDS = re.compile(rf"{_BEGINS}(?P<one>.{{2,80}}?) only works? with (?P<value>\w+ ?=+ ?[\w.]+?){_ENDS}")
+# A value that it does not take beside the other thing.
+_BOUND = re.compile(
+    r"(?P<one>[^.;:]{2,60}?) (?:can ?not|can't|must not|should not) be [\w ]{2,40}? (?:if|when|with) "
+    r"[\"'`]?(?P<name>[a-z]\w{3,40})[\"'`]? ?(?P<is>>=?|<=?|==|!=) ?(?P<value>[\w.]+)"
+)
+_WITHIN = {
+    ">": "at most {}",
+    "<": "at least {}",
+    "!=": "{}",
+    ">=": "below {}",
+    "<=": "above {}",
+    "==": "not {}",
+}
 _MOST_OPTIONS, _MOST_ASKED = 3, 2
 _LONGEST = 400
 
@@ -100,6 +113,9 @@ def _one_of_two(words: str) -> str:
     """Return the change for a refusal of two things together."""
     if match := _NEEDS.search(words.partition(": ")[2]):
         return f"{match['value'].strip()}, or no {match['one'].strip()}"
+    if match := _BOUND.search(words.partition(": ")[2]):
+        within = _WITHIN[match["is"]].format(match["value"])
+        return f"{match['name']} {within}, or no {match['one'].strip()}"
     match = next((found for form in _APART if (found := form.search(words.partition(": ")[2]))), None)
     if match is None:
         return "one of the two without the other"

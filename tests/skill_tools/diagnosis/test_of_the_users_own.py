@@ -260,3 +260,70 @@ def test_a_save_that_gathers_the_optimizer_is_an_owner_of_host_memory(
     told = answer(capsys, log, {"run.sh": f"{run}\n"})
     assert "gathered to whole tensors for each save" in told
     assert "no dist-ckpt-optim-fully-reshardable, if a resume keeps" in told
+
+
+WAITS = (
+    "step 499 loss 0.079\n[rank1]:[E416 10:10:09.10 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=32102, OpType=_ALLGATHER_BASE, Timeout(ms)=600000)\n"
+    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+)
+ALONE = "for step, batch in enumerate(loader):\n    train(batch)\n    if step % 500 == 0 and {check}:\n        {line}\n"
+
+
+@pytest.mark.parametrize(
+    ("check", "line", "is_slip"),
+    [
+        ("accelerator.is_main_process", 'accelerator.save_state(f"{out}/{step}")', True),
+        ("dist.get_rank() == 0", "dist.barrier()", True),
+        ("rank == 0", 'torch.save(model.state_dict(), "m.pt")', True),
+        ("rank == 0", "print(loss.item())", False),
+        ("not accelerator.is_main_process", "dist.barrier()", False),
+        ("rank != 0", "dist.barrier()", False),
+        ("last", 'accelerator.save_state(f"{out}/{step}")', False),
+    ],
+)
+def test_a_collective_that_one_rank_alone_enters_is_why_the_others_wait(
+    capsys: pytest.CaptureFixture[str], check: str, line: str, is_slip: bool
+) -> None:
+    script = ALONE.replace("{check}", check).replace("{line}", line)
+    files = {"train.py": script, "fsdp.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"}
+    told = answer(capsys, WAITS, files)
+    assert ("(train.py:4) stands under `if step % 500 == 0 and" in told) is is_slip
+    assert "one rank was late for a collective" in told
+
+
+def test_what_stands_behind_the_check_is_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    script = ALONE.replace("{check}", "rank == 0").replace("{line}", "print(step)") + "    dist.barrier()\n"
+    assert "stands under" not in answer(capsys, WAITS, {"train.py": script})
+
+
+def test_a_run_that_stands_at_a_save_is_told_what_one_rank_does_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("train.log").write_text("step 500 loss 0.08\nSaving checkpoint\n", encoding="utf-8")
+    script = "model = FSDP(model)\nif is_main_process:\n    model.save_pretrained('out')\n"
+    Path("train.py").write_text(script, encoding="utf-8")
+    assert main(["diagnose", "train.log", "train.py"]) == 0
+    assert "model.save_pretrained() (train.py:3) stands under `if is_main_process`" in capsys.readouterr().out
+
+
+def test_a_quantized_model_on_another_gpu_is_put_on_this_process_s(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In the words of each release of accelerate."""
+    for bits in ("8-bit", "8-bit or 4-bit"):
+        log = (
+            f'Traceback (most recent call last):\n  File "{PYTHON}/accelerate/accelerator.py", line 1354, in prepare\n'
+            f"ValueError: You can't train a model that has been loaded in {bits} precision on a different device than "
+            "the one you're training on.\n"
+        )
+        assert "PartialState().process_index" in answer(capsys, log, {"train.py": 'f(device_map="auto")\n'})
+
+
+def test_a_value_that_is_refused_beside_an_offload_is_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/u/loader.py", line 44, in __init__\n'
+        'RuntimeError: layer offloading can not be activated if "dataloader_threads" > 1\n'
+    )
+    told = answer(capsys, log, {"run.toml": "dataloader_threads = 4\nlayer_offload_fraction = 0.4\n"})
+    assert "dataloader_threads at most 1, or no layer offloading" in told
