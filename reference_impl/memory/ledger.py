@@ -46,7 +46,9 @@ class _StorageWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.watch(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        # Most operations return one tensor; a walk through it takes as long as the rest of this.
+        leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        self.watch(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return result
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from mutations import MUTATIONS
 from settings import needs_recovery
 
 FAST = {
-    "optimizers": 6,
+    "optimizers": 4,
     "begun": 3,
     "users": 3,
     "writers": 3,
@@ -25,14 +25,14 @@ FAST = {
     "calls-signals": 2,
     "readers": 2,
     "signals": 2,
-    "memory": 4,
+    "memory": 2,
     "memory-signals": 1,
 }
 # `make test-faults` runs fifty times as many, which takes longer than the slow tier may.
 TIMES = int(os.environ.get("FAULT_SEEDS_TIMES", "1"))
 SLOW = {
-    "optimizers": 194 * TIMES,
-    "begun": 49 * TIMES,
+    "optimizers": 126 * TIMES,
+    "begun": 27 * TIMES,
     "layers-begun": 20 * TIMES,
     "users": 57 * TIMES,
     "writers": 87 * TIMES,
@@ -41,8 +41,8 @@ SLOW = {
     "muon-python": 10 * TIMES,
     "muon-calls": 10 * TIMES,
     "muon-begun": 20 * TIMES,
-    "python": 57 * TIMES,
-    "calls": 67 * TIMES,
+    "python": 32 * TIMES,
+    "calls": 42 * TIMES,
     "calls-signals": 68 * TIMES,
     "readers": 22 * TIMES,
     "layers": 20 * TIMES,
@@ -55,7 +55,7 @@ SLOW = {
     "memory-python": 10 * TIMES,
     "layers-signals": 5 * TIMES,
     "shards-signals": 5 * TIMES,
-    "memory": 51 * TIMES,
+    "memory": 33 * TIMES,
     "memory-signals": 13 * TIMES,
 }
 # Each of these runs in one process.

@@ -363,7 +363,8 @@ def test_another_length_than_planned_is_offloaded(trainee, device):
         assert offloader.offloaded_bytes > 0
 
 
-@pytest.mark.parametrize("steps_before", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_before", [0, 1])
 def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before):
     expected = long_trainee.step()
     without, everything = extremes(long_trainee, device)

@@ -96,7 +96,13 @@ def trained(attach, tokens, *, is_inside, steps=4):
 
 
 @pytest.mark.parametrize("is_inside", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("tokens", [512, 64], ids=["at the logits", "in the optimizer"])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param(512, id="at the logits", marks=pytest.mark.slow),
+        pytest.param(64, id="in the optimizer"),
+    ],
+)
 def test_late_copies_take_no_more_than_blocking_ones(tokens, is_inside):
     losses, peaks, left = trained(blocking, tokens, is_inside=is_inside)
     offloaded = trained(

@@ -52,7 +52,8 @@ def peak_bytes(trainee, device, steps=3):
     return ledger.peak_device_bytes, ledger.peak_host_bytes
 
 
-@pytest.mark.parametrize("num_layers", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_device_memory_falls_by_what_the_host_takes(trainee, device, num_layers):
     trainee.ids = torch.randint(512, (2, 1024), device=device.torch_device)
     everything, _ = peak_bytes(trainee, device)

@@ -113,7 +113,9 @@ def partly_trained(what):
     return model, torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=True)
 
 
-@pytest.mark.parametrize("what", ["adapters", "last layer", "head"])
+@pytest.mark.parametrize(
+    "what", ["adapters", *(pytest.param(what, marks=pytest.mark.slow) for what in ("last layer", "head"))]
+)
 def test_frozen_layers_of_a_model_larger_than_the_device_stream_from_the_host(what):
     model, optimizer = partly_trained(what)
     plan = {"execute": {"optimizer": {"offload_fraction": 0.0}}}
@@ -135,6 +137,7 @@ def test_frozen_layers_of_a_model_larger_than_the_device_stream_from_the_host(wh
     assert host_storages == noted
 
 
+@pytest.mark.slow
 def test_frozen_weights_on_the_device_that_fill_it_are_better_on_the_host():
     model, optimizer = partly_trained("head")
     weights_bytes = sum(param.nbytes for param in model.parameters())

@@ -78,6 +78,7 @@ def test_a_plan_of_streamed_layers_takes_both_optimizers(options):
         apply_plan(model, torch.optim.AdamW(model.parameters()), plan)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_the_device_is_fitted_from_the_host():
     model, optimizers = make()
     budget = round(1.2 * sum(param.nbytes for param in model.parameters()))

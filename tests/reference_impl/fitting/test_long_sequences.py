@@ -45,6 +45,7 @@ def train(model, optimizer):
     return [loss.item() for loss in found]
 
 
+@pytest.mark.slow
 def test_tiles_are_taken_where_nothing_else_fits_and_the_summary_says_why():
     model, optimizer = make()
     with fit(model, optimizer, IDS, loss_of, gpu_budget=BUDGET_BYTES, progress=False) as fitted:

@@ -235,16 +235,16 @@ def raised_by(call, *arguments):
     return None
 
 
-def test_no_fault_in_the_bookkeeping_of_a_thread_leaves_a_wait_without_an_end(cores, monkeypatch):
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_fault_in_the_bookkeeping_of_a_thread_leaves_a_wait_without_an_end(cores, monkeypatch, every):
     monkeypatch.setattr(module, "_DEADLINE_S", 20.0)
     # Waits that end at once if a thread is dead.
     monkeypatch.setattr(interrupts, "SLICE_S", 0.001)
     monkeypatch.setattr(module, "SLICE_S", 0.001)
     # One thread, so that the count of its bytecodes is exact.
     monkeypatch.setattr(module, "own_cores", lambda: 1)
-    nth, told = 0, 0
-    while True:
-        nth += 1
+    told = 0
+    for nth in itertools.count(1, every):
         copiers = Copiers("test-copies")
         some = pairs(3)
         with fails_before(nth, ("memory/copiers.py",), but_lines=("with self._lock",)) as count:

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+import forked
 import pytest
 from failing_threads import fails_before
 
@@ -159,15 +157,11 @@ def carry_out_two() -> str:
         worker.close()
 
 
-def test_a_thread_that_outlives_the_main_one_trains_on():
+def test_a_thread_that_outlives_the_main_one_trains_on(tmp_path):
     """Python ends the threads of `concurrent.futures` with the main one."""
-    done = subprocess.run(
-        [sys.executable, "-c", _OUTLIVES],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    program = tmp_path / "outlives.py"
+    program.write_text(_OUTLIVES)
+    done = forked.run(program, timeout_s=120)
     assert (done.stdout.split(), done.stderr, done.returncode) == (["trained"], "", 0)
 
 

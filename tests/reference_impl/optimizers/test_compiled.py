@@ -90,7 +90,7 @@ def weights_after(steps, model, called, options, each=lambda: None):
         return [param.detach().clone() for param in model.parameters()]
 
 
-@in_turns(every=3, how=GRAPHS, options=SPLITS)
+@in_turns(every=4, how=GRAPHS, options=SPLITS)
 def test_every_step_runs_compiled_graphs_as_without_an_optimizer(compiler, how, options):
     model = new_model()
     wanted = weights_after(STEPS, model, model, options)
@@ -120,6 +120,7 @@ def test_blocks_compiled_after_the_first_forward_wait_too(compiler):
     assert all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.slow
 def test_muon_steps_behind_compiled_graphs_as_behind_plain_ones(compiler):
     def trained(model, called):
         matrices = [param for param in model.parameters() if param.dim() == 2]

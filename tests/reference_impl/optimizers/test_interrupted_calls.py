@@ -62,7 +62,7 @@ def spread(bytecodes, places):
     return range(1, bytecodes, max(bytecodes // places, 1))
 
 
-PLACES = pytest.mark.parametrize("places", [4, pytest.param(200, marks=pytest.mark.slow)])
+PLACES = pytest.mark.parametrize("places", [4, pytest.param(100, marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize("build", [hybrid, streaming])

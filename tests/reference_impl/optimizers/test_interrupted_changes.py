@@ -8,7 +8,7 @@ from optimizer_reference import batches
 from optimizer_training import OPTIONS, hybrid, streaming, train, twins
 
 # How many bytecodes of a long change.
-MOST = pytest.mark.parametrize("most", [8, pytest.param(PLACES, marks=pytest.mark.slow)])
+MOST = pytest.mark.parametrize("most", [5, pytest.param(PLACES, marks=pytest.mark.slow)])
 pytestmark = pytest.mark.usefixtures("host_memory_comes_back")
 
 BUILDS = {

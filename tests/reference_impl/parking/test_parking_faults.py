@@ -193,7 +193,7 @@ def interrupted(places, device):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("most", [12, pytest.param(PLACES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [6, pytest.param(PLACES, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("moves", ["park", "restore"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ctrl_c_within_a_transfer(device, kind, moves, most):

@@ -192,6 +192,7 @@ def test_gradients_of_two_batches_add_up(device):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @for_each(["attention", "model"])
 def test_compiled_code_runs_in_groups(of):
     """Of attention itself, or of the model around it, which goes on outside its graph."""

@@ -62,7 +62,7 @@ def peak_bytes(device, names_ends):
     with (
         Ledger(device, track=list(model.parameters())) as ledger,
         # In chunks of the default size they would be the peak, and a table would be little beside them.
-        streamed(model, layers=layers, prefetch=0, streaming=Streaming(chunk_bytes=2**16)) as streamer,
+        streamed(model, layers=layers, prefetch=0, streaming=Streaming(chunk_bytes=2**20)) as streamer,
     ):
         train_in_chunks(model, streamer.optimizer, ids[:2])
         ledger.reset_peak()

@@ -291,14 +291,12 @@ def test_exact_states_have_half_masters_and_whole_ones_without_triton(
     assert all(torch.equal(*each) for each in zip(reference.parameters(), model.parameters(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
         ("--model", "llama-3-8b", "--gpu", "rtx3060", "--overrides", "lora_rank=16", "seq_length=2048"),
-        pytest.param(
-            ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget"),
-            marks=pytest.mark.slow,
-        ),
+        ("--model", "llama-3-8b", "--gpu-memory", "80GiB", "--without", "activation-budget"),
     ],
 )
 def test_the_example_trains_under_a_plan(

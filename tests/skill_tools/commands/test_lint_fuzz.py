@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 EXAMPLES = [(suffix, text) for suffix, texts in sorted(examples().items()) for text in texts]
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(EXAMPLES), st.integers(0, 2**32))
 def test_damaged_examples(example: tuple[str, tuple[str, str]], seed: int) -> None:
     code, err = lint_damaged(*example, seed)
@@ -27,7 +27,7 @@ def test_damaged_questions_are_answered_and_only_read(capsys: pytest.CaptureFixt
     assert damage_answers.campaign(8, seed=7) == 0, capsys.readouterr().out
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.binary(max_size=300), st.sampled_from(["x.yaml", "x.sh", "x.py", "x.json", "x"]))
 def test_binary_junk(data: bytes, filename: str) -> None:
     for framework in ("megatron-bridge", "megatron-lm", "axolotl"):

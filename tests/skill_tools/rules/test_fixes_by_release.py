@@ -67,6 +67,7 @@ def led_to(rule: Rule, config: Config, fix: RuleFix, stated: Mapping[str, str]) 
     return found
 
 
+@pytest.mark.slow
 @each_fix
 def test_a_fix_leads_to_no_fault_in_any_release(case: tuple[Rule, str]) -> None:
     rule, framework = case

@@ -226,14 +226,18 @@ MASTERS = {
 
 # Uncounted ways to write, each beside one with the same values that autograd counts.
 _UNCOUNTED = {".data in place": "clamp_", "its storage": "in place"}
+_WRITES = {
+    f"{way}{', saved' if saves else ''}": (way, saves) for way in _UNCOUNTED for saves in (False, True)
+}
 
 
-@in_turns(place=MASTERS, way=_UNCOUNTED)
-def test_every_master_follows_what_nothing_counts(device, batches, place, way):
+@in_turns(every=len(_WRITES), place=MASTERS, writes=_WRITES)
+def test_every_master_follows_what_nothing_counts(device, batches, place, writes):
     """A matrix is written after one step, and a vector after the next: neither write shows the other."""
     make, dtype = MASTERS[place]
+    way, saves = _WRITES[writes]
 
-    def states_after(way, *, saves):
+    def states_after(way):
         model = decoder(device).to(dtype)
         optimizer = make(list(model.parameters()))
         saved, names = [], iter(["layers.1.gate.weight", "layers.1.attention_norm.weight"])
@@ -249,15 +253,14 @@ def test_every_master_follows_what_nothing_counts(device, batches, place, way):
         optimizer.close()
         return losses, weights, saved
 
-    for saves in (False, True):
-        losses, weights, saved = states_after(way, saves=saves)
-        expected_losses, expected_weights, expected = states_after(_UNCOUNTED[way], saves=saves)
-        assert losses == expected_losses
-        assert all(map(torch.equal, weights, expected_weights))
-        for found, wanted in zip(saved, expected, strict=True):
-            for index, states in wanted.items():
-                for key, value in states.items():
-                    assert torch.equal(found[index][key], value), (index, key)
+    losses, weights, saved = states_after(way)
+    expected_losses, expected_weights, expected = states_after(_UNCOUNTED[way])
+    assert losses == expected_losses
+    assert all(map(torch.equal, weights, expected_weights))
+    for found, wanted in zip(saved, expected, strict=True):
+        for index, states in wanted.items():
+            for key, value in states.items():
+                assert torch.equal(found[index][key], value), (index, key)
 
 
 @pytest.mark.parametrize("way", WAYS)
