@@ -6,6 +6,7 @@ end of the interpreter: a program is `__main__`, and behind it threads are waite
 """
 
 import ctypes
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -99,6 +100,9 @@ def _run(program, words, environment, stdout, stderr):
             where.close()
     os.environ.clear()
     os.environ.update(environment)
+    # Python reads it as it starts.
+    if environment.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable(file=2)
     # As in the foreground: a program that a shell starts in the background ignores Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Processes of the program are started as this Python starts them.

@@ -31,6 +31,8 @@ def _run(calls, timeout_s, **environment):
     environment |= {"WORLD_SIZE": str(len(calls)), "LOCAL_WORLD_SIZE": str(len(calls))}
     # Results of matrix products depend on how their memory is aligned, unless MKL is asked not to look.
     environment["MKL_CBWR"] = "COMPATIBLE"
+    # A rank that a signal ends says where it was.
+    environment["PYTHONFAULTHANDLER"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / str(rank) for rank in range(len(calls))]
         processes = []
