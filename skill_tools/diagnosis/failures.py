@@ -69,6 +69,12 @@ _PROGRESS = re.compile(
     r"|Step \d+ \|.{0,40}Loss|=={9} Step (?!1/)\d+/\d+ ==|Train step \d+/\d+ done|pipeline step \d+ finished)",
     re.MULTILINE,
 )
+# Bars that count no steps of a training.
+_OTHER_BARS = re.compile(
+    r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping|[Mm]erging"
+    r"|[Cc]aching|Quantiz|Processed prompts|Capturing"
+)
+_BAR = 400  # characters that a bar takes, in front of its time
 _GAP = 6000  # characters between two frames of one traceback, others' lines among them
 _LONGEST = 4000  # characters of a line that are looked at
 _STEPS_OF_OTHERS = 3  # of others after an exception, as long as they need not wait for the failing rank
@@ -211,7 +217,17 @@ def trains_after(log: Log, position: int) -> bool:
 @lru_cache(maxsize=2)
 def _progress(text: str) -> tuple[int, ...]:
     """Return the places of reported training steps; cached, because a log may have a hundred thousand."""
-    return tuple(match.start() for match in _PROGRESS.finditer(text))
+    return tuple(
+        match.start()
+        for match in _PROGRESS.finditer(text)
+        if not (match[0].endswith(("s/it", "it/s")) and is_of_another_bar(text, match.start()))
+    )
+
+
+def is_of_another_bar(text: str, at: int) -> bool:
+    """Return whether the time at `at` is a bar's that counts shards, samples or files, which it names."""
+    before = text[max(0, at - _BAR) : at]
+    return _OTHER_BARS.search(before, max(before.rfind("\n"), before.rfind("\r")) + 1) is not None
 
 
 def _steps(text: str) -> list[tuple[str, int]]:
@@ -245,8 +261,8 @@ def _named(rank: str) -> str:
 
 def trained_until(log: Log, position: int) -> bool:
     """Return whether a training step was reported before `position`."""
-    match = _PROGRESS.search(log.text, 0, position)
-    return match is not None
+    steps = _progress(log.text)
+    return bool(steps) and steps[0] < position
 
 
 def _lines(text: str) -> Iterator[tuple[int, str, str]]:

@@ -89,7 +89,14 @@ _SWAP_ELEMENT_BYTES = 2
 _LOADS = re.compile(r"Loading (?:checkpoint shards|weights)")
 _LOADS_EFFICIENTLY = re.compile(r"""(?i)cpu_ram_efficient_loading["']?\s*[:=]\s*["']?(?:true|1|yes)\b""")
 _PROCESSES = re.compile(
-    r"(?:dist_world_size=|nproc[-_]per[-_]node[= ]|num_processes[=: ] ?|--num_gpus[= ])(\d{1,4})\b"
+    r"(?:dist_world_size=|world_size=(?=\d+, master_addr)"
+    r"|nproc[-_]per[-_]node[= ]|num_processes[=: ] ?|--num_gpus[= ])(\d{1,4})\b"
+)
+# The Trainer's lines about its batches, whose quotient is the number of processes.
+_BATCHES = re.compile(
+    r"Instantaneous batch size per device = (?P<micro>\d{1,6})\b[\s\S]{0,600}?"
+    r"Total train batch size \([^)\n]{1,80}\) = (?P<all>[\d,]{1,9})\b[\s\S]{0,300}?"
+    r"Gradient Accumulation steps = (?P<times>\d{1,6})\b"
 )
 # A script that builds the model whole, in each rank, before an engine may shard it.
 _BUILDS = re.compile(r"\.from_(?:config|pretrained)\((?=[\s\S]*\bdeepspeed\.initialize\()")
@@ -176,7 +183,9 @@ def owners(
     if ran_out and (buffers := _swap_buffers(texts)):
         found, less = [buffers, *found], ["a smaller buffer_size, and buffer_count, in offload_param", *less]
     found += [cached] if (cached := _page_cache(log)) else []
-    processes = next((int(match[1]) for text in reversed(texts) if (match := _PROCESSES.search(text))), 0)
+    processes = _by_batches(log) or next(
+        (int(match[1]) for text in reversed(texts) if (match := _PROCESSES.search(text))), 0
+    )
     cast = next((match["key"] for text in texts if (match := _CASTS.search(text))), "")
     reads = _is_loading(log) or _is_built_whole(log, sources)
     if ran_out and processes == 1 and (reads or (starting and cast)):
@@ -207,6 +216,13 @@ def owners(
         processes,
         below_the_host(log) if ran_out else "",
     )
+
+
+def _by_batches(log: Log) -> int:
+    """Return how many processes train by the Trainer's lines about its batches; 0 without them."""
+    match = _BATCHES.search(log.text)
+    each = int(match["micro"]) * int(match["times"]) if match else 0
+    return int(match["all"].replace(",", "")) // each if match and each else 0
 
 
 def _swap_buffers(texts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from skill_tools.diagnosis.failures import is_of_another_bar
 from skill_tools.diagnosis.log import Log
 
 _ITERATION = re.compile(r"elapsed time per iteration \(ms\): ([0-9]{1,12}(?:\.[0-9]+)?)")
@@ -19,10 +20,6 @@ _TIMERS = re.compile(
     r"\bfwd(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?) \| bwd(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?)[^\n]{0,200}?"
     r"\| step(?:_microstep)?: ([0-9]{1,9}(?:\.[0-9]+)?)"
 )
-_OTHER_BARS = re.compile(
-    r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping"
-)
-_BAR = 400  # characters that a bar takes, in front of its step time
 _SLOW_FIRST, _RISING, _LEAST_STEPS = 4.0, 1.2, 6
 
 
@@ -57,11 +54,8 @@ def update_s(log: Log) -> tuple[float, float] | None:
 
 
 def _training_bars(log: Log) -> Iterator[re.Match[str]]:
-    """Yield the times of bars that count steps; those of loading and of data sets name their unit."""
-    for match in _PROGRESS.finditer(log.text):
-        before = log.text[max(0, match.start() - _BAR) : match.start()]
-        if not _OTHER_BARS.search(before, max(before.rfind("\n"), before.rfind("\r")) + 1):
-            yield match
+    """Return the times of bars that count steps; those of loading and of data sets name their unit."""
+    return (match for match in _PROGRESS.finditer(log.text) if not is_of_another_bar(log.text, match.start()))
 
 
 def patterns(log: Log, steps: Sequence[float]) -> tuple[StepPattern, ...]:

@@ -33,7 +33,6 @@ LACKING = {
     "ds-nvme-params-save": "partly",
     "ds-offload-step-3x": "partly",
     "ds-z2-offload-accum": "silent",
-    "fairl-zero3-late-config": "partly",
     "flagscale-version-of-a-fork": "partly",
     "fms-kernels-read-a-base-on-the-cpu": "partly",
     "lf-unsloth-with-zero3": "partly",

@@ -167,7 +167,7 @@ def test_the_words_of_changes_name_no_key() -> None:
 def test_every_change_is_advised_by_some_message_or_owner() -> None:
     advised = {change for entry in ENTRIES for change in entry["change"]}
     folder = Path(__file__).parents[3] / "skill_tools" / "diagnosis"
-    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     assert {name for name in load_changes() if name not in advised and f'"{name}"' not in source} == set()
 
 

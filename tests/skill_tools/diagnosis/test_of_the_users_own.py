@@ -327,3 +327,82 @@ def test_a_value_that_is_refused_beside_an_offload_is_changed(capsys: pytest.Cap
     )
     told = answer(capsys, log, {"run.toml": "dataloader_threads = 4\nlayer_offload_fraction = 0.4\n"})
     assert "dataloader_threads at most 1, or no layer offloading" in told
+
+
+FULL = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 0 has a total capacity of 23.65 GiB "
+    "of which 55.44 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use.\n"
+)
+TRACE = "Traceback (most recent call last):\n"
+AS_IT_READS = f'{TRACE}  File "{PYTHON}/transformers/modeling_utils.py", line 39, in from_pretrained\n{FULL}'
+AS_IT_TRAINS = f'{TRACE}  File "{PYTHON}/transformers/trainer.py", line 33, in training_step\n{FULL}'
+READ = 'model = AutoModelForCausalLM.from_pretrained("m/m-70b")\n'
+MADE = 'args = SFTConfig(output_dir="out", per_device_train_batch_size=1)\n'
+ZERO_3 = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: true}\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "is_slip"),
+    [
+        (f"from trl import SFTConfig, SFTTrainer\n{READ}{MADE}", True),
+        (f"from trl import SFTConfig, SFTTrainer\n{MADE}{READ}", False),
+        (f"from trl import (\n    SFTConfig,\n)\n{MADE}{READ}", False),
+        (f"args = parser.parse_args_into_dataclasses()\n{READ}", False),
+        (READ, False),
+    ],
+)
+def test_a_model_that_is_read_before_its_arguments_is_not_sharded_as_it_is_read(
+    capsys: pytest.CaptureFixture[str], script: str, is_slip: bool
+) -> None:
+    told = answer(capsys, AS_IT_READS, {"train.py": script, "zero3.yaml": ZERO_3})
+    assert ("stands before SFTConfig" in told) is is_slip
+    assert "stands before" not in answer(capsys, AS_IT_READS, {"train.py": script, "zero3.yaml": "a: 1\n"})
+
+
+@pytest.mark.parametrize(
+    ("launch", "is_slip"),
+    [
+        ("CUDA_VISIBLE_DEVICES=0,1 python train.py\n", True),
+        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py\n", False),
+        ("CUDA_VISIBLE_DEVICES=0 python train.py\n", False),
+        ("export CUDA_VISIBLE_DEVICES=0,1\naccelerate launch train.py  # not python train.py\n", False),
+    ],
+)
+def test_one_process_for_several_gpus_shards_over_one(
+    capsys: pytest.CaptureFixture[str], launch: str, is_slip: bool
+) -> None:
+    script = f"from trl import SFTConfig\n{MADE}{READ}deepspeed = {{'zero_optimization': {{\"stage\": 3}}}}\n"
+    told = answer(capsys, AS_IT_TRAINS, {"run.sh": launch, "train.py": script})
+    assert ("begins one process, though there are several GPUs" in told) is is_slip
+
+
+def test_zero_3_on_one_gpu_needs_a_launcher_in_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        "Instantaneous batch size per device = 4\n"
+        "Total train batch size (w. parallel, distributed & accumulation) = {}\n"
+        "Gradient Accumulation steps = 1\nTraceback (most recent call last):\n"
+        f"  File \"{PYTHON}/torch/nn/functional.py\", line 2233, in embedding\nRuntimeError: 'weight' must be 2-D\n"
+    )
+    config = "stage: sft\nfinetuning_type: lora\ndeepspeed: examples/deepspeed/ds_z3_config.json\n"
+    for total, launch, is_slip in (
+        (4, "llamafactory-cli train run.yaml\n", True),
+        (8, "llamafactory-cli train run.yaml\n", False),
+        (4, "FORCE_TORCHRUN=1 llamafactory-cli train run.yaml\n", False),
+    ):
+        told = answer(capsys, log.replace("{}", str(total)), {"run.sh": launch, "run.yaml": config})
+        assert ("FORCE_TORCHRUN=1 in front of llamafactory-cli" in told) is is_slip
+
+
+def test_a_notebook_without_memory_at_a_merge_keeps_the_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        "{'train_runtime': 410.2}\nUnsloth: Merging weights into 16bit: 0%| | 0/5 [00:00<?, ?it/s]\n"
+        "Your session crashed after using all available RAM.\n"
+    )
+    told = answer(capsys, log, {"train.py": 'model.save_pretrained_merged("out", tokenizer)\n'})
+    assert "the merged model in 16 bits" in told
+    assert "the adapters saved alone" in told
+
+
+def test_a_bar_of_loaded_shards_is_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+    log = f"Loading checkpoint shards: 100%|###| 4/4 [00:14<00:00,  3.61s/it]\n{AS_IT_READS}"
+    assert "after it had trained" not in answer(capsys, log.replace(FULL, "ValueError: what is this\n"))
