@@ -235,7 +235,7 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         cause, change = cause + because, (*less, *change)
         because, less = no_effect.of_a_setting(evidence)
         cause, change = cause + because, (*less[:1], *change)
-        because, less = ways_around.of_states_on_the_gpu(evidence)
+        because, less = ways_around.of_what_is_kept(evidence)
         cause, change = cause + because, (*change[:1], *less, *change[1:])
     elif message.kind == "resume" and out_of_memory is not None:
         because, less = _by_residency(evidence)

@@ -74,7 +74,8 @@ class Diagnosis:
     `model` the known model of that size. `failure` is the exception that ended the run, `phase` its place or the log's
     end, `findings` are the configuration's own, fitting ones first. `releases` names the release of the failing code's
     package and the known ones. `suspects` are faults without a sign in the log, by the complaint about a run without a
-    failure. `may_plan`: runs of the configuration's framework have a plan.
+    failure. `may_plan`: runs of the configuration's framework have a plan. `began`: options were
+    read, and work had begun.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Diagnosis:
     releases: str
     suspects: Mapping[Complaint, tuple[Suspect, ...]] = field(default_factory=dict)
     may_plan: bool = True
+    began: bool = False
 
     @property
     def recognised(self) -> bool:
@@ -253,6 +255,7 @@ def diagnose(
         if conclusion is None
         else {},
         may_plan=not framework or registry.named(framework).is_planned,
+        began=phases.began(log),
     )
 
 

@@ -70,6 +70,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         change = (told("higher-limit", ()), *change)
     if owners.grew:
         cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
+    change = _of_what_is_there(change, evidence)
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
     stock = {told(each, evidence.dialects, evidence.config) for each in _STOCK}
     in_its_words = tuple(each for each in change if each not in stock)
@@ -92,6 +93,16 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         # Beside a plan too: no plan changes what is pinned.
         others=(f"or {told(UNPIN, evidence.dialects, evidence.config)}",) if UNPIN in owners.less else (),
     )
+
+
+def _of_what_is_there(change: tuple[str, ...], evidence: Evidence) -> tuple[str, ...]:
+    """Return `change` without parameters back on the GPU, if the run's offloads have left them there."""
+    if not evidence.offloads or not {"params", "cpu"}.isdisjoint(evidence.offloads):
+        return change
+    back, fewer = (
+        told(each, evidence.dialects, evidence.config) for each in ("params-on-gpu", "offload-less")
+    )
+    return tuple(dict.fromkeys(fewer if each == back else each for each in change))
 
 
 def _of_its_states(evidence: Evidence) -> str:

@@ -101,6 +101,8 @@ _BATCHES = re.compile(
 # A script that builds the model whole, in each rank, before an engine may shard it.
 _BUILDS = re.compile(r"\.from_(?:config|pretrained)\((?=[\s\S]*\bdeepspeed\.initialize\()")
 _BUILDS_SHARDS = re.compile(r"zero\.Init\b|HfDeepSpeedConfig|TrainingArguments|zero3_init_flag")
+# Behind these lines the states of an offloaded optimizer are allocated, the most that a run allocates at once.
+_STATES_NEXT = re.compile(r"Before (?:initializing optimizer states|creating fp32 partitions)")
 _ENGINE = re.compile(r"info: version=|Basic Optimizer|see_memory_usage")
 _READ_BY_EACH = "the model as each rank of the node reads it, all of them at once"
 _READ_ALONE = "the model while it is read, in the precision of its files"
@@ -214,7 +216,9 @@ def owners(
         taken,
         _grew(log) if ran_out else "",
         processes,
-        below_the_host(log) if ran_out else "",
+        below_the_host(log)
+        if ran_out and not _STATES_NEXT.search(log.text, max(0, len(log.text) - _END))
+        else "",
     )
 
 
@@ -238,9 +242,11 @@ def _swap_buffers(texts: Sequence[str]) -> str:
 
 
 def _is_loading(log: Log) -> bool:
-    """Return whether the log ends while a model is read: the bar of the load is in its end, and no step behind it."""
+    """Return whether the log ends while a model is read: the bar of the load is in its end, and nothing behind it."""
     bars = [match.end() for match in _LOADS.finditer(log.text, max(0, len(log.text) - _END))]
-    return bool(bars) and not trains_after(log, log.text.find("\n", bars[-1]) % (len(log.text) + 1))
+    if not bars or _STATES_NEXT.search(log.text, bars[-1]):
+        return False
+    return not trains_after(log, log.text.find("\n", bars[-1]) % (len(log.text) + 1))
 
 
 def _is_built_whole(log: Log, sources: Mapping[str, str]) -> bool:

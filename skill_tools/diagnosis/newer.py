@@ -31,7 +31,14 @@ def with_release(conclusion: Conclusion | None, evidence: Evidence) -> Conclusio
         return conclusion
     change = named(conclusion.change, evidence)
     library = at_fault(evidence)
-    if conclusion.rule or not library or not _may_be_at_fault(evidence) or any(map(_SAID.search, change)):
+    full = conclusion.plans_away and evidence.out_of_memory is not None  # a matter of sizes
+    if (
+        conclusion.rule
+        or not library
+        or not _may_be_at_fault(evidence)
+        or any(map(_SAID.search, change))
+        or full
+    ):
         return conclusion._replace(change=change)
     newest = _newest(library, evidence)
     return conclusion._replace(change=(*change, *([f"or a newer {newest}"] if newest else [])))

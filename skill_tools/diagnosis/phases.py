@@ -40,6 +40,10 @@ _UPDATE_FRAME = re.compile(
 _STEP_FRAME = re.compile(
     r"^(?:backward|training_step|train_step|forward_step|forward_backward\w*|train_batch|train|post_backward|compute_loss|_inner_training_loop|unpack_hook|pack_hook|forward)$"
 )
+_WORKS = re.compile(
+    r"Loading checkpoint shards|Number of trainable parameters|trainable params:|see_memory_usage"
+    r"|Loading extension module|Time to load \w+ op"
+)
 _NEAR = 40_000  # characters before a place in which a line on a save or a load still counts
 
 
@@ -155,9 +159,19 @@ def in_order(findings: tuple[Finding, ...], phase: Phase, *, failed: bool) -> tu
     return tuple(sorted(findings, key=place))
 
 
-def is_past(finding: Finding, phase: Phase) -> bool:
-    """Return whether a run that came to `phase` cannot have the fault of `finding`: it is refused at the start."""
-    return finding.effect == "raises" and phase not in (Phase.STARTUP, Phase.RESUME)
+def is_past(finding: Finding, phase: Phase, *, began: bool = False) -> bool:
+    """Return whether a run that came to `phase` cannot have the fault of `finding`: it is refused at the start.
+
+    An unknown option is refused as options are read: a run that `began` its work has none.
+    """
+    if finding.effect != "raises":
+        return False
+    return phase not in (Phase.STARTUP, Phase.RESUME) or (began and "unknown-option" in finding.rule)
+
+
+def began(log: Log) -> bool:
+    """Return whether the log shows work behind the reading of options: weights that are read, or an engine."""
+    return _WORKS.search(log.text) is not None
 
 
 def _own_phases(finding: Finding) -> frozenset[Phase]:

@@ -87,7 +87,7 @@ def _findings(found: Diagnosis) -> list[str]:
     told = _shown_findings(found)
     if not told:
         return []
-    passed = [finding for finding in told if phases.is_past(finding, found.phase)]
+    passed = [finding for finding in told if phases.is_past(finding, found.phase, began=found.began)]
     shown = [finding for finding in told if finding not in passed]
     lines = [
         f"  {finding.place} {finding.severity} {finding.rule}: {phases.when(finding)}; {_cut(finding.message)}"

@@ -37,7 +37,8 @@ _MODULES = re.compile(
 _WRAPPED = re.compile(
     r"\b(?:fully_shard\((?P<inside>\w+)\b|(?P<made>\w+) = (?:FSDP|FullyShardedDataParallel)\()"
 )
-_QUANTISED = re.compile(r"[\w./-]*-(?:GPTQ|AWQ)\b[\w.-]*")
+_QUANTISED = re.compile(r"(?i)[\w./-]*[-._](?:GPTQ|AWQ|w[48]a(?:8|16)|int[48])\b[\w.-]*")
+_FLATTENS = re.compile(r"uniform dtype but got [\w., ]*\btorch\.u?int8|Cannot flatten integer")
 
 
 def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:
@@ -47,6 +48,7 @@ def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None
     texts = evidence.texts
     grows = evidence.owners.grew and any(each.message.kind in HOST_RAN_OUT for each in evidence.seen)
     sharded = evidence.out_of_memory is not None and not _SHARDS.isdisjoint(evidence.offloads)
+    sharded |= _FLATTENS.search(evidence.said) is not None
     hangs = any(each.message.kind == "hang" for each in evidence.seen)
     slips = (
         in_commands(texts),

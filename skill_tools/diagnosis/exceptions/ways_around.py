@@ -22,6 +22,12 @@ _IN_PARTS = frozenset(
     {"block-swap", "group-offload", "activation"}
 )  # offloads of as much as the user asks for
 _STATES_TO_THE_HOST = "optimizer-off-gpu"  # of changes.yaml
+_RECOMPUTE = "recompute"  # of changes.yaml
+_SPELT = "activation_checkpointing = true, --gradient_checkpointing, model.gradient_checkpointing_enable()"
+_RECOMPUTES = re.compile(
+    r"(?i)(?:(?:gradient|activation|selective)\w*[_ -]?checkpoint|recompute|checkpoint_wrapper|\bremat)\w*+"
+    r"(?![\"']?\s*[:=]\s*[\"']?(?:false|none|null|off|0)\b)"
+)
 _SHARDS = frozenset(("zero3", "shards"))  # of offloads.yaml: they move nothing to the host
 # Changes to a full GPU, and the settings of a run that has made them.
 _DONE = (
@@ -94,6 +100,24 @@ def of_states_on_the_gpu(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
         "that share them, stay in the GPU's memory",
         (words,),
     )
+
+
+def of_what_is_kept(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return an addition to a cause about a full GPU, and the change: states that nothing offloads, or activations."""
+    because, change = of_states_on_the_gpu(evidence)
+    if evidence.phase not in _STEPS or not evidence.texts or _RECOMPUTES.search(_all_of(evidence)):
+        return because, change
+    words = told(_RECOMPUTE, evidence.dialects, evidence.config)
+    if evidence.config is not None and words == load_changes()[_RECOMPUTE].words:
+        return because, change  # a framework that recomputes by default, or none that is known to have it off
+    if evidence.config is None:
+        words = f"{words}, as the trainer spells it: {_SPELT}"
+    kept = "; the run's files ask for no recomputation, so each layer keeps its activations for the backward"
+    return f"{kept}{because}", (words, *change)
+
+
+def _all_of(evidence: Evidence) -> str:
+    return "\n".join(text for _, text in evidence.texts)
 
 
 def with_what_is_left(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None:

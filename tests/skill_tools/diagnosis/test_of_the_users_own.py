@@ -195,14 +195,15 @@ def test_what_a_run_has_already_is_no_advice(capsys: pytest.CaptureFixture[str])
     half, checkpointing = "half the micro-batch", "gradient checkpointing or"
     told = answer(capsys, log, {"run.toml": "train_batch_size = 4\n"})
     assert half in told
-    assert checkpointing in told
+    assert "recomputation (gradient or activation checkpointing), as the trainer spells it" in told
     told = answer(capsys, log, {"run.toml": "train_batch_size = 1\ngradient_checkpointing = true\n"})
     assert half not in told
     assert checkpointing not in told
+    assert "no recomputation" not in told
     assert "shorter samples" in told
     told = answer(capsys, log, {"run.toml": "train_batch_size = 16\ngradient_checkpointing = false\n"})
     assert half in told
-    assert checkpointing in told
+    assert "the run's files ask for no recomputation" in told
 
 
 def test_weights_that_a_file_lacks_are_no_offload_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,3 +407,33 @@ def test_a_notebook_without_memory_at_a_merge_keeps_the_adapters(capsys: pytest.
 def test_a_bar_of_loaded_shards_is_no_training(capsys: pytest.CaptureFixture[str]) -> None:
     log = f"Loading checkpoint shards: 100%|###| 4/4 [00:14<00:00,  3.61s/it]\n{AS_IT_READS}"
     assert "after it had trained" not in answer(capsys, log.replace(FULL, "ValueError: what is this\n"))
+
+
+def test_integers_of_a_quantised_checkpoint_cannot_be_flattened(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'{TRACE}  File "{PYTHON}/torch/distributed/fsdp/_flat_param.py", line 774, in _validate_tensors_to_flatten\n'
+        "ValueError: Must flatten tensors with uniform dtype but got torch.bfloat16 and torch.int8\n"
+    )
+    launch = "torchrun finetuning.py --enable_fsdp --model_name {}\n"
+    told = answer(capsys, log, {"run.sh": launch.format("m/M-70B-Instruct-quantized.w8a8")})
+    assert "m/M-70B-Instruct-quantized.w8a8 (run.sh:1) has packed integers" in told
+    assert "the model's own 16-bit weights" in told
+    assert "has packed integers" not in answer(capsys, log, {"run.sh": launch.format("m/M-70B-Instruct")})
+
+
+def test_a_run_killed_as_states_are_made_was_past_its_options_and_its_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An option that its parser would refuse is another release's, and no weights are read any more."""
+    log = (
+        "Loading checkpoint shards: 100%|###| 37/37 [05:10<00:00,  8.40s/it]\n"
+        "[INFO] [utils.py:781:see_memory_usage] Before initializing optimizer states\n"
+        "[INFO] [utils.py:789:see_memory_usage] CPU Virtual Memory:  used = 702.11 GB, percent = 49.8%\n"
+        "[ERROR] [launch.py:325:sigkill_handler] ['python', '-m', 'openrlhf'] exits with return code = -9\n"
+    )
+    launch = "deepspeed --module openrlhf.cli.train_sft --pretrain m/M --zero_stage 3 --adam_offload\n"
+    told = answer(capsys, log, {"run.sh": launch})
+    assert "3 would stop a run at its start, which this run passed" in told
+    assert "as each rank of the node reads it" not in told
+    assert "the limit was another's" not in told
+    assert "parameters back on the GPU" not in told  # where they are
