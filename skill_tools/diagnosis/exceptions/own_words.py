@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from skill_tools.diagnosis.failures import Failure
-from skill_tools.diagnosis.symptoms import sign_in
+from skill_tools.diagnosis.symptoms import load_offloads, sign_in
 
 _REFUSES = (
     "ValueError",
@@ -19,18 +19,21 @@ _REFUSES = (
     "TypeError",
     "ValidationError",
     "ZeRORuntimeException",
+    "MisconfigurationException",
+    "Exception",
 )
 _OFFLOADS = re.compile(
     r"(?i)off-?load|\bswap|nvme|pin[_ ]memory|zero[ -]?(?:stage ?)?[123]|sleep[_ ]mode|cpu_adam|on (?:the )?cpu"
 )
 _DIRECTS = (
-    r"please (?:either )?(?:set|use|enable|disable|remove)|can also (?:set|use) |set .{1,40} to "
+    r"please (?:either )?(?!file|report|open|see|refer|check|let|contact)[a-z]+ |can also (?:set|use) |set .{1,40} to "
     r"|use .{1,40} instead|is required|requires? |make sure (?:to|that) |supported only |only supported "
+    r"|only supports? |you should "
 )
 _FORBIDS = re.compile(
     r"(?i)not (?:yet |currently )?(?:supported|compatible|implemented|allowed|work)|unsupported|incompatible"
-    r"|(?:can ?not|can't|must(?: not)?|should not) (?:be|use) |does(?: not|n't) support"
-    r"|only (?:supported|available|works|be used)|(?:supported|available|implemented) only"
+    r"|(?:can ?not|can't|must(?: not)?|should not) (?:be|use) |do(?:es)?(?: not|n't) support"
+    r"|only (?:supports?|supported|available|works|be used)|(?:supported|available|implemented) only"
     rf"|mutually exclusive|{_DIRECTS}"
 )
 _DIRECTIVE = re.compile(rf"(?i)[^.;]*(?:{_DIRECTS})[^;]*?(?=\.\s|\.$|;|$)")
@@ -42,8 +45,8 @@ _NOT = r"(?:is|are) (?:currently )?(?:not (?:yet |currently )?(?:compatible|supp
 _APART = tuple(
     re.compile(f"{_BEGINS}{form}{_ENDS}")
     for form in (
-        r"can(?: ?not|'t) use (?P<one>.{2,80}?) (?:with|and|together with|alongside) (?P<other>.{2,80}?)",
-        rf"(?P<one>[^.;:]{{2,80}}?) {_NOT} (?:with|for|in|under|by|when using) (?P<other>.{{2,80}}?)",
+        r"can(?: ?not|'t) use (?P<one>.{2,80}?) (?:with|and|together with|alongside|in|under) (?P<other>.{2,80}?)",
+        rf"(?!this |it )(?P<one>[^.;:]{{2,80}}?) {_NOT} (?:with|for|in|under|by|when using) (?P<other>.{{2,80}}?)",
         r"(?P<one>[^.;:]{2,80}?) (?:does(?: not|n't)|don't|do not) (?:yet |currently )?support (?P<other>.{2,80}?)",
     )
 )
@@ -84,7 +87,7 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
         return None
     read = tuple(texts)
     set_here = _set_here(words, read)
-    if not (_OFFLOADS.search(words) or set_here):
+    if not (_OFFLOADS.search(words) or set_here or _names_an_owner(words)):
         return None
     named = dict.fromkeys(match[1] or match[0] for match in _OPTION.finditer(words.partition(": ")[2]))
     there = [*filter(None, [set_here]), *(sign for name in named if (sign := sign_in([name], read)))]
@@ -96,6 +99,12 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
     if there:
         return Said(f"{cause}; this run has {', '.join(there)}", (*change, f"or without {there[0]}"))
     return Said(cause, change)
+
+
+def _names_an_owner(words: str) -> bool:
+    """Return whether `words` name a library with an offload of its own, or one that shards what is offloaded."""
+    owners = (offload.name.partition("'s ") for offload in load_offloads().values())
+    return any(owned and owner.lower() in words.lower() for owner, owned, _ in owners)
 
 
 def _set_here(words: str, read: Sequence[tuple[str, str]]) -> str:

@@ -42,11 +42,37 @@ def test_each_way_out_that_a_refusal_offers_is_told() -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "change"),
+    [
+        (
+            "Exception: DeepSpeed and FSDP do not support `clip_grad_value_`. Use `clip_grad_norm_` instead.",
+            "as it says: Use `clip_grad_norm_` instead",
+        ),
+        (
+            "ValueError: Found `scheduler` in the DeepSpeed config, but no `optimizer`. Please configure both.",
+            "as it says: Please configure both",
+        ),
+        (
+            "ValueError: Cannot use multiple adapters in DeepSpeed ZeRO-3.",
+            "one without the other: no multiple adapters, or no DeepSpeed ZeRO-3",
+        ),
+        (
+            "ValueError: Offloading is on, and you move the model. This is not compatible with offloading.",
+            "one of the two without the other",
+        ),
+    ],
+)
+def test_what_shards_is_refused_as_what_offloads(error: str, change: str) -> None:
+    assert concluded(error).change[0] == change
+
+
+@pytest.mark.parametrize(
     "error",
     [
         "ValueError: batch_size must be a multiple of 8",  # no offload
         "ValueError: offload folder /tmp/x holds 3 files",  # refuses nothing
         "KeyError: 'cpu_offload is not supported'",  # a name that was looked up
+        "RuntimeError: deepspeed ended. Please file an issue",  # no way out
     ],
 )
 def test_other_words_refuse_no_offload(error: str) -> None:
