@@ -76,7 +76,8 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
     symptom = _of_symptom(evidence, evidence.failure)
     exact = _explained(evidence, evidence.failure)
     return (
-        _of_words(interfaces.handed_on(evidence.failure, evidence.texts))
+        _of_words(source_line.of_gradients(evidence))
+        or _of_words(interfaces.handed_on(evidence.failure, evidence.texts))
         or (symptom if exact is not None and exact.cause.is_exact else None)
         or _of_words(own_words.refusal(evidence.failure, evidence.said, evidence.texts))
         or _of_residency(evidence, evidence.failure)
@@ -85,7 +86,9 @@ def _conclusion(evidence: Evidence) -> Conclusion | None:
         or (
             None
             if evidence.offloads
-            else _of_words(operands.without_offload(evidence.failure, evidence.said))
+            else _of_words(
+                operands.without_offload(evidence.failure, evidence.said, evidence.lines, evidence.texts)
+            )
         )
         or _of_a_crash(evidence, evidence.failure)
         or ways_around.of_own_code(evidence, evidence.failure)
@@ -254,11 +257,13 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
     if message.kind in _MEMORY:
-        return Conclusion(cause, rule, change[:SHOWN], plans_away=True)
+        return Conclusion(cause, rule, change[:SHOWN], plans_away=not source_line.moved(evidence)[0])
     if message.kind in _OF_PINNED and (fewer := ways_around.less_of_it(evidence)):
         change = (change[0], fewer)
     change = change[:SHOWN]
-    return Conclusion(cause, rule, (*change, *ways_around.off(evidence, change)))
+    return Conclusion(
+        cause, rule, (*change, *ways_around.off(evidence, change), *ways_around.without_the_option(evidence))
+    )
 
 
 def _of_a_tensor(message: Message) -> tuple[str, tuple[str, ...]] | None:
@@ -269,6 +274,8 @@ def _of_a_tensor(message: Message) -> tuple[str, tuple[str, ...]] | None:
 def _why_full(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Name the tensors that filled the GPU, by the run's offload and the place of the failure, and the change."""
     because, less = no_effect.of_the_optimizer(evidence)
+    if not because:
+        because, less = source_line.moved(evidence)
     if because:
         return because, less
     found = _explained(evidence, evidence.failure)

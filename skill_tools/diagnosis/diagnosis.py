@@ -211,6 +211,7 @@ def diagnose(
         mechanisms=mechanisms,
         said=said,
         source=failures.source_line(log, failure) if failure else "",
+        lines=failures.lines(log, failure) if failure else (),
         texts=texts[:-1],
         resumed=phases.resumed(log, failure),
         offloads=offloads,

@@ -69,7 +69,13 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
         cause += f"; {owners.below}"
         change = (told("higher-limit", ()), *change)
     if owners.grew:
-        cause += f"; {owners.grew}, so something of each is never freed: copies that an offload makes anew, or workers'"
+        offload = next(iter(evidence.offloads.values()), "")
+        anew = (
+            f"copies that an offload makes anew ({offload})"
+            if offload
+            else "copies that an offload makes anew"
+        )
+        cause += f"; {owners.grew}, so something of each is never freed: {anew}, or workers'"
     change = _of_what_is_there(change, evidence)
     less = tuple(told(each, evidence.dialects, evidence.config) for each in owners.less if each != UNPIN)
     stock = {told(each, evidence.dialects, evidence.config) for each in _STOCK}

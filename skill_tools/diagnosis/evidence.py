@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.diagnosis.builds import BuildError
-from skill_tools.diagnosis.failures import Failure
+from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
 from skill_tools.diagnosis.memory import OutOfMemory
@@ -27,9 +27,9 @@ from skill_tools.rules.knowledge import Rule
 class Evidence(NamedTuple):
     """All facts of a log and its run's configuration. `dialects` are those of the user's settings.
 
-    `said` is the text of the failure from its first line on, `source` the line of source above it, `texts` are the
-    run's files by name, `resumed` says whether the run went on from a checkpoint, and `offloads` has the sign of each
-    kind of offload of the run.
+    `said` is the text of the failure from its first line on, `source` the line of source above it, `lines` are the
+    frames in none of torch's files with their lines, `texts` the run's files by name, `resumed` says whether the run
+    went on from a checkpoint, and `offloads` has the sign of each kind of offload of the run.
     `anomalies` are the faults of its numbers, `faults` the known causes of such. `mended` are the failure's faults
     of libraries that a later release mends. `around` is the GPU memory before and after the offload, `inert` a line
     about an offload without effect, `releases` are the run's.
@@ -49,6 +49,7 @@ class Evidence(NamedTuple):
     mechanisms: frozenset[str]
     said: str = ""
     source: str = ""
+    lines: Sequence[tuple[Frame, str]] = ()
     texts: Sequence[tuple[str, str]] = ()
     resumed: bool = False
     offloads: Mapping[str, str] = MappingProxyType({})

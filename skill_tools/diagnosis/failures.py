@@ -69,6 +69,7 @@ _PROGRESS = re.compile(
     r"|Step \d+ \|.{0,40}Loss|=={9} Step (?!1/)\d+/\d+ ==|Train step \d+/\d+ done|pipeline step \d+ finished)",
     re.MULTILINE,
 )
+_OF_TORCH = re.compile(r"-packages/torch/")
 # Bars that count no steps of a training.
 _OTHER_BARS = re.compile(
     r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping|[Mm]erging"
@@ -187,6 +188,22 @@ def source_line(log: Log, failure: Failure) -> str:
         if body.strip("^~ "):  # a mark below a part of the line above
             return "" if _FRAME.match(body) else body
     return ""
+
+
+def lines(log: Log, failure: Failure) -> tuple[tuple[Frame, str], ...]:
+    """Return the frames in none of torch's files that have a line of source below them, with it."""
+    text = log.text[failure.start : failure.raised_at]
+    found = []
+    for frame in failure.frames:
+        if _OF_TORCH.search(frame.path.replace("\\", "/")):
+            continue
+        at = text.rfind(f'"{frame.path}", line {frame.line}, in {frame.function}')
+        below = text[at:].split("\n", 2)[1:2] if at >= 0 else []
+        prefix = _PREFIX.match(below[0]) if below else None
+        line = below[0][prefix.end() :].strip() if prefix else ""
+        if line and not _FRAME.match(line):
+            found.append((frame, line))
+    return tuple(found)
 
 
 def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:

@@ -16,7 +16,10 @@ _NAMED = re.compile(
     r"(?:(?P<behind>[\"']?[ \t]*[:= \t][ \t]*[\"']?)(?P<value>[^\s,;}\])\"']{0,40})|[ \t]*$)",
     re.IGNORECASE | re.MULTILINE,
 )
-_SWITCHED_ON = re.compile(r"\b(?P<name>[a-zA-Z][\w-]{7,60})[\"']?[ \t]*[:=][ \t]*[\"']?(?P<value>[Tt]rue)\b")
+_SWITCHED_ON = re.compile(
+    r"\b(?P<name>[a-zA-Z][\w-]{7,60})[\"']?(?:[ \t]*[:=][ \t]*[\"']?|[ \t]+)(?P<value>[Tt]rue)\b"
+)
+_USES = re.compile(r"^(?:use|enable|with)_(?P<what>\w{6,})$")  # an option called after a library
 _OFF = re.compile(r"(?:false|none|null|off|no|0|0\.0*|disabled?)$", re.IGNORECASE)
 _COMMENT = re.compile(r"^\s*(?:#|//|def |class |import |from )")
 _HYPHEN = "--"
@@ -57,13 +60,17 @@ def of_offloads(texts: Sequence[tuple[str, str]]) -> tuple[Option, ...]:
 def of_the_code(failure: Failure, texts: Sequence[tuple[str, str]]) -> Option | None:
     """Return a switched-on option of the run's files with its name inside that of a function in the traceback.
 
-    `layered_summon=True` leads to layered_summon_lora_params.
+    `layered_summon=True` leads to layered_summon_lora_params, and `use_unsloth: true` to the library's own code.
     """
     functions = [frame.function for frame in reversed(failure.frames) if "_" in frame.function]
+    folders = "".join(frame.path.replace("\\", "/").rpartition("/")[0] + "/" for frame in failure.frames)
     for file, text in texts:
         for match in _SWITCHED_ON.finditer(text[:_MOST_TEXT]):
             name = match["name"].replace("-", "_")
-            if "_" in name and any(name in function and name != function for function in functions):
+            uses = _USES.match(name)
+            if ("_" in name and any(name in function and name != function for function in functions)) or (
+                uses is not None and f"-packages/{uses['what']}/" in folders
+            ):
                 return Option(
                     match["name"], match["value"], f"{file}:{text.count(chr(10), 0, match.start()) + 1}"
                 )
@@ -77,7 +84,10 @@ def kinds(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
         f"{file}:{number}": line for file, text in texts for number, line in enumerate(text.splitlines(), 1)
     }
     for option in of_offloads(texts):
-        named = kind(option.name) or kind(lines.get(option.place, ""))
+        line = lines.get(option.place, "")
+        named = kind(option.name) or (
+            "" if line.count(" --") > 1 else kind(line)
+        )  # a command's words are of others
         if named:
             shown.setdefault(named, f"{option.name} ({option.place})")
     return shown

@@ -50,8 +50,6 @@ LACKING = {
     "te-offloaded-weights-no-grad": "partly",
     "trl-offload-address-reused": "partly",
     "unirl-counter-on-the-gpu": "silent",
-    "unsloth-ckpt-host-growth": "partly",
-    "unsloth-modules-on-cpu": "partly",
     "verl-activation-offload-key": "silent",
     "verl-engine-on-cpu": "partly",
     "verl-megatron-host-twice": "wrong",

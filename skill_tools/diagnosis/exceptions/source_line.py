@@ -5,11 +5,12 @@ import re
 
 from skill_tools.diagnosis import code
 from skill_tools.diagnosis.evidence import Evidence
+from skill_tools.diagnosis.exceptions.own_words import Said
 from skill_tools.diagnosis.exceptions.signatures import home, place
 from skill_tools.diagnosis.failures import Failure
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.residency.rows import Row
-from skill_tools.diagnosis.symptoms import load_offloads
+from skill_tools.diagnosis.symptoms import load_offloads, switched_off
 
 # Models register tables of positions and masks as buffers.
 _BUFFER = re.compile(
@@ -18,6 +19,10 @@ _BUFFER = re.compile(
 # Read as a tensor: neither called nor looked into.
 _OWN = re.compile(r"\bself\.(?!(?:device|dtype|config|training|eps|scal(?:e|ing))\b)[a-z]\w*\b(?! *[.(\[])")
 _DEVICES = re.compile(r"same device|two (?:different )?devices")
+_COMBINES = re.compile(r"\.grad(?:\.data)? *(?:[*/+-]= |\.(?:mul|div|add|sub)_\()")
+_TO_THE_GPU = re.compile(
+    r"(?P<what>\w*(?:fp32|master|partition|exp_avg|flat)[\w.\[\]]*?)(?:\.data)?\.(?:to|cuda)\((?P<where>[^\n]*)"
+)
 _BY_MODULE = ("block-swap", "group-offload")  # offloads that move the modules that they manage
 _MOVE_STATES = frozenset(("phases", "sleep", "memory-saver"))
 
@@ -66,6 +71,39 @@ def told(evidence: Evidence) -> str:
     if failure is None or not failure.frames or not _DEVICES.search(evidence.said):
         return ""
     return _buffer(failure, source) or _held_by_the_model(failure, source)
+
+
+def of_gradients(evidence: Evidence) -> Said | None:
+    """Return the meaning of a line that combines offloaded gradients with something made on the GPU."""
+    frame, line = evidence.lines[-1] if evidence.lines else (None, "")
+    match = _COMBINES.search(line)
+    name = next((each for each in ("params", "optimizer") if each in evidence.offloads), "")
+    if match is None or frame is None or not name or not _DEVICES.search(evidence.said):
+        return None
+    offload = load_offloads()[name]
+    package = home(frame) or "the trainer"
+    return Said(
+        f"{place(frame)} combines gradients with another value ({line}): with {offload.name} "
+        f"({evidence.offloads[name]}) gradients are on the CPU, and that value was made on the GPU",
+        (
+            f"that value moved to the gradient's device (.to(grad.device)): a newer {package} that does so",
+            "or one micro-batch a step, without accumulation, if the line belongs to it",
+            f"or {switched_off(offload, evidence.config)}",
+        ),
+    )
+
+
+def moved(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
+    """Return an addition to a cause about a full GPU: the failing line brings an offloaded tensor there whole."""
+    frame, line = evidence.lines[-1] if evidence.lines else (None, "")
+    match = _TO_THE_GPU.search(line)
+    if match is None or frame is None or not evidence.offloads or "cpu" in match["where"].lower():
+        return "", ()
+    package = home(frame) or "the trainer"
+    return (
+        f"; {place(frame)} copies {match['what']}, which the offload keeps on the host, to the GPU at once",
+        (f"more ranks, each of which copies its own share; ZeRO-3 or smaller pieces; or a newer {package}",),
+    )
 
 
 def _is_of_the_offload(row: Row, failure: Failure, evidence: Evidence) -> bool:

@@ -437,3 +437,56 @@ def test_a_run_killed_as_states_are_made_was_past_its_options_and_its_weights(
     assert "as each rank of the node reads it" not in told
     assert "the limit was another's" not in told
     assert "parameters back on the GPU" not in told  # where they are
+
+
+def test_gradients_of_an_offload_meet_a_value_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'{TRACE}  File "{PYTHON}/mytrainer/scaling.py", line 26, in scale_grads\n    p.grad *= scaler\n'
+        f'  File "{PYTHON}/torch/distributed/tensor/_dispatch.py", line 215, in dispatch\n'
+        "    local_results = op_call(*local_tensor_args, **op_info.local_kwargs)\n"
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!\n"
+    )
+    told = answer(capsys, log, {"run.yaml": "fsdp_cpu_offload: True\n"})
+    assert "scale_grads (scaling.py:26) combines gradients with another value (p.grad *= scaler)" in told
+    read = log.replace("p.grad *= scaler", "x = p * scaler")
+    assert "combines gradients" not in answer(capsys, read, {"run.yaml": "fsdp_cpu_offload: True\n"})
+
+
+def test_a_step_that_copies_the_masters_to_the_gpu_is_told_by_its_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = (
+        f'{TRACE}  File "{PYTHON}/mytrainer/optim.py", line 18, in step\n'
+        f"    fp32_partition.to(get_accelerator().current_device_name()).data)\n{FULL}"
+    )
+    config = '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
+    told = answer(capsys, log, {"ds.json": config})
+    assert "copies fp32_partition, which the offload keeps on the host, to the GPU at once" in told
+    back = log.replace("get_accelerator().current_device_name()", '"cpu"')
+    assert "at once" not in answer(capsys, back, {"ds.json": config})
+
+
+def test_a_module_that_an_option_of_the_script_took_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'{TRACE}  File "/u/train_lora.py", line 41, in main\n    latents.append(vae.encode(batch["pixel_values"]))\n'
+        f'  File "{PYTHON}/torch/nn/modules/conv.py", line 712, in _conv_forward\n    return F.conv3d(\n'
+        "RuntimeError: Input type (CUDABFloat16Type) and weight type (CPUBFloat16Type) should be the same\n"
+    )
+    launch = "accelerate launch train_lora.py --gradient_checkpointing --cache_latents --offload --rank=4\n"
+    told = answer(capsys, log, {"run.sh": launch})
+    assert "vae is on the CPU when train_lora.py:41 calls it; --offload (run.sh:1)" in told
+    assert "the offload of activations" not in told
+    told = answer(capsys, log, {"run.sh": launch.replace("--offload ", "")})
+    assert "so it was never moved to the GPU" in told
+
+
+def test_an_option_called_after_the_library_whose_code_refused_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = (
+        f'{TRACE}  File "{PYTHON}/unsloth/models/loader.py", line 142, in from_pretrained\n    dispatch(\n'
+        f'  File "{PYTHON}/transformers/modeling_utils.py", line 3173, in from_pretrained\n    raise ValueError(\n'
+        "ValueError: DeepSpeed Zero-3 is not compatible with `low_cpu_mem_usage=True` or with passing a `device_map`.\n"
+    )
+    files = {"run.sh": "deepspeed train.py --use_unsloth true --deepspeed ds_z3.json\n"}
+    assert "or without use_unsloth (run.sh:1): it leads to the failing code" in answer(capsys, log, files)
