@@ -257,7 +257,8 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
         (error.rules[0].id for error in errors if error.of_the_run), ""
     )
     if message.kind in _MEMORY:
-        return Conclusion(cause, rule, change[:SHOWN], plans_away=not source_line.moved(evidence)[0])
+        in_a_step = not message.frames and not source_line.moved(evidence)[0]  # what a plan is made for
+        return Conclusion(cause, rule, change[:SHOWN], plans_away=in_a_step)
     if message.kind in _OF_PINNED and (fewer := ways_around.less_of_it(evidence)):
         change = (change[0], fewer)
     change = change[:SHOWN]

@@ -54,7 +54,8 @@ CPU_OPTIMIZER_BYTES = (
 )
 
 
-_OF_AN_ENGINE = frozenset(("vllm-engine-out-of-memory",))  # messages about memory that is not the trainer's
+# Messages about memory that is not the trainer's, or that no training step takes: they had fitted.
+_BESIDE_STEPS = frozenset(("vllm-engine-out-of-memory", "oom-in-evaluation", "oom-in-generation"))
 _SAID = 600  # characters of a failure's text, from its first line on
 _PINS = re.compile(
     r"(?i)\bpin_memory\b|page-lock|pinned"
@@ -123,8 +124,8 @@ class Diagnosis:
 
     @property
     def ran_out_behind(self) -> bool:
-        """Whether memory ran out in a save or a merge behind the training, or in an engine: a plan frees nothing."""
-        if any(each.ended_the_run and each.message.id in _OF_AN_ENGINE for each in self.messages[:1]):
+        """Whether memory ran out in a save or merge behind the training, an evaluation, or an engine: no plan's."""
+        if any(each.ended_the_run and each.message.id in _BESIDE_STEPS for each in self.messages[:1]):
             return True
         is_merge = memory_owners.MERGED in self.owners.of_the_host
         return self.phase is Phase.SAVE and (self.out_of_memory is not None or is_merge)

@@ -490,3 +490,33 @@ def test_an_option_called_after_the_library_whose_code_refused_is_named(
     )
     files = {"run.sh": "deepspeed train.py --use_unsloth true --deepspeed ds_z3.json\n"}
     assert "or without use_unsloth (run.sh:1): it leads to the failing code" in answer(capsys, log, files)
+
+
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("torch/multiprocessing/reductions.py", "--shm-size"),
+        ("datasets/arrow_writer.py", "HF_DATASETS_CACHE"),
+        ("huggingface_hub/file_download.py", "HF_HOME on a disk"),
+        ("torch/serialization.py", "save_total_limit"),
+    ],
+)
+def test_a_full_disk_is_that_of_who_wrote(capsys: pytest.CaptureFixture[str], path: str, what: str) -> None:
+    log = f'{TRACE}  File "{PYTHON}/{path}", line 37, in write\nOSError: [Errno 28] No space left on device\n'
+    assert what in answer(capsys, log)
+
+
+def test_memory_that_an_evaluation_lacks_is_no_matter_of_a_training_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = f'{TRACE}  File "{PYTHON}/transformers/trainer.py", line 39, in evaluation_loop\n{FULL}'
+    script = (
+        'from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nargs = TrainingArguments("out")\n'
+        'model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B")\nTrainer(model=model, args=args).train()\n'
+    )
+    told = answer(capsys, log, {"train.py": script})
+    assert "per_device_eval_batch_size=1" in told
+    assert "nothing fits" not in told
+    assert "nothing fits" in answer(
+        capsys, log.replace("evaluation_loop", "training_step"), {"train.py": script}
+    )
