@@ -10,6 +10,7 @@ readers, and are rendered too.
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skill_tools.card.configuration import configuration_page
 from skill_tools.card.documents import page_problems
 from skill_tools.card.load import Card, load_card, schema_problems
 from skill_tools.card.references import reference_problems
-from skill_tools.knowledge import load_keys, load_yaml
+from skill_tools.knowledge import load_keys, parsed_yaml
 from skill_tools.rules import index
 from skill_tools.rules.grammar import ConditionError, tree_of
 from skill_tools.rules.knowledge import read_rule_files
@@ -74,29 +75,34 @@ def data_problems(root: Path) -> list[str]:
 
 def _knowledge_problems(schema: str, *file: str, name: str) -> Iterator[str]:
     """Yield one line for each entry of a knowledge file that breaks `schema`; `name` is the entry's naming field."""
+    text = knowledge_path(*file).read_text(encoding="utf-8")
+    for problem in _text_problems(schema_path(schema).read_text(encoding="utf-8"), text, name):
+        yield f"knowledge/{'/'.join(file)}: {problem}"
+
+
+@cache
+def _text_problems(schema: str, text: str, name: str) -> tuple[str, ...]:
+    """Return the problems of a knowledge file's text; cached, as its validation takes a second of what `card` takes."""
     from jsonschema import Draft202012Validator
 
     try:
-        entries = load_yaml(*file)
+        entries = parsed_yaml(text)
     except yaml.YAMLError as error:
-        yield f"knowledge/{'/'.join(file)}: is not YAML: {' '.join(str(error).split())}"
-        return
-    validator = Draft202012Validator(json.loads(schema_path(schema).read_text(encoding="utf-8")))
-    broken = set()
-    for problem in validator.iter_errors(entries):
+        return (f"is not YAML: {' '.join(str(error).split())}",)
+    found, broken = [], set()
+    for problem in Draft202012Validator(json.loads(schema)).iter_errors(entries):
         index, *place = problem.absolute_path or [None]
         broken.add(index)
         named = entries[index].get(name, f"entry {index}") if isinstance(index, int) else "the file"
         where = f" {'/'.join(map(str, place))}:" if place else ""
-        yield f"knowledge/{'/'.join(file)}: {named}:{where} {_shortened(problem.message)}"
-    if None in broken:
-        return
-    for index, entry in enumerate(entries):
+        found.append(f"{named}:{where} {_shortened(problem.message)}")
+    for index, entry in enumerate(entries if None not in broken else ()):
         if index not in broken and "when" in entry:
             try:
                 tree_of(entry["when"])
             except ConditionError as error:
-                yield f"knowledge/{'/'.join(file)}: {entry[name]}: when: {error}"
+                found.append(f"{entry[name]}: when: {error}")
+    return tuple(found)
 
 
 def _shortened(message: str) -> str:
