@@ -66,7 +66,8 @@ fetch-megatron:
 # Every call of a training run may fail: 8,000 faults in optimizers, 3,200 elsewhere, 1,300 signals. At least half an hour.
 test-faults: setup
 	FAULT_SEEDS_TIMES=50 $(PYTEST) tests/faults tests/reference_impl/parking/test_parking_faults.py \
-		tests/reference_impl/optimizers/test_interrupted_changes.py tests/reference_impl/trained_layers/test_interrupted.py -o faulthandler_timeout=7200
+		tests/reference_impl/optimizers/test_interrupted_changes.py tests/reference_impl/trained_layers/test_interrupted.py \
+		tests/reference_impl/optimizers/streamed/test_faults.py -o faulthandler_timeout=7200
 
 # The real trainers and transformers' own models, in an environment of their own: they bring pyarrow, pandas and a
 # hundred megabytes more.

@@ -8,7 +8,6 @@ from layers_trainee import batches, decoder, streamed, train
 from reference_impl.device import CpuTwin
 from reference_impl.optimizers.options import Streaming
 
-SLOW = pytest.mark.slow
 # Matrices of which none, and all, fill up the places of pieces in a chunk.
 SIZES = {"with gaps": {"hidden": 40, "ffn": 100, "heads": 4}, "side by side": {"hidden": 96, "ffn": 128}}
 # Triton's interpreter takes seconds for each.
@@ -48,9 +47,16 @@ def test_matrices_that_lie_side_by_side_are_one_run(device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "states", ["compact-8", "exact", "bf16-moments", pytest.param("compact-16", marks=SLOW)]
+    ("sizes", "states"),
+    [
+        ("with gaps", "exact"),
+        ("with gaps", "compact-16"),
+        ("side by side", "exact"),
+        ("side by side", "bf16-moments"),
+        # The kernel of 16 bits is this one's.
+        ("side by side", "compact-8"),
+    ],
 )
-@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.usefixtures("interpreted")
 def test_kernels_that_triton_interprets_make_the_same_bits(monkeypatch, states, sizes):
     """A piece is updated with its own incoming states, and one with frozen weights is not."""
