@@ -4,6 +4,7 @@
 Apart because only --write and --diff load the editors.
 """
 
+import re
 import sys
 
 from skill_tools.configs.config import Config
@@ -16,6 +17,8 @@ from skill_tools.rules.fixes import repaired, unified_diff
 from skill_tools.rules.knowledge import RuleFix
 from skill_tools.started import COMMAND
 
+_SHELLS = (".sh", ".bash", ".slurm", ".sbatch")
+
 
 def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
     """Return the new text of each file that the recommendation changes.
@@ -24,17 +27,36 @@ def changed_texts(plan: Plan, config: Config) -> dict[str, str]:
     """
     if plan.patch is None or not plan.patch.settings:
         return {}
-    keys, wanted = load_keys(), plan.patch.settings
-    variables, _ = exports(wanted)  # an environment variable has no place in a file
-    is_written_here = not variables and wanted.keys() <= keys.keys()
-    texts = repaired(config, RuleFix("safe", "the plan", wanted), keys) if is_written_here else {}
+    keys = load_keys()
+    line, wanted = exports(
+        plan.patch.settings
+    )  # an environment variable has its place in a shell script alone
+    texts = (
+        repaired(config, RuleFix("safe", "the plan", wanted), keys) if wanted.keys() <= keys.keys() else {}
+    )
+    if texts and line:
+        script = next((name for name in texts if _is_free_for(line, name, texts[name])), None)
+        texts = {} if script is None else {**texts, script: _with_export(line, texts[script])}
     if not texts:
         raise UnusableInput(
             "the plan's change has no place that can be edited in the files",
-            expected="a YAML or JSON file, or a launch script with plain flags",
+            expected="a YAML or JSON file, or a launch script with plain flags"
+            + (f", where no line sets what is exported: {line}" if line else ""),
             attempt=f"{COMMAND} plan without --write and --diff, which prints the lines to change",
         )
     return texts
+
+
+def _is_free_for(line: str, name: str, text: str) -> bool:
+    """Return whether a file is a shell script without a word about the variables that `line` exports."""
+    return name.endswith(_SHELLS) and not any(variable in text for variable in re.findall(r"(\w+)=", line))
+
+
+def _with_export(line: str, text: str) -> str:
+    """Return a script with `line` behind its head of comments, in which #SBATCH lines have to stand first."""
+    lines = text.splitlines(keepends=True)
+    head = next((at for at, each in enumerate(lines) if each.strip() and not each.startswith("#")), 0)
+    return "".join([*lines[:head], f"{line}\n", *lines[head:]])
 
 
 def show(texts: dict[str, str], config: Config) -> None:

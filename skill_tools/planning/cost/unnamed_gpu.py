@@ -12,7 +12,7 @@ from typing import Any
 from skill_tools import knowledge
 from skill_tools.planning.cost import machine
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.units import GIB
+from skill_tools.units import GB, GIB
 
 ASSUMED = "h100"  # without a memory size
 LABELS_GB = (8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 141, 180, 192, 256, 288)
@@ -50,7 +50,8 @@ def _meant(memory_bytes: int | None, *, is_capacity: bool) -> tuple[str, ...]:
         return ()
     cards = _cards()
     own = [label * GIB for label in LABELS_GB] + [card["memory_gib"] * GIB for card in cards.values()]
-    if is_capacity or any(abs(memory_bytes - size) <= _IS_ONE * size for size in own):
+    is_label = memory_bytes in [label * GB for label in LABELS_GB]  # 24GB, as cards are sold
+    if is_capacity or is_label or any(abs(memory_bytes - size) <= _IS_ONE * size for size in own):
         label = label_gb(memory_bytes)
         return _of(name for name, card in cards.items() if label_gb(card["memory_gib"] * GIB) == label)
     sizes = ((name, card["memory_gib"] * GIB) for name, card in cards.items())

@@ -149,9 +149,17 @@ def unknown(text: str) -> UnusableInput:
             expected="its own config.json or folder, or the known model that has its sizes",
             attempt=f"--model {near} if it has that model's sizes",
         )
-    alike = nearest(text, entries(), likeness=0.4) or sorted(entries())[:3]
+    alike = _alike(text)
+    these = f" ({', '.join(alike)}, ...)" if alike else ""
+    or_one = f", or --model {alike[0]} if that is meant" if alike else ""
     return UnusableInput(
         f"model {shown} has no known shape",
-        expected=f"a known model ({', '.join(alike)}, ...) or a config.json of the model",
-        attempt=f"the model's Hugging Face config.json as a second file, or --model {alike[0]} if that is meant",
+        expected=f"a known model{these} or a config.json of the model",
+        attempt=f"the model's Hugging Face config.json as a second file{or_one}",
     )
+
+
+def _alike(text: str) -> list[str]:
+    """Return the known models with a name much like that in `text`; none for a model of another family."""
+    words = next(_names_in(text), ())
+    return nearest("-".join(word for word in words if not _is_neutral(word)), entries())

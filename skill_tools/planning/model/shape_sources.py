@@ -21,6 +21,7 @@ from skill_tools.planning.model import known_models, local_models
 from skill_tools.started import COMMAND
 
 _WORD = re.compile(r"[A-Za-z][\w./-]{5,}\d[\w./-]*")  # long enough for a model's name, with a digit in it
+_SIZE = re.compile(r"(?<![A-Za-z0-9])\d+(?:\.\d+)?[bB](?![A-Za-z0-9])")  # of a model's name: 30b, 1.5B
 _JSON_BYTES = 4 << 20
 _TEXT_ALONE = f", the shape of its text decoder; {COMMAND} trace counts the whole model"
 _HYBRID = ("linear_num_key_heads", "mamba_num_heads", "ssm_state_size", "state_size", "layer_types_linear")
@@ -94,10 +95,25 @@ def _is_models_name(name: str | None) -> bool:
 
 
 def _only_model_named(config: Config) -> str | None:
-    """Return the known model that the input's text names outside of comments, if it names exactly one."""
+    """Return the known model that the input's text names outside of comments, if it names exactly one.
+
+    Beside a name of another model's size it may be an encoder, a teacher or a processor.
+    """
     lines = (line.split("#")[0] for text in config.sources.values() for line in text.splitlines())
-    named = {known_models.find(word) for line in lines for word in _WORD.findall(line)} - {None}
-    return named.pop() if len(named) == 1 else None
+    words = {word for line in lines for word in _WORD.findall(line)}
+    named = {known_models.find(word) for word in words} - {None}
+    if len(named) != 1 or any(map(_is_another, words)):
+        return None
+    return named.pop()
+
+
+def _is_another(word: str) -> bool:
+    """Return whether `word` has a model's size and is, and contains, no known model's name."""
+    return (
+        _SIZE.search(word) is not None
+        and known_models.find(word) is None
+        and known_models.similar(word) is None
+    )
 
 
 def _unknown(config: Config) -> UnusableInput:

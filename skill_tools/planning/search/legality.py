@@ -19,6 +19,8 @@ from skill_tools.rules.lint import lint
 from skill_tools.rules.versions import Standing, resolve, standing
 
 _PLAN = Place("<plan>", 1, 1)
+_OFF = (None, False, 0, "none")
+_WRONG = "wrong-numerics"  # the effect that no run shows by itself
 
 
 class RuledOut(NamedTuple):
@@ -125,19 +127,14 @@ class Judge:
         own = frozenset[str]().union(*map(_carrying_out, candidate.mechanisms))
         if not own:
             return LEGAL
+        own |= _switched_on(candidate.settings)
         laid = with_settings(self._config, candidate.settings)
         linted = lint(laid, about=own, versions=self._versions)
         serious = _serious(laid.dialects().union(laid.shares))
         about = [finding for finding in linted.findings if own & set(finding.observed)]
         return Legality(
             tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
-            # An error of releases that nobody states is one to watch too.
-            tuple(
-                _line(finding)
-                for finding in about
-                if finding.severity is Severity.WARNING
-                or (finding.severity is Severity.INFO and finding.depends_on and finding.rule in serious)
-            ),
+            tuple(_line(finding) for finding in about if _is_to_watch(finding, serious)),
             tuple(
                 Condition(each.rule, each.title, each.missing)
                 for each in linted.undecided
@@ -152,10 +149,27 @@ def _carrying_out(mechanism: str) -> frozenset[str]:
     return frozenset(key.name for key in load_keys().values() if key.planned == mechanism)
 
 
+def _switched_on(settings: Mapping[str, object]) -> frozenset[str]:
+    """Return the keys of `settings` that switch on some offload: that of parameters brings the optimizer's."""
+    keys = load_keys()
+    return frozenset(
+        key for key, value in settings.items() if key in keys and keys[key].planned and value not in _OFF
+    )
+
+
 @knowledge.derived
 def _serious(dialects: frozenset[str]) -> frozenset[str]:
     """Return the rules about `dialects` that exclude a candidate if they hold."""
     return frozenset(rule.id for rule in rules_about(dialects) if rule.severity is Severity.ERROR)
+
+
+def _is_to_watch(finding: Finding, serious: frozenset[str]) -> bool:
+    """Return whether a plan's reader has to know of `finding`: an error of releases that nobody states is one too."""
+    return (
+        finding.severity is Severity.WARNING
+        or (finding.severity is Severity.INFO and bool(finding.depends_on) and finding.rule in serious)
+        or (finding.severity is Severity.INFO and finding.effect == _WRONG)
+    )
 
 
 def _line(finding: Finding) -> RuledOut:

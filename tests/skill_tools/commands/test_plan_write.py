@@ -89,6 +89,44 @@ def test_comments_stay(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == text.replace(": true  # why", ": false  # why")
 
 
+LAUNCH = """\
+#!/bin/bash
+#SBATCH --gpus 8
+
+torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 36 --hidden-size 4096 --ffn-hidden-size 12288 \\
+  --num-attention-heads 32 --vocab-size 151936 --seq-length 4096 --max-position-embeddings 4096 \\
+  --micro-batch-size 1 --global-batch-size 8 --swiglu --bf16 --use-distributed-optimizer \\
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+"""
+
+
+def test_a_variable_is_exported_below_the_head_of_the_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(LAUNCH, encoding="utf-8")
+    machine = ("--gpu", "a100", "--gpu-memory", "56GiB", "--host-memory", "1TB")
+    assert main(["plan", str(path), *machine, "--write"]) == 0
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[1] == "#SBATCH --gpus 8"
+    assert lines[3].startswith("export OMP_NUM_THREADS=")
+    assert "--optimizer-cpu-offload" in path.read_text(encoding="utf-8")
+    path.write_text(LAUNCH.replace("torchrun", "OMP_NUM_THREADS=1 torchrun"), encoding="utf-8")
+    assert main(["plan", str(path), *machine, "--write"]) == 2
+    assert "where no line sets what is exported: export OMP_NUM_THREADS" in capsys.readouterr().err
+
+
+def test_what_a_mechanism_brings_along_is_watched_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The offload of parameters brings the optimizer's, and the faults of that one."""
+    run = written(tmp_path, SECTION.replace('"stage": 2', '"stage": 3'))
+    assert main(["plan", run, "--gpu", "rtx4090", "--gpus", "8", "--host-memory", "512GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "parameters and optimizer on the CPU" in out
+    assert "[ds-z3-stream-race]" in out
+
+
 SCRIPT = """\
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

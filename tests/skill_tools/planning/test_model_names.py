@@ -143,6 +143,23 @@ def test_a_name_that_is_not_known_is_not_replaced_by_another_in_the_text() -> No
         shape_sources.shape_of(config, model=None, config_json=None)
 
 
+def test_an_encoder_beside_an_unknown_model_is_not_planned() -> None:
+    options = (
+        "--model_paths Robbyant/lingbot-video-moe-30b:transformer --processor_path Qwen/Qwen3-VL-4B-Instruct:"
+    )
+    config = Config(
+        "accelerate", {}, complete=True, sources={"run.sh": f"accelerate launch train.py {options}"}
+    )
+    with pytest.raises(UnusableInput, match="names no model"):
+        shape_sources.shape_of(config, model=None, config_json=None)
+
+
+@pytest.mark.parametrize(("name", "alike"), [("zai-org/GLM-4.6", "glm-4.5"), ("FLUX.1-dev", None)])
+def test_a_name_like_no_known_one_is_told_none(name: str, alike: str | None) -> None:
+    attempt = known_models.unknown(name).attempt
+    assert attempt.endswith(f"--model {alike} if that is meant" if alike else "as a second file")
+
+
 def test_plan_takes_a_models_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folder(tmp_path / "model")), "--gpu", "4090"]) == 0
     assert "(3.1e6 parameters)" in capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 
 from skill_tools.__main__ import main
 from skill_tools.planning.cost import machine, unnamed_gpu
-from skill_tools.units import GIB
+from skill_tools.units import GB, GIB
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ def test_a_capacity_means_the_cards_that_are_sold_with_it(
     assert among <= set(found.stands_for)
     assert not not_among & set(found.stands_for)
     assert found.name in found.stands_for
+
+
+@pytest.mark.parametrize(("label", "card", "larger"), [(24, "rtx4090", "l40s"), (80, "h100", "h200")])
+def test_a_budget_in_gb_means_the_cards_of_that_label(label: int, card: str, larger: str) -> None:
+    found = unnamed_gpu.standing_for(label * GB, is_capacity=False, ranks_on_node=1)
+    assert card in found.stands_for
+    assert larger not in found.stands_for
 
 
 def test_a_budget_that_is_no_cards_size_may_be_a_part_of_a_larger_one() -> None:
