@@ -56,7 +56,8 @@ from skill_tools.started import COMMAND
 from skill_tools.units import GIB, gib
 
 _SAMPLE = 1 << 16
-_LEAST_OF_A_HOST = 4 * GIB  # a prediction below it fills no machine that trains
+_USUAL_HOST = 32 * GIB  # of a small machine that trains, if the log names none
+_LEAST_OF_A_HOST = 1 / 2  # a prediction of less did not fill it
 _LESS = 0.9  # of the host memory that a killed run needs by prediction
 _DATA = frozenset((".json", ".yaml", ".yml", ".toml"))
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
@@ -337,7 +338,8 @@ def _plan(args: argparse.Namespace, found: Diagnosis) -> tuple[Plan | None, str,
             plan, about = _plan_within(args, found, found.gpu_bytes, predicted)
             return plan, f"{note}{about}", ""
         if found.host_ran_out and found.out_of_memory is None:
-            if 0 < predicted.memory.host_bytes_per_node < _LEAST_OF_A_HOST:
+            least = _LEAST_OF_A_HOST * min(found.host_bytes or _USUAL_HOST, _USUAL_HOST)
+            if 0 < predicted.memory.host_bytes_per_node < least:
                 return None, "", memory_owners.small(predicted.memory.host_bytes_per_node)
             if others := _others(found, predicted):
                 return None, "", others

@@ -62,6 +62,12 @@ def _lines(dialect: str, settings: Mapping[str, object], config: Config | None) 
     return ", ".join(told)
 
 
+def written_settings(dialect: str, wanted: Mapping[str, object], config: Config | None) -> tuple[str, ...]:
+    """Return the canonical keys of `wanted` with their values, each as `dialect` writes it."""
+    spelled = registry.named(dialect).spelled(wanted, config)
+    return tuple(spell(dialect, written, value) for written, value in spelled.items())
+
+
 def dialects_of(config: Config | None, framework: str, seen: Iterable[str]) -> tuple[str, ...]:
     """Return the dialects of a user's settings: the configuration's, or those with code in the log."""
     if config is not None:

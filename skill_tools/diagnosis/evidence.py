@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from skill_tools.configs.config import Config
 from skill_tools.diagnosis.builds import BuildError
+from skill_tools.diagnosis.changes import written_settings
 from skill_tools.diagnosis.failures import Failure, Frame
 from skill_tools.diagnosis.fixes import Shown
 from skill_tools.diagnosis.known_errors import KnownError
@@ -115,9 +116,10 @@ def of_finding(finding: Finding) -> Conclusion:
     return Conclusion(f"{finding.title} ({finding.place}){reason(finding.why)}", finding.rule, lines[:SHOWN])
 
 
-def of_rule(rule: Rule) -> Conclusion:
+def of_rule(rule: Rule, evidence: Evidence) -> Conclusion:
     """Return the conclusion of a rule with its text in the log."""
-    set_ = tuple(f"{key}: {value}" for key, value in rule.fix.set.items())
+    about = [name for name in evidence.dialects if name in rule.dialects] or sorted(rule.dialects)
+    set_ = written_settings(about[0], rule.fix.set, evidence.config)
     lines = rule.fix.options or _with_release(set_, rule.next)
     return Conclusion(f"{rule.title}{reason(rule.why)}", rule.id, lines[:SHOWN])
 

@@ -340,8 +340,8 @@ def _raised(body: str, current: _Open | None) -> str | None:
 
 def _failure(log: Log, rank: str, at: int, error: str, body: str, current: _Open | None) -> Failure:
     frames = tuple(current.frames) if current else ()
-    following = log.text.find(_TRACEBACK, at, at + _TAIL)
-    end = following if following >= 0 else min(at + _TAIL, len(log.text))
+    following = [log.text.find(each, at, at + _TAIL) for each in (_TRACEBACK, _IGNORED)]
+    end = min([each for each in following if each >= 0], default=min(at + _TAIL, len(log.text)))
     ignored = current is not None and current.ignored
     return Failure(
         rank=rank,

@@ -86,7 +86,7 @@ def _joined(name: str, chunks: list[tuple[bytes, int]], decoder: codecs.Incremen
     for chunk, left_out in chunks:
         if left_out:
             cuts.append((length, left_out))
-        plain = _COLOURS.sub("", decoder.decode(chunk))
+        plain = _COLOURS.sub("", decoder.decode(chunk)).replace("\r\n", "\n")
         text.write(plain)
         length += len(plain)
     text.write(decoder.decode(b"", final=True))

@@ -84,10 +84,9 @@ def kinds(texts: Sequence[tuple[str, str]]) -> Mapping[str, str]:
         f"{file}:{number}": line for file, text in texts for number, line in enumerate(text.splitlines(), 1)
     }
     for option in of_offloads(texts):
-        line = lines.get(option.place, "")
-        named = kind(option.name) or (
-            "" if line.count(" --") > 1 else kind(line)
-        )  # a command's words are of others
+        # A flag's line is a command with words about all else: `train.py --offload`.
+        beside = option.value if option.name.startswith(_HYPHEN) else lines.get(option.place, "")
+        named = kind(option.name) or kind(beside)
         if named:
             shown.setdefault(named, f"{option.name} ({option.place})")
     return shown

@@ -213,7 +213,7 @@ def switched_off(offload: Offload, config: Config | None) -> str:
     if setting is None or config is None or not _is_a_switch(setting.value):
         return offload.without
     last = setting.key.rpartition(".")[2]
-    if "." in setting.key and (setting.written == last or last not in setting.written.replace("-", "_")):
+    if "." in setting.key and last not in setting.written.replace("-", "_"):
         return offload.without  # it comes with a file or a strategy that the trainer has by name
     if setting.written.startswith("--") and isinstance(setting.value, bool):
         return f"without {setting.written}"

@@ -210,7 +210,7 @@ def of_text(rule: Rule, evidence: Evidence) -> Conclusion:
 
     The text says that an offload is on; where the run's files switch it off, its option counts as set all the same.
     """
-    conclusion, failure = of_rule(rule), evidence.failure
+    conclusion, failure = of_rule(rule, evidence), evidence.failure
     if failure is None or any(finding.rule == rule.id for finding in evidence.findings):
         return conclusion
     kind = options.kind(failure.text)

@@ -312,8 +312,11 @@ def _write_named(draft: Draft, named: Setting, folders: Sequence[Path]) -> None:
     inline = named.value if isinstance(named.value, dict) else _json(named.value)
     found = None if preset or inline is not None else find(str(named.value), folders)
     if preset:
+        written = (
+            f"{named.value} of {named.written}"  # no setting of the preset's stands in a file of the user's
+        )
         for name, value in preset.items():
-            draft.set_key(name, value, name.rpartition(".")[2], named.place)
+            draft.set_key(name, value, written, named.place)
     elif inline is not None:
         _write_inline(draft, named, inline)
     elif found is None and named.key == "swift.deepspeed" and not _is_path(str(named.value)):

@@ -120,6 +120,12 @@ def test_what_a_destructor_raises_is_ignored() -> None:
     assert found.text == "ValueError: end"
 
 
+def test_the_text_of_an_exception_ends_at_what_a_destructor_raises() -> None:
+    found = ending(raised("ImportError: a.so") + "Exception ignored in: <A.__del__>\nAttributeError: gone\n")
+    assert found is not None
+    assert found.end == len(raised("ImportError: a.so"))
+
+
 def test_a_chain_is_one_failure_with_its_first_cause_inside() -> None:
     chain = "\nThe above exception was the direct cause of the following exception:\n\n"
     text = raised("OSError: first") + chain + raised("RuntimeError: last")

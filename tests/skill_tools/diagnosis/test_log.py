@@ -24,6 +24,11 @@ def test_colours_and_bars_are_no_text(tmp_path: Path) -> None:
     assert log.context(log.text.index("ValueError")) == "ValueError: behind a bar"
 
 
+def test_a_log_of_windows_has_the_same_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_bytes(b"> train.py --offload\r\nValueError: x\r\n")
+    assert read_log(str(tmp_path / "train.log")).text == "> train.py --offload\nValueError: x\n"
+
+
 def test_the_first_failure_in_the_middle_of_a_long_log_is_kept_with_its_line(tmp_path: Path) -> None:
     before, after = 5 * MIB // len(LINE), 9 * MIB // len(LINE)
     path = tmp_path / "train.log"

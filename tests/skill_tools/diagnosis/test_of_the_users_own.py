@@ -520,3 +520,30 @@ def test_memory_that_an_evaluation_lacks_is_no_matter_of_a_training_plan(
     assert "nothing fits" in answer(
         capsys, log.replace("evaluation_loop", "training_step"), {"train.py": script}
     )
+
+
+def test_a_preset_is_named_as_the_user_wrote_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log = "{'loss': 2.0}\nE1130 elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 3\n"
+    told = answer(capsys, log, {"run.sh": "swift sft --model Qwen/Qwen2.5-7B --deepspeed zero3_offload\n"})
+    assert "(zero3_offload of --deepspeed (run.sh:1))" in told
+    assert "device:" not in told
+
+
+def test_a_setting_of_torchtune_is_switched_off_as_its_files_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = (
+        "model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\noptimizer: {_component_: torch.optim.AdamW}\n"
+        "enable_activation_offloading: true\nfsdp_cpu_offload: true\nbatch_size: 2\n"
+    )
+    clipping = f'{TRACE}  File "{PYTHON}/torch/nn/utils/clip_grad.py", line 100, in clip_grad_norm_\n'
+    for error, change in (
+        ("CUDA error: out of memory", "enable_activation_offloading: false"),
+        ("No backend type associated with device type cpu", "\n  clip_grad_norm: null\n"),
+    ):
+        assert change in answer(capsys, f"{clipping}RuntimeError: {error}\n", {"run.yaml": run})
+
+
+def test_a_shell_of_another_locale_says_that_a_process_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    told = answer(capsys, "{'loss': 2.0}\nrun.sh: 行 12: 4711 已杀死               torchrun t.py\n", {})
+    assert "a process was killed (SIGKILL)" in told

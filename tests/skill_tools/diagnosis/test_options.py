@@ -27,6 +27,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 ha
         ("python t.py --offload-hidden-states", "activation"),
         ("weight_offload = 1", "params"),
         ("python t.py --num-offload-blocks 12", "block-swap"),
+        ("python t.py --model m --offload optimizer", "optimizer"),
     ],
 )
 def test_a_name_or_its_line_says_what_is_offloaded(text: str, kind: str) -> None:
@@ -40,6 +41,7 @@ def test_a_name_or_its_line_says_what_is_offloaded(text: str, kind: str) -> None
         "optim_offload: 0.0",
         "# optimizer_offload: true",
         "def offload_optimizer(device):",
+        "torchrun train.py --model policy --offload",  # it does not say of what
     ],
 )
 def test_what_is_off_or_no_option_shows_nothing(text: str) -> None:
