@@ -80,6 +80,10 @@ _GAP = 6000  # characters between two frames of one traceback, others' lines amo
 _LONGEST = 4000  # characters of a line that are looked at
 _STEPS_OF_OTHERS = 3  # of others after an exception, as long as they need not wait for the failing rank
 _TAIL = 1200  # characters after an exception's first line that may belong to its text
+_LISTED = re.compile(
+    r"\d+ validation errors? for \S+$"
+)  # pydantic's, which says in the next lines what is wrong
+_OF_A_LIST = 2  # lines of it that are read
 # The exceptions of the other ranks, the launcher and the garbage collector once a run has failed.
 _AFTERMATH = re.compile(
     r"ChildFailedError|ActorDiedError|RayActorError|SignalException|KeyboardInterrupt|SystemExit|BrokenPipeError|ConnectionResetError"
@@ -349,7 +353,20 @@ def _failure(log: Log, rank: str, at: int, error: str, body: str, current: _Open
         raised_at=at,
         end=max(end, at + len(body)),
         error=error,
-        text=body.strip(),
+        text=_first_words(log.text, at, body),
         frames=frames,
         is_aftermath=ignored or _AFTERMATH.search(body) is not None,
     )
+
+
+def _first_words(text: str, at: int, body: str) -> str:
+    """Return the first line of the exception at `at`; of a list of errors the first one too."""
+    if not _LISTED.search(body):
+        return body.strip()
+    said, end = [body.strip()], text.find("\n", at)
+    for _ in range(_OF_A_LIST):
+        start, end = end + 1, text.find("\n", end + 1)
+        if start <= 0 or end < 0:
+            break
+        said.append(writer(text, start, end)[1].strip())
+    return ": ".join(said)

@@ -3,20 +3,26 @@
 
 `get_peft_model`, `add_adapter` and a trainer's `peft_config` add adapters (peft); so does Unsloth's
 `FastLanguageModel.get_peft_model`, whose `from_pretrained` loads 4 bits unless it is told otherwise (unsloth 2024.8 to
-2026.10). A call under an `if` counts where constants of the file decide the condition; else it stays open. Apart
-because only a plan needs it.
+2026.10). A call under an `if` counts where constants of the file, or the arguments of its launch, decide the condition;
+else it stays open. Apart because only a plan needs it.
 """
 
 import ast
+import itertools
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from skill_tools.configs.config import Config, Place
 from skill_tools.configs.python.syntax import last_name
-from skill_tools.configs.source import Source
+from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.base import Question
+from skill_tools.dialects.transformers.given_arguments import Arguments
+from skill_tools.dialects.transformers.launch import Launch, program_of, started
 from skill_tools.errors import UnusableInput
 
 # Bytes of a base's weight by its bits; NF4's with a byte-sized scale for 64 weights, double-quantized or not.
@@ -38,7 +44,7 @@ class Added(NamedTuple):
     """The additions of a script: an unreadable `condition` decides them; it is empty if they are certain.
 
     `bits` are those of a weight of the base. `rank` is None if computed. `recomputes`, `offloads_inputs` and
-    `sequence_len` are None without a setting of Unsloth's.
+    `sequence_len` are None without a setting of Unsloth's. `asked_for`: the launch has an option called after adapters.
     """
 
     place: Place
@@ -48,6 +54,12 @@ class Added(NamedTuple):
     recomputes: bool | None = None
     offloads_inputs: bool | None = None
     sequence_len: int | None = None
+    asked_for: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether a plan counts them, if nobody says otherwise."""
+        return self.asked_for or not self.condition
 
     @property
     def is_unsloths(self) -> bool:
@@ -56,19 +68,43 @@ class Added(NamedTuple):
 
 
 def added(config: Config) -> Added | None:
-    """Return the additions of the input's Python scripts to the model; None without any."""
-    scripts = ((name, text) for name, text in config.sources.items() if name.endswith(".py"))
-    return next(filter(None, (_in_script(name, text) for name, text in scripts)), None)
+    """Return the additions to the model of the input's Python scripts, and of the programs that it launches."""
+    return next(filter(None, itertools.starmap(_in_file, config.sources.items())), None)
 
 
 @lru_cache(maxsize=8)
-def _in_script(name: str, text: str) -> Added | None:
-    if not any(word in text for word in _WORDS):
+def _in_file(name: str, text: str) -> Added | None:
+    source = Source(name, text, Path(name).parent)
+    with suppress(UnusableInput):  # no Python, or no commands
+        if name.endswith(".py"):
+            return _in_script(source)
+        if source.kind is Kind.SHELL:
+            return next(filter(None, (_by_launch(each, source) for each in started(source)[-1:])), None)
+    return None
+
+
+def _in_script(source: Source, given: Arguments | None = None) -> Added | None:
+    return _Script(source, given).added() if any(word in source.text for word in _WORDS) else None
+
+
+def _by_launch(launch: Launch, script: Source) -> Added | None:
+    """Return the additions of the program that `launch` starts; open ones if only its arguments speak of them."""
+    if launch.trainer is not None:  # TRL's own command, whose arguments are known
         return None
-    try:
-        return _Script(Source(name, text)).added()
-    except UnusableInput:  # no Python
-        return None
+    given, program = Arguments.of(launch, script), program_of(launch, script)
+    found = _in_script(program, given) if program is not None else None
+    if found is not None and not found.condition:
+        return found
+    option = given.adapters()
+    if option is None:
+        return found
+    return Added(
+        option.place,
+        f"{launch.program.text} does so by --{option.name}",
+        given.rank() or (found and found.rank),
+        given.bits(),
+        asked_for=True,
+    )
 
 
 def question(config: Config) -> Question | None:
@@ -83,17 +119,19 @@ def question(config: Config) -> Question | None:
     }
     if found.rank is not None:
         adapted["lora_r"] = found.rank
-    return Question(
-        f"{found.place} adds adapters only if {found.condition}",
-        {"with adapters (--overrides use_peft=true)": adapted, "without adapters": {"use_peft": False}},
-    )
+    answers: list[tuple[str, dict[str, object]]] = [
+        ("with adapters (--overrides use_peft=true)", adapted),
+        ("without adapters", {"use_peft": False}),
+    ]
+    text = f"{found.place} adds adapters only if {found.condition}"
+    return Question(text, dict(reversed(answers) if found.asked_for else answers))
 
 
 class _Script:
     """One script, parsed, with the parents of its nodes and the names that are one constant."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, given: Arguments | None = None) -> None:
+        self._source, self._arguments = source, given
         self._parents = {
             child: node for node in ast.walk(source.module) for child in ast.iter_child_nodes(node)
         }
@@ -147,8 +185,8 @@ class _Script:
             found.append(f"{_shown(node)} makes any")
         inner: ast.AST = node
         while (outer := self._parents.get(inner)) is not None:
-            if isinstance(outer, ast.If) and inner is not outer.test:
-                wanted = inner in outer.body
+            if isinstance(outer, ast.If | ast.IfExp) and inner is not outer.test:
+                wanted = inner is outer.body if isinstance(outer, ast.IfExp) else inner in outer.body
                 decided = self._decide(outer.test)
                 if decided is not None and decided is not wanted:
                     return None
@@ -158,22 +196,36 @@ class _Script:
         return found
 
     def _decide(self, test: ast.expr) -> bool | None:
-        """Return a condition's value by the file's constants alone; None where they do not decide it."""
-        match test:
-            case ast.Constant(value=value):
-                return bool(value)
+        """Return a condition's value by the file's constants and the launch's arguments; None if they say nothing."""
+        value = self._known(test)
+        return None if value is UNREADABLE else bool(value)
+
+    def _known(self, node: ast.expr) -> object:
+        """Return the value of an expression, or `UNREADABLE`."""
+        match node:
+            case ast.Constant():
+                return node.value
             case ast.Name(id=name) if name in self._constants:
-                return bool(self._constants[name])
+                return self._constants[name]
+            case ast.Name(id=name) | ast.Attribute(attr=name) if self._arguments is not None:
+                return self._arguments.value(name, self._source.module)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 decided = self._decide(operand)
-                return None if decided is None else not decided
+                return UNREADABLE if decided is None else not decided
             case ast.BoolOp(op=op, values=values):
                 every = [self._decide(value) for value in values]
                 stops = isinstance(op, ast.Or)
                 if stops in every:
                     return stops
-                return None if None in every else not stops
-        return None
+                return UNREADABLE if None in every else not stops
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+                sides = self._known(left), self._known(right)
+                return UNREADABLE if UNREADABLE in sides else sides[0] == sides[1]
+            case ast.Compare(left=left, ops=[ast.In()], comparators=[ast.List() | ast.Tuple() as right]):
+                among = [self._known(each) for each in right.elts]
+                sought = self._known(left)
+                return UNREADABLE if UNREADABLE in (sought, *among) else sought in among
+        return UNREADABLE
 
     def _single_constants(self) -> Iterator[tuple[str, object]]:
         """Yield the names that are bound once, to a literal."""
@@ -229,13 +281,10 @@ class _Script:
         return [node for node in nodes if isinstance(node, ast.Call) and last_name(node.func) in names]
 
     def _given(self, call: ast.Call, name: str, otherwise: object) -> object:
-        """Return the constant argument `name` of `call`; None if computed."""
+        """Return the known argument `name` of `call`; None if computed."""
         value = next((item.value for item in call.keywords if item.arg == name), None)
-        if value is None:
-            return otherwise
-        if isinstance(value, ast.Name):
-            return self._constants.get(value.id)
-        return value.value if isinstance(value, ast.Constant) else None
+        known = otherwise if value is None else self._known(value)
+        return None if known is UNREADABLE else known
 
 
 def _is_unsloths(call: ast.Call) -> bool:

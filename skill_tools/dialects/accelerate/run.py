@@ -131,9 +131,10 @@ def _micro_batches(config: Config) -> int:
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     rank, by_script = fields.count(config, "lora_rank"), python_adapters.added(config)
-    if rank is None and by_script is not None and not by_script.condition:
+    if rank is None and by_script is not None and by_script.counts:
         rank = by_script.rank or _RANK
-        assumptions.append(Assumption(f"rank-{rank} adapters, which {by_script.place} adds"))
+        only = f", if {by_script.condition}" if by_script.condition else ""
+        assumptions.append(Assumption(f"rank-{rank} adapters, which {by_script.place} adds{only}"))
     if rank is None:
         assumptions.append(
             Assumption("every weight is trained; --overrides lora_rank=N for adapters", About.TRAINED_WEIGHTS)

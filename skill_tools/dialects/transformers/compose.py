@@ -36,6 +36,7 @@ from skill_tools.dialects.transformers.launch import (
     holds_more,
     launches,
     names_recipe,
+    passes_on,
     recipes,
     started,
     started_ranks,
@@ -46,7 +47,6 @@ from skill_tools.errors import UnusableInput
 _OVERRIDES = "<overrides>"
 _OFFLOAD = "offload"
 _OF_THE_PARSER = frozenset({RECIPE, "env"})
-_PASSED_ON = ("$@", "$*", "${@")  # a script's own arguments, perhaps more options
 
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
@@ -174,7 +174,7 @@ def _write_launch(draft: Draft, source: Source, folders: Sequence[Path], *, has_
         draft.take(recipe)
         parser = Parser.ARGPARSE if names_recipe(launch) else Parser.CALL
         _write_recipe(draft, single_document(recipe, draft=draft), recipe.name, parser)
-    if any(more in source.text for more in _PASSED_ON):
+    if passes_on(source):
         draft.may_be_set()
     _write_options(draft, launch.words, source.name)
     _leave_out_own(draft, source)

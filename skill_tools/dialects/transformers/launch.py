@@ -46,6 +46,7 @@ _FILLS_TRAINERS = r"\b(HfArgumentParser|TrlParser|H4ArgumentParser)\("
 _FIELD = r"^[ \t]+(\w+)[ \t]*:[^=\n]+="
 _A_NODE = ("nproc_per_node", "num_gpus")
 _NODES = ("nnodes", "num_nodes")
+_PASSED_ON = ("$@", "$*", "${@")
 RECIPE = "config"  # TrlParser's option for a recipe
 _SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -128,11 +129,16 @@ def _programs(source: Source) -> list[str]:
     """
     if ".py" not in source.text:
         return []
-    folders = [source.folder, source.folder / ".."] if source.folder else []
     with suppress(UnusableInput):
-        programs = [find(each.program.text, folders) for each in started(source) if each.program.resolved]
+        programs = [program_of(each, source) for each in started(source)]
         return [program.text for program in programs if program is not None]
     return []
+
+
+def program_of(launch: Launch, source: Source) -> Source | None:
+    """Return the program that a launch in `source` starts, if its name is read and it is here."""
+    folders = [source.folder, source.folder / ".."] if source.folder else []
+    return find(launch.program.text, folders) if launch.program.resolved else None
 
 
 def names_recipe(launch: Launch) -> bool:
@@ -211,6 +217,11 @@ def holds_more(words: Sequence[Argument]) -> bool:
             return True
         after_option = word.text.startswith("--") and "=" not in word.text
     return False
+
+
+def passes_on(script: Source) -> bool:
+    """Return whether a script hands on its own arguments, perhaps more options."""
+    return any(more in script.text for more in _PASSED_ON)
 
 
 def _launch(command: Command) -> Launch | None:

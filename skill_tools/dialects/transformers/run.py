@@ -163,7 +163,7 @@ def _length(config: Config, assumptions: list[Assumption]) -> int:
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     stated, by_script = fields.flag(config, "use_peft"), python_adapters.added(config)
-    if stated is None and by_script is not None and not by_script.condition:
+    if stated is None and by_script is not None and by_script.counts:
         rank, base = by_script.rank or _RANK, python_adapters.BASE_BYTES[by_script.bits]
         where = f", which {by_script.place} adds"
     elif stated or four or eight:

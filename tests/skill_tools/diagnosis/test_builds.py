@@ -34,6 +34,7 @@ def test_the_facts_are_what_their_schemas_say(name: str) -> None:
         ("t.h:12:10: erreur fatale : Python.h : Aucun fichier ou dossier", "Python's headers"),
         ("/usr/bin/ld: cannot find -lcurand: No such file or directory", "libcurand of the CUDA toolkit"),
         ("/bin/sh: 1: /usr/local/cuda/bin/nvcc: not found", "no nvcc"),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_120'", "does not know compute_120"),
         ("gcc: fatal error: Killed signal terminated program cc1plus", "the host's memory ran out"),
         (
             "h.h:139:2: error: #error -- unsupported GNU version! gcc versions later than 12",

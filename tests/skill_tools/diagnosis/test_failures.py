@@ -126,6 +126,15 @@ def test_the_text_of_an_exception_ends_at_what_a_destructor_raises() -> None:
     assert found.end == len(raised("ImportError: a.so"))
 
 
+def test_a_list_of_errors_is_told_with_its_first() -> None:
+    text = raised(
+        "pydantic_core.ValidationError: 1 validation error for Cfg\nadapter\n  Value error, no adapter"
+    )
+    found = ending(f"{text}other\n")
+    assert found is not None
+    assert found.text.endswith("1 validation error for Cfg: adapter: Value error, no adapter")
+
+
 def test_a_chain_is_one_failure_with_its_first_cause_inside() -> None:
     chain = "\nThe above exception was the direct cause of the following exception:\n\n"
     text = raised("OSError: first") + chain + raised("RuntimeError: last")

@@ -90,6 +90,58 @@ def test_what_is_said_needs_no_question() -> None:
     assert asked.text == "train.py:2:13 adds adapters only if args.lora"
 
 
+PROGRAM = """\
+from dataclasses import dataclass, field
+@dataclass
+class Arguments(TrainingArguments):
+    lora_enable: bool = False
+    bits: int = field(default=16)
+parser.add_argument("--plain", action="store_true")
+load = BitsAndBytesConfig(load_in_4bit=True) if args.bits in [4] and not args.plain else None
+if args.lora_enable:
+    model = get_peft_model(model, LoraConfig(r=args.lora_r))
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", None),
+        ("--bits 4", None),
+        ("--lora_enable True --lora_r 64", ("", 64, 16)),
+        ("--lora_enable --lora_r 64 --bits 4", ("", 64, 4)),
+        ("--lora_enable --lora_r 64 --bits 4 --plain", ("", 64, 16)),
+        ('--bits 4 "$@"', ("args.lora_enable", None, 16)),
+        ("--lora_enable $1 --lora_r 8", ("args.lora_enable", 8, 16)),
+    ],
+)
+def test_a_programs_arguments_decide_what_it_adds(
+    tmp_path: Path, options: str, expected: tuple[str, int | None, int] | None
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM, encoding="utf-8")
+    sources = {str(tmp_path / "run.sh"): f"torchrun train.py --bf16 true {options}\n"}
+    found = added(Config("transformers", {}, complete=True, sources=sources))
+    assert (found and (found.condition, found.rank, found.bits)) == expected
+
+
+def test_an_option_called_after_adapters_is_counted_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = (
+        "torchrun train.py --model_name_or_path Qwen/Qwen3-8B --output_dir out --bf16 true "
+        "--per_device_train_batch_size 1 --gradient_checkpointing true --use_peft_lora {} --lora_r 8\n"
+    )
+    (tmp_path / "run.sh").write_text(launch.format("True"), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "run.sh"), "--gpu", "4090"]) == 0
+    out = capsys.readouterr().out
+    assert "adds adapters only if train.py does so by --use_peft_lora, which cannot be read here" in out
+    assert "the rest is for the run with adapters" in out
+    assert "\nfits as it is" in out
+    (tmp_path / "run.sh").write_text(launch.format("False"), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "run.sh"), "--gpu", "4090"]) == 2
+    assert "adapters only if" not in capsys.readouterr().out
+
+
 SCRIPT = """\
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
