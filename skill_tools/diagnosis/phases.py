@@ -17,6 +17,9 @@ _SAVING = re.compile(
     r"(?i)\bsaving (?:model |full |the )?(?:checkpoint|state|optimizer)|\bsaved? (?:model|checkpoint|optim)"
     r"|\bmerging (?:[\w ]{1,24} )?weights"
 )
+_SAVED = re.compile(
+    r"(?i)checkpoint (?:\S+ )?(?:is about to be |successfully |was )?(?:saved|created)|\bsaving \S*checkpoint"
+)
 _LOADING = re.compile(
     r"(?i)\bloading (?:distributed |the )?checkpoint (?!shards)|\bloading best model from"
     r"|\bresum(?:e|ing) (?:training )?from|\bload_checkpoint\b"
@@ -91,7 +94,7 @@ def resumed(log: Log, failure: Failure | None) -> bool:
 
 def saves(text: str) -> bool:
     """Return whether a text of a log speaks of a save."""
-    return _SAVING.search(text) is not None
+    return _SAVING.search(text) is not None or _SAVED.search(text) is not None
 
 
 def phase_of(log: Log, failure: Failure | None) -> Phase:

@@ -5,6 +5,7 @@ Its numbers may be wrong in silence, its steps slow, or it may stand still at it
 each is possible under an offload that the run shows, and comes with the way to see whether it is so.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from skill_tools.rules.versions import Standing, standing
 _MOST = 3  # faults without a sign in the log that an answer names
 _MOST_SLOW = 2
 _LONG_S = 15  # seconds of a step from which its speed is the likeliest complaint
+_DONE = re.compile(r"100%\||train_runtime|[Tt]raining (?:complete|finished|done)")
 _ANY = "any"  # of a cause that needs no offload
 _LAST = 600  # characters at a log's end in which its last line stands
 
@@ -89,6 +91,8 @@ def suspects(
     }
     if waits or (usual_step_s or 0) > _LONG_S:
         found = {Complaint.SPEED: found.pop(Complaint.SPEED), **found}
+    if found[Complaint.SAVED] and _DONE.search(log.text, max(0, len(log.text) - _LAST)):
+        found = {Complaint.SAVED: found.pop(Complaint.SAVED), **found}
     if found[Complaint.STILL] and usual_step_s is None:
         found[Complaint.SPEED] = ()
     if timed is not None and waits and found[Complaint.SPEED]:

@@ -547,3 +547,37 @@ def test_a_setting_of_torchtune_is_switched_off_as_its_files_have_it(
 def test_a_shell_of_another_locale_says_that_a_process_was_killed(capsys: pytest.CaptureFixture[str]) -> None:
     told = answer(capsys, "{'loss': 2.0}\nrun.sh: 行 12: 4711 已杀死               torchrun t.py\n", {})
     assert "a process was killed (SIGKILL)" in told
+
+
+def test_a_fault_of_a_trainer_is_none_of_a_run_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        f'{TRACE}  File "{PYTHON}/deepspeed/runtime/zero/stage3.py", line 20, in backward\n    loss.backward()\n'
+        f'  File "{PYTHON}/torch/utils/checkpoint.py", line 903, in check_recomputed_tensors_match\n'
+        "torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: Recomputed values for the following tensors "
+        "have different metadata than during the forward pass.\ntensor at position 4:\n"
+        "saved metadata: {'shape': torch.Size([3584])}\nrecomputed metadata: {'shape': torch.Size([0])}\n"
+    )
+    script = (
+        "from transformers import Trainer, TrainingArguments\nfrom peft import LoraConfig\n"
+        'args = TrainingArguments("out", deepspeed="zero3.json", gradient_checkpointing=True)\n'
+    )
+    files = {"zero3.json": '{"zero_optimization": {"stage": 3}}', "train.py": script}
+    told = answer(capsys, log, files)
+    assert "fault of trl" not in told
+    assert "gradient checkpointing in its reentrant form" in told
+    files["train.py"] = script.replace("import Trainer", "import AutoModel").replace(
+        "from peft", "from trl import SFTTrainer\nfrom peft"
+    )
+    assert "fault of trl" in answer(capsys, log, files)
+
+
+def test_a_finished_run_that_saved_shares_is_told_so_first(capsys: pytest.CaptureFixture[str]) -> None:
+    log = (
+        "{'loss': 1.2}\nCheckpoint successfully created at: Checkpoint(path=/home/u/checkpoint_000000)\n"
+        "100%|##########| 100/100 [10:52<00:00,  6.52s/it]\n"
+    )
+    Path("train.log").write_text(log, encoding="utf-8")
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 3}}', encoding="utf-8")
+    assert main(["diagnose", "train.log", "ds.json"]) == 0
+    told = capsys.readouterr().out
+    assert told.partition("look first at:")[0].endswith("if its saved files are empty or cannot be read, ")
