@@ -98,13 +98,8 @@ def _by_launch(launch: Launch, script: Source) -> Added | None:
     option = given.adapters()
     if option is None:
         return found
-    return Added(
-        option.place,
-        f"{launch.program.text} does so by --{option.name}",
-        given.rank() or (found and found.rank),
-        given.bits(),
-        asked_for=True,
-    )
+    condition = f"{launch.program.text} does so by --{option.name}"
+    return Added(option.place, condition, found and found.rank, given.bits(), asked_for=True)
 
 
 def question(config: Config) -> Question | None:

@@ -164,7 +164,8 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     stated, by_script = fields.flag(config, "use_peft"), python_adapters.added(config)
     if stated is None and by_script is not None and by_script.counts:
-        rank, base = by_script.rank or _RANK, python_adapters.BASE_BYTES[by_script.bits]
+        rank = by_script.rank or fields.count(config, "lora_r") or _RANK
+        base = python_adapters.BASE_BYTES[by_script.bits]
         where = f", which {by_script.place} adds"
     elif stated or four or eight:
         rank, where = fields.count(config, "lora_r") or (by_script and by_script.rank) or _RANK, ""

@@ -9,6 +9,7 @@ suggested.
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
@@ -97,23 +98,20 @@ def _is_models_name(name: str | None) -> bool:
 def _only_model_named(config: Config) -> str | None:
     """Return the known model that the input's text names outside of comments, if it names exactly one.
 
-    Beside a name of another model's size it may be an encoder, a teacher or a processor.
+    Beside a name of another size it may be an encoder, a teacher or a processor.
     """
     lines = (line.split("#")[0] for text in config.sources.values() for line in text.splitlines())
     words = {word for line in lines for word in _WORD.findall(line)}
-    named = {known_models.find(word) for word in words} - {None}
-    if len(named) != 1 or any(map(_is_another, words)):
-        return None
-    return named.pop()
-
-
-def _is_another(word: str) -> bool:
-    """Return whether `word` has a model's size and is, and contains, no known model's name."""
+    known = {word: name for word in words if (name := known_models.find(word)) is not None}
     return (
-        _SIZE.search(word) is not None
-        and known_models.find(word) is None
-        and known_models.similar(word) is None
+        next(iter(known.values()))
+        if len(set(known.values())) == 1 and _sizes(words) <= _sizes(known)
+        else None
     )
+
+
+def _sizes(words: Iterable[str]) -> set[str]:
+    return {size.lower() for word in words for size in _SIZE.findall(word)}
 
 
 def _unknown(config: Config) -> UnusableInput:
