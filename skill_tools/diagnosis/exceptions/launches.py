@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from skill_tools.diagnosis.changes import load_changes, told
 from skill_tools.diagnosis.evidence import Evidence, Slip
+from skill_tools.diagnosis.memory_owners import READ
 from skill_tools.diagnosis.messages import HOST_RAN_OUT
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.texts import place_at
@@ -21,6 +22,10 @@ _BEGINS_MANY = re.compile(
     re.MULTILINE,
 )
 _EACH, _FOR_ONE = "a-process-each", "launcher-for-one"  # of changes.yaml
+_READER = re.compile(r"^from (?P<library>\w+) import [^#\n]*\bAuto", re.MULTILINE)
+_TAKES_THE_FILES_DTYPE = 5  # the reader's major release
+_SAYS_DTYPE = re.compile(r"dtype|quantization_config|load_in_|\*\*")
+_CALL = 400  # characters of a call's arguments
 _EMPTY = ("must be 2-D", "torch.Size([0])", "size of tensor a (0)")  # of a weight that nobody gathered
 _READS = re.compile(
     r"(?<![#\w])(?:Auto)?\w*(?:Model|ForCausalLM|ForConditionalGeneration)\w*\.from_pretrained\("
@@ -40,8 +45,9 @@ def slip(evidence: Evidence) -> Slip | None:
         found = _one_process(evidence)
         if found is not None:
             return found
-    reads_early = "zero3" in evidence.offloads and evidence.phase is Phase.STARTUP and (ran_out or host)
-    return _read_before(evidence.texts) if reads_early else None
+    if evidence.phase is not Phase.STARTUP or not (ran_out or host):
+        return None
+    return (_read_before(evidence.texts) if "zero3" in evidence.offloads else None) or _read_in_fp32(evidence)
 
 
 def _one_process(evidence: Evidence) -> Slip | None:
@@ -90,5 +96,27 @@ def _read_before(texts: Sequence[tuple[str, str]]) -> Slip | None:
                 f"({place_at(name, text, later.start())}), by which the code that reads weights comes to know of "
                 "ZeRO-3: each rank reads them whole, and they are not sharded as they are read",
                 f"{made} (or HfDeepSpeedConfig, kept in a variable) in front of from_pretrained",
+            )
+    return None
+
+
+def _read_in_fp32(evidence: Evidence) -> Slip | None:
+    """Return a script's read of a model without a dtype, as memory runs out while weights are read."""
+    is_reading = not READ.isdisjoint(evidence.owners.of_the_host) or (
+        evidence.failure is not None
+        and any(each.function == "from_pretrained" for each in evidence.failure.frames)
+    )
+    for name, text in evidence.texts if is_reading else ():
+        reads, reader = _READS.search(text), _READER.search(text)
+        if not reads or not reader or not name.endswith(".py"):
+            continue
+        major = evidence.releases.get(reader["library"], "").partition(".")[0]
+        is_newer = major.isdigit() and int(major) >= _TAKES_THE_FILES_DTYPE
+        if not is_newer and not _SAYS_DTYPE.search(text[reads.end() : reads.end() + _CALL]):
+            return Slip(
+                f"{reads[0].rstrip('(')} ({place_at(name, text, reads.start())}) names no dtype, which before release "
+                f"{_TAKES_THE_FILES_DTYPE} of {reader['library']} means fp32: twice the memory of 16-bit files, "
+                "in each process",
+                'torch_dtype=torch.bfloat16, or "auto", in from_pretrained',
             )
     return None

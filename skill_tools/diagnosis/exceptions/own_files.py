@@ -37,6 +37,11 @@ _MODULES = re.compile(
 _WRAPPED = re.compile(
     r"\b(?:fully_shard\((?P<inside>\w+)\b|(?P<made>\w+) = (?:FSDP|FullyShardedDataParallel)\()"
 )
+_TWO_DEVICES = re.compile(r"same device|two devices")
+_LOADS_STATES = re.compile(r"\b\w*optim\w*\.load_state_dict\(")
+_MOVES = re.compile(r"\b\w*model\w*\.(?:to\((?![^)\n]*cpu)[^)\n]*\)|cuda\(\))")
+_PARKS = re.compile(r"^[ \t]+state\[\w+\] = \w+\.(?:cpu\(\)|to\([\"']cpu[\"'][^)\n]*\))", re.MULTILINE)
+_BRINGS = re.compile(r"^[ \t]+state\[\w+\] = \w+\.(?:cuda\(|to\((?![\"']cpu))", re.MULTILINE)
 _QUANTISED = re.compile(r"(?i)[\w./-]*[-._](?:GPTQ|AWQ|w[48]a(?:8|16)|int[48])\b[\w.-]*")
 _FLATTENS = re.compile(r"uniform dtype but got [\w., ]*\btorch\.u?int8|Cannot flatten integer")
 
@@ -56,9 +61,13 @@ def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None
         _packed(texts) if sharded else None,
         guarded.slip(evidence) if hangs else None,
         launches.slip(evidence),
+        _states_behind(evidence),
     )
     for slip in filter(None, slips):
         change = (slip.change, *conclusion.change)[: SHOWN + 1]
+        if not conclusion.is_known:
+            conclusion = Conclusion(slip.cause, "", (slip.change,))
+            continue
         cause = f"{slip.cause}; {conclusion.cause}"
         conclusion = conclusion._replace(cause=cause, change=change, plans_away=False)
     return conclusion
@@ -119,6 +128,32 @@ def _stale_optimizer(name: str, text: str) -> Iterator[Slip]:
             f"the optimizer ({place_at(name, text, built.start())}) is built {when}, so that no step changes them",
             "the optimizer built right after the model is sharded, before any forward",
         )
+
+
+def _states_behind(evidence: Evidence) -> Slip | None:
+    """Return where a script leaves the optimizer's states on the CPU, if torch's own step met two devices."""
+    frames = evidence.failure.frames if evidence.failure else ()
+    in_a_step = any("/torch/optim/" in each.path.replace("\\", "/") for each in frames)
+    if not in_a_step or not _TWO_DEVICES.search(evidence.said):
+        return None
+    for name, text in evidence.texts:
+        loaded = _LOADS_STATES.search(text) if name.endswith(".py") else None
+        moved = _MOVES.search(text, loaded.end()) if loaded else None
+        if loaded and moved and not _MOVES.search(text, 0, loaded.start()):
+            return Slip(
+                f"{loaded[0].strip('(')}() ({place_at(name, text, loaded.start())}) puts the states where the "
+                f"parameters are by then, on the CPU, and {moved[0]} ({place_at(name, text, moved.start())}) moves the "
+                "parameters alone",
+                f"{moved[0]} in front of the optimizer and its load_state_dict",
+            )
+        parked = _PARKS.search(text) if name.endswith(".py") else None
+        if parked and not _BRINGS.search(text, parked.end()):
+            return Slip(
+                f"{parked[0].strip()} ({place_at(name, text, parked.start())}) moves the optimizer's states to the "
+                "CPU, and nothing behind it brings them back before the step",
+                "the states back on the parameters' device in front of optimizer.step()",
+            )
+    return None
 
 
 def _packed(texts: Sequence[tuple[str, str]]) -> Slip | None:

@@ -581,3 +581,56 @@ def test_a_finished_run_that_saved_shares_is_told_so_first(capsys: pytest.Captur
     assert main(["diagnose", "train.log", "ds.json"]) == 0
     told = capsys.readouterr().out
     assert told.partition("look first at:")[0].endswith("if its saved files are empty or cannot be read, ")
+
+
+STEPS_ON_TWO = (
+    f'{TRACE}  File "/u/train.py", line 9, in <module>\n    optimizer.step()\n'
+    f'  File "{PYTHON}/torch/optim/adamw.py", line 470, in _multi_tensor_adamw\n'
+    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!\n"
+)
+BUILT_STATES = "optimizer = torch.optim.AdamW(model.parameters())\n"
+LOADED_STATES = "optimizer.load_state_dict(checkpoint['optimizer'])\n"
+PARKED = "for state in optimizer.state.values():\n    for key, value in state.items():\n        state[key] = value.{}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "what"),
+    [
+        (
+            f"{BUILT_STATES}{LOADED_STATES}model.to(device)\n",
+            "model.to(device) (train.py:4) moves the parameters alone",
+        ),
+        (f"model.to(device)\n{BUILT_STATES}{LOADED_STATES}model.to(device)\n", ""),
+        (PARKED.format("cpu()"), "nothing behind it brings them back before the step"),
+        (PARKED.format("cpu()") + PARKED.format("to(device)"), ""),
+    ],
+)
+def test_states_that_a_script_leaves_on_the_cpu(
+    capsys: pytest.CaptureFixture[str], script: str, what: str
+) -> None:
+    told = answer(capsys, STEPS_ON_TWO, {"train.py": f"import torch\n{script}optimizer.step()\n"})
+    assert what in told
+    assert ("cause: not known" in told) is (not what)
+
+
+@pytest.mark.parametrize(
+    ("call", "release", "is_slip"),
+    [
+        ('from_pretrained("m/M-8B")', "4.46.2", True),
+        ('from_pretrained("m/M-8B", torch_dtype="auto")', "4.46.2", False),
+        ('from_pretrained("m/M-8B")', "5.1.0", False),
+    ],
+)
+def test_weights_that_are_read_in_fp32_take_twice_the_memory(
+    capsys: pytest.CaptureFixture[str], call: str, release: str, is_slip: bool
+) -> None:
+    log = (
+        "[INFO] [launch.py:163:main] dist_world_size=4\n"
+        "Loading checkpoint shards:  75%|##| 3/4 [00:40<00:14, 13.6s/it]\n"
+        "[ERROR] [launch.py:322:sigkill_handler] ['python', '-u', 'train.py'] exits with return code = -9\n"
+    )
+    script = f"from transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.{call}\n"
+    Path("train.log").write_text(log, encoding="utf-8")
+    Path("train.py").write_text(script, encoding="utf-8")
+    assert main(["diagnose", "train.log", "train.py", "--target", f"transformers=={release}"]) == 1
+    assert ("names no dtype" in capsys.readouterr().out) is is_slip
