@@ -64,6 +64,7 @@ def show(texts: dict[str, str], config: Config) -> None:
     for name, text in texts.items():
         difference = unified_diff(name, config.sources[name], text)
         print(printable_lines(difference) if sys.stdout.isatty() else difference, end="")
+    _say_if_none(texts)
 
 
 def write(texts: dict[str, str]) -> None:
@@ -71,5 +72,9 @@ def write(texts: dict[str, str]) -> None:
     for name, text in texts.items():
         replace_text(name, text)
         print(f"offload: {name} changed as planned", file=sys.stderr)
+    _say_if_none(texts)
+
+
+def _say_if_none(texts: dict[str, str]) -> None:
     if not texts:
-        print("offload: nothing to write, the plan changes no setting", file=sys.stderr)
+        print("offload: nothing to write, the plan changes no setting of a file", file=sys.stderr)

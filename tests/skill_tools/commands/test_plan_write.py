@@ -65,6 +65,8 @@ def test_a_diff_writes_nothing_and_write_writes_it(
     capsys.readouterr()
     assert main(["plan", run, *MACHINE, "--write"]) == 0
     assert "nothing to write" in capsys.readouterr().err
+    assert main(["plan", run, *MACHINE, "--diff"]) == 0
+    assert "nothing to write" in capsys.readouterr().err
 
 
 def test_a_section_that_the_json_lacks_is_added_to_it(
