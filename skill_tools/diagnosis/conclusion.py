@@ -470,9 +470,12 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
         each.replace("or without", "the same run without")
         for each in ways_around.without_the_option(evidence)
     )
-    may_be_an_offload = offloads or named or evidence.offloads or evidence.config is None
+    may_be_an_offload = (
+        offloads or named or evidence.offloads.keys() - ways_around.SHARDS or evidence.config is None
+    )
     if where is not None and (where.code.mechanisms or may_be_an_offload):
-        return Conclusion(cause, "", (*where.code.decide, *named_option), is_known=False)
+        decide = [each for each in where.code.decide if may_be_an_offload or "offload" not in each]
+        return Conclusion(cause, "", (*(decide or _DECIDE_ELSEWHERE), *named_option), is_known=False)
     return Conclusion(
         cause, "", (*_DECIDE, *named_option) if may_be_an_offload else _DECIDE_ELSEWHERE, is_known=False
     )

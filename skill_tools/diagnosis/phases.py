@@ -41,7 +41,8 @@ _UPDATE_FRAME = re.compile(
     r"^(?:step|_step|optimizer_step|_optimizer_step|_take_model_step|_init_group|clip_grad_norm_?|unscale_and_clip_grads)$"
 )
 _STEP_FRAME = re.compile(
-    r"^(?:backward|training_step|train_step|forward_step|forward_backward\w*|train_batch|train|post_backward|compute_loss|_inner_training_loop|unpack_hook|pack_hook|forward)$"
+    r"^(?:training_step|train_step|forward_step|train_batch|train|compute_loss|_inner_training_loop|unpack_hook|pack_hook|forward"
+    r"|(?!_?register)\w*backward\w*|\w+_gradient_partition_\w+)$"
 )
 _WORKS = re.compile(
     r"Loading checkpoint shards|Number of trainable parameters|trainable params:|see_memory_usage"

@@ -28,7 +28,7 @@ _RECOMPUTES = re.compile(
     r"(?i)(?:(?:gradient|activation|selective)\w*[_ -]?checkpoint|recompute|checkpoint_wrapper|\bremat)\w*+"
     r"(?![\"']?\s*[:=]\s*[\"']?(?:false|none|null|off|0)\b)"
 )
-_SHARDS = frozenset(("zero3", "shards"))  # of offloads.yaml: they move nothing to the host
+SHARDS = frozenset(("zero3", "shards"))  # of offloads.yaml: they move nothing to the host
 # Changes to a full GPU, and the settings of a run that has made them.
 _DONE = (
     (
@@ -90,7 +90,7 @@ def of_states_on_the_gpu(evidence: Evidence) -> tuple[str, tuple[str, ...]]:
     """Return an addition to a cause about a full GPU, and the change, if a full training offloads no states at all."""
     words = told(_STATES_TO_THE_HOST, evidence.dialects)  # a configuration has no place for it yet
     has_a_form = words != load_changes()[_STATES_TO_THE_HOST].words
-    offloads = evidence.offloads.keys() - _SHARDS
+    offloads = evidence.offloads.keys() - SHARDS
     if offloads or evidence.config is None or evidence.phase not in _STEPS or not has_a_form:
         return "", ()
     if symptoms.sign_in(_ADAPTERS, evidence.texts) is not None:

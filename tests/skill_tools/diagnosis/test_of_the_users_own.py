@@ -522,6 +522,23 @@ def test_memory_that_an_evaluation_lacks_is_no_matter_of_a_training_plan(
     )
 
 
+def test_no_experiment_takes_away_an_offload_that_the_run_has_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage3 = f"{PYTHON}/deepspeed/runtime/zero/stage3.py"
+    hook = f'{TRACE}  File "{stage3}", line 9, in independent_gradient_partition_epilogue\n'
+    config = {"ds.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}'}
+    told = answer(capsys, f"{hook}RuntimeError: xyzzy\n", config)
+    assert "ended in its first forward and backward" in told
+    assert "the same with another release of deepspeed" in told
+    assert "without offload" not in told
+
+
+def test_a_job_that_its_scheduler_ended_has_not_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    log = "step 9 loss 2.0\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-03-01T10:00:00 DUE TO TIME LIMIT ***\n"
+    assert "Slurm ended the job, at its time limit" in answer(capsys, log)
+
+
 def test_a_preset_is_named_as_the_user_wrote_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = "{'loss': 2.0}\nE1130 elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 3\n"
     told = answer(capsys, log, {"run.sh": "swift sft --model Qwen/Qwen2.5-7B --deepspeed zero3_offload\n"})
