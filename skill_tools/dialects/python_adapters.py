@@ -27,7 +27,7 @@ from skill_tools.errors import UnusableInput
 
 # Bytes of a base's weight by its bits; NF4's with a byte-sized scale for 64 weights, double-quantized or not.
 BASE_BYTES = {4: 0.53, 8: 1.0, 16: 2.0}
-_ADD = ("get_peft_model", "add_adapter")
+_ADD = ("get_peft_model", "add_adapter", "PeftModel", "PeftModelForCausalLM")
 _LOADERS = ("from_pretrained", "BitsAndBytesConfig")
 _TRAINERS = "peft_config"  # the keyword by which TRL's trainers are given adapters
 _RANK, _UNSLOTH_RANK, _UNSLOTH_LENGTH = (
@@ -275,9 +275,23 @@ class _Script:
         nodes = ast.walk(self._source.module)
         return [node for node in nodes if isinstance(node, ast.Call) and last_name(node.func) in names]
 
+    def _keywords(self, call: ast.Call) -> Iterator[tuple[str | None, ast.expr]]:
+        """Yield the keyword arguments of `call`, those of a dictionary that is assigned once too: `**kwargs`."""
+        for item in call.keywords:
+            match self._value(item.value) if item.arg is None else None:
+                case ast.Call(func=ast.Name(id="dict")) as made:
+                    yield from self._keywords(made)
+                case ast.Dict(keys=keys, values=values):
+                    named = zip(keys, values, strict=True)
+                    yield from (
+                        (str(key.value), each) for key, each in named if isinstance(key, ast.Constant)
+                    )
+                case _:
+                    yield item.arg, item.value
+
     def _given(self, call: ast.Call, name: str, otherwise: object) -> object:
         """Return the known argument `name` of `call`; None if computed."""
-        value = next((item.value for item in call.keywords if item.arg == name), None)
+        value = next((value for key, value in self._keywords(call) if key == name), None)
         known = otherwise if value is None else self._known(value)
         return None if known is UNREADABLE else known
 

@@ -60,7 +60,8 @@ def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
             case Kind.PYTHON:
                 from skill_tools.dialects.transformers.python_script import write_script
 
-                write_script(draft, source)
+                by_launch = any(each.kind is Kind.SHELL and launches(each) for each in sources)
+                write_script(draft, source, launched=by_launch)
             case Kind.SHELL:
                 has_arguments = any(each.kind is Kind.PYTHON for each in sources)
                 _write_launch(draft, source, folders, has_arguments=has_arguments)

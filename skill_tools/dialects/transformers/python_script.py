@@ -67,12 +67,17 @@ def _called_as_imported(source: Source) -> set[Place]:
     }
 
 
-def write_script(draft: Draft, source: Source) -> None:
-    """Write the arguments that `source` makes; raises `UnusableInput` for none, and for several without a choice."""
+def write_script(draft: Draft, source: Source, *, launched: bool = False) -> None:
+    """Write the arguments that `source` makes; raises `UnusableInput` for several without a choice.
+
+    So does none, unless a launch beside it gives them to the parser of the script.
+    """
     ours = imported_calls(source)
     every = constructions(source, CLASSES | TRAINERS.keys() | ours)
     everything = _named(source, every)
     found = everything
+    if launched and not found:
+        return
     if source.recipe is not None:
         found = {name: each for name, each in found.items() if name == source.recipe}
     if len(found) != 1:

@@ -229,6 +229,17 @@ def test_the_file_of_the_launcher_belongs_to_the_run(tmp_path: Path) -> None:
     assert config.value("output_dir") == "out"
 
 
+def test_a_program_that_parses_what_its_launch_gives_is_read_with_it(tmp_path: Path) -> None:
+    program = (
+        "from trl import SFTConfig, TrlParser\n(args,) = TrlParser((SFTConfig,)).parse_args_and_config()\n"
+    )
+    (tmp_path / "sft.py").write_text(program)
+    (tmp_path / "run.sh").write_text("python sft.py --output_dir out --learning_rate 1e-5 --max_steps 3\n")
+    assert read([tmp_path / "run.sh", tmp_path / "sft.py"]).value("output_dir") == "out"
+    with pytest.raises(UnusableInput, match="makes no arguments"):
+        read([tmp_path / "sft.py"], framework="transformers")
+
+
 DEFAULTS = (
     "from trl import SFTTrainer\ntrainer = SFTTrainer('Qwen/Qwen3-8B', train_dataset=data)\ntrainer.train()\n"
 )
