@@ -37,7 +37,7 @@ def build() -> dict[str, Any]:
         "keys": keys,
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
         "vocabulary": {path.stem: _names_in(path, spellings) for path in vocabulary},
-        "models": models["models"],
+        "models": {name: _without(entry, "source", "read_in") for name, entry in models["models"].items()},
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "traces": {
             path.stem: profiles.folded(json.loads(path.read_text(encoding="utf-8")))
@@ -45,7 +45,10 @@ def build() -> dict[str, Any]:
         },
         "hardware": knowledge.load_yaml("hardware.yaml"),
         "block_swap": knowledge.load_yaml("block_swap.yaml"),
-        "host_buffers": knowledge.load_yaml("host_buffers.yaml"),
+        "host_buffers": {
+            name: _without(engine, "ref", "quote", "note")
+            for name, engine in knowledge.load_yaml("host_buffers.yaml")["engines"].items()
+        },
         "messages": [
             _without(entry, "example", "of_text", "of", "versions") for entry in knowledge.load_messages()
         ],

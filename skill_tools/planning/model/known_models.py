@@ -17,7 +17,7 @@ from skill_tools.errors import UnusableInput
 from skill_tools.nearest import nearest
 from skill_tools.started import COMMAND
 
-_NOT_SHAPE = ("names", "source", "read_in", "parameters", "tower", "fused_experts")
+_NOT_SHAPE = ("names", "parameters", "tower", "fused_experts")
 _FILE_ENDING = r"\.(json|ya?ml|toml|sh|py|gguf|safetensors|bin)$"
 
 

@@ -58,7 +58,7 @@ def rounded(size_bytes: int) -> int:
 def _engine(mode: Mode) -> Mapping[str, Any]:
     is_fsdp = mode.offload_parameters and mode.optimizer_engine is not OptimizerEngine.CPU_ADAM
     name = _FSDP2 if is_fsdp else str(mode.optimizer_engine)
-    found: Mapping[str, Any] = knowledge.index()["host_buffers"]["engines"][name]
+    found: Mapping[str, Any] = knowledge.index()["host_buffers"][name]
     return found
 
 

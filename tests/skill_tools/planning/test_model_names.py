@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skill_tools import knowledge
 from skill_tools.__main__ import main
 from skill_tools.configs.config import Config
 from skill_tools.dialects import parameters
@@ -52,7 +53,8 @@ def test_no_name_says_another_size_than_its_shape_has(entry: tuple[str, str]) ->
 @for_each(known_models.entries())
 def test_each_known_model_is_found_by_its_names_and_its_source(name: str) -> None:
     entry = known_models.entries()[name]
-    for alias in (name, *entry["names"], entry["source"]):
+    source = knowledge.load_yaml("models.yaml")["models"][name]["source"]
+    for alias in (name, *entry["names"], source):
         assert known_models.find(alias) == name, alias
 
 

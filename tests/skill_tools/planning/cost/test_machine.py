@@ -25,7 +25,7 @@ def test_every_known_gpu_has_a_source_and_a_host_with_one(name: str) -> None:
 
 @for_each(known_models.entries())
 def test_every_known_model_has_a_source(name: str) -> None:
-    assert known_models.entries()[name]["source"]
+    assert knowledge.load_yaml("models.yaml")["models"][name]["source"]
 
 
 def test_a_rank_has_its_share_of_the_host_and_what_absent_ranks_leave_of_the_bandwidth() -> None:
