@@ -2,16 +2,17 @@
 """Device buffers of one size that streamed data passes through, one after the other.
 
 Three slots let the H2D copy of the next chunk, the computation on this one and the D2H copy of the last run at the same
-time. Permanent slots are allocated once on the compute stream, so streaming with them never raises the peak. An extra
-slot is allocated where there is room for a while. It returns to the allocator when no more data needs it and its last
-copy is done; the host asks for that, and neither it nor the compute stream waits.
+time. Permanent slots are allocated once on the compute stream, so streaming with them never raises the peak. Where
+another part of a step needs their memory, they are freed for it and allocated again before they are used. An extra slot
+is allocated where there is room for a while. It returns to the allocator when no more data needs it and its last copy
+is done; the host asks for that, and neither it nor the compute stream waits.
 
 Explained in docs/optimizer-state-offloading.md, "Memory borrowed from backward".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -21,15 +22,15 @@ from reference_impl.device import REACHED, Device, Event
 
 
 class Slot:
-    """One buffer: `bytes` is flat uint8; write it only after `free`.
+    """One buffer: `bytes` is flat uint8, of the memory of `stream`; write it only after `free`.
 
     What `holder` has in it is there after `arrived`. Nobody holds an idle slot.
     """
 
-    __slots__ = ("arrived", "bytes", "free", "holder")
+    __slots__ = ("arrived", "bytes", "free", "holder", "stream")
 
-    def __init__(self, bytes_: torch.Tensor, free: Event) -> None:
-        self.bytes, self.free = bytes_, free
+    def __init__(self, bytes_: torch.Tensor, free: Event, stream: Any) -> None:
+        self.bytes, self.free, self.stream = bytes_, free, stream
         self.arrived: Event = REACHED
         self.holder: Any = None
 
@@ -83,8 +84,7 @@ class Slots:
         `most` slots may exist at a time, extra ones included. Changes nothing when it raises.
         """
         if slot_bytes > self._slot_bytes or permanent > self._permanent:
-            for slot in self._all:
-                self._device.wait(slot.free)
+            self._await_copies(self._all)
             # The slots first: too long ones serve as well.
             self._all = self._new(permanent, slot_bytes)
             self._slot_bytes, self._permanent = slot_bytes, permanent
@@ -93,15 +93,18 @@ class Slots:
     def free(self) -> None:
         """Return the memory of idle slots to the allocator; permanent ones come again with `restore`.
 
-        They were allocated on the live current stream; it waits for the copies that use them.
+        Their stream waits for the copies that use them, so that its later kernels may have the memory.
         """
         held = self.held
-        for slot in (*self.idle, *self._retired):
-            self._device.wait(slot.free)
+        self._await_copies([*self.idle, *self._retired])
         self._all = held
 
     def restore(self) -> None:
-        """Allocate the permanent slots on the live current stream if they were freed; or raise, and change nothing."""
+        """Allocate the permanent slots on the live current stream if they were freed; or raise, and change nothing.
+
+        Other tensors of the step have had their memory, and are gone by now. So it is in the allocator's cache, and
+        steps of one shape ask the driver for no more than the first of them.
+        """
         missing = self._permanent - self._count
         if missing > 0:
             self._all = [*self._all, *self._new(missing, self._slot_bytes)]
@@ -198,13 +201,19 @@ class Slots:
         self._all = [each for each in self._all if each is not slot] + [slot]
         slot.holder = None
 
+    def _await_copies(self, slots: Iterable[Slot]) -> None:
+        """Make the stream of each of `slots` wait for its last copy: whatever is allocated there next may write it."""
+        for slot in slots:
+            with self._device.on(slot.stream):
+                self._device.wait(slot.free)
+
     def _new(self, count: int, slot_bytes: int) -> list[Slot]:
         memory = [
             torch.empty(slot_bytes, dtype=torch.uint8, device=self._device.torch_device) for _ in range(count)
         ]
         # The first copy into a slot must run behind whatever used this memory before.
-        born = self._device.record()
-        return [Slot(each, born) for each in memory]
+        born, stream = self._device.record(), self._device.current_stream()
+        return [Slot(each, born, stream) for each in memory]
 
     def _fits(self, extra: int, limit_bytes: int | None) -> bool:
         fits = limit_bytes is None or extra * self._slot_bytes <= limit_bytes

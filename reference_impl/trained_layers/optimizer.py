@@ -164,8 +164,8 @@ class TrainedLayersOptimizer(HostedOptimizer):
         yield
 
     @in_turn
-    def end_forward(self) -> None:
-        """Free the slots of an update that the forward has carried out."""
+    def free_slots(self) -> None:
+        """Free the slots of an update that the forward has carried out; `step()` takes them again before it begins."""
         self._engine.check()
         self.streamed.free_slots()
 

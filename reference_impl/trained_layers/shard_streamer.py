@@ -228,13 +228,13 @@ def _hook(
     def end_forward(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             shards.end_forward()
-            optimizer.end_forward()
+            optimizer.free_slots()
 
     def end_forward_of_part(module: nn.Module, args: Any, output: Any) -> None:
         # A model that computes its loss itself does so behind the last part, before its own forward ends. Updates are
         # queued a part ahead, so that the last part waits for copies out, and has their memory.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            optimizer.end_forward()
+            optimizer.free_slots()
 
     def put_host_shards(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, param in module._parameters.items():

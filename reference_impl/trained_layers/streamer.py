@@ -170,7 +170,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 finish_update=lambda params, ahead: self.optimizer.finish_update(params, ahead),
                 changed=lambda params: self.optimizer.refresh_written(params),
                 noting_status_on_error=lambda: self.optimizer.noting_status_on_error(),
-                passed=(lambda: in_backward.passed()) if updates else None,
+                passed=(lambda: in_backward.passed()) if updates else (lambda: offloads.free_slots()),
             )
             self._undo.append(self._close_weights)
             self._weights.attach(streamed, prefetch=prefetch, lingering=1 if updates else 0)
@@ -184,7 +184,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
                 )
                 self.optimizer = in_backward
             else:
-                self.optimizer = TrainedLayersOptimizer(
+                self.optimizer = offloads = TrainedLayersOptimizer(
                     optimizer,
                     self._weights,
                     on,

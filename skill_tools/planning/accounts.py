@@ -30,10 +30,11 @@ class Kind(StrEnum):
 class Line(NamedTuple):
     """A line of the memory account: `bytes` of a kind under a printed name, by a formula in words.
 
-    `when` is its lifetime: `always`; `between`, from step to the end of forward, and `forward`; `step`, from forward to
-    the end of backward; `loss`, at the start of backward, and then `head`; `recompute`, while a layer is recomputed;
-    `last block`, `first block` and `embedding`, in their backward; `backward`, complete at its end; `update`, while the
-    optimizer steps; `reserve`, outside of the allocator.
+    `when` is its lifetime: `always`; from step to the end of forward (`between`), or until backward has reached a layer
+    (`until backward`); `forward`; `step`, from forward to the end of backward; `loss`, at the start of backward, and
+    then `head`; `recompute`, while a layer is recomputed; `last block`, `first block` and `embedding`, in their
+    backward; `leaving`, from the last layer's backward to the step; `backward`, complete at its end; `update`, while
+    the optimizer steps; `reserve`, outside of the allocator. `model.memory` lists those of each moment.
     """
 
     kind: Kind

@@ -33,6 +33,7 @@ import torch
 from torch.nn.functional import pad
 
 from reference_impl.device import Device
+from reference_impl.memory.ledger import unseen
 from reference_impl.optimizers.algorithms import Algorithm, Formula, Numbers, group_defaults
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.streamed.step import StreamedStep
@@ -211,8 +212,10 @@ def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
 
 def block_by_block(numel: int, part: Callable[[slice], Writes]) -> None:
     """Make the writes of every `part` of `numel` elements: in place of one kernel, where nothing compiles."""
-    for each in blocks(numel):
-        write(part(each))
+    # A kernel has no temporaries.
+    with unseen():
+        for each in blocks(numel):
+            write(part(each))
 
 
 class Packer:

@@ -186,10 +186,10 @@ class Kept(NamedTuple):
 
     `stays` are the GPU's bytes after forward, `offloaded` the host's. `copied` is `offloaded` and the
     duplicates that an engine copies again. `layer` are the bytes that backward needs of one layer at once, alive at
-    `layer_when`. `final_token_bytes` are the final norm's tensors a token, `logits_bytes` the bytes of one logit
-    that wait for their copy. `components` names the tensors that the largest layer keeps on the GPU. Of `stays`,
-    `waiting` is there only until it is copied. Beside it `early_input` is an offloaded layer input that has come before
-    its use.
+    `layer_when`; `forward` are those that forward needs of one layer, where layers are computed again. Of a token,
+    `final_token_bytes` are the final norm's tensors; of a logit, `logits_bytes` wait for their copy. `components` names
+    the tensors that the largest layer keeps on the GPU. Of `stays`, `waiting` is there only until it is copied. Beside
+    it `early_input` is an offloaded layer input that has come before its use.
     """
 
     stays: float
@@ -197,6 +197,7 @@ class Kept(NamedTuple):
     copied: float
     layer: float
     layer_when: str
+    forward: float
     final_token_bytes: float
     logits_bytes: float
     components: str = ""
@@ -242,6 +243,7 @@ def kept_by_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Kept:
         copied=copied * tokens,
         layer=min(in_slices(run, mode, largest * tokens) + inner, needed_in_tiles(run, mode)),
         layer_when="recompute" if again else "backward",
+        forward=_in_forward(run, mode, parts.values()) if recompute.granularity == "full" else 0.0,
         final_token_bytes=0.0 if everything and not mode.layers else 2 * input_bytes(run),
         logits_bytes=2.0 if mode.activation_engine is ActivationEngine.ON_DEMAND else 0.0,
         components=_components(run, mode, recompute, tuple(parts.values())),
@@ -286,6 +288,23 @@ def _share_of_slice(run: TrainingRun, mode: Mode) -> float:
 def _needed_at_once(run: TrainingRun, parts: tuple[Part, ...]) -> float:
     """Bytes a token that backward needs of one layer at once."""
     return sum(part.token_bytes for part in parts if not (run.tiled_mlp and "MLP" in part.name))
+
+
+def _in_forward(run: TrainingRun, mode: Mode, kinds: Iterable[tuple[Part, ...]]) -> float:
+    """Return the bytes that forward needs of one layer that saves nothing: in its attention, or in its MLP or experts.
+
+    Beside them are the layer's input and the norm's output. An MLP has the results of its first linear layers, of a
+    gated one the activated one, and their product.
+    """
+    shape = run.shape
+    attention = max(
+        sum(part.token_bytes for part in layer if part.name in {"query, key, value", "attention output"})
+        for layer in kinds
+    )
+    share = mode.tile_tokens / run.seq_length if tiles.are_used(run, mode) else 1.0
+    inner = max(shape.ffn, shape.experts_per_token * shape.moe_ffn + shape.shared_ffn) / run.layout.tensor
+    mlp = share * 2 * (3 if shape.gated_mlp else 2) * inner
+    return in_slices(run, mode, (2 * input_bytes(run) + max(attention, mlp)) * run.tokens)
 
 
 def _inner_gradients(run: TrainingRun, mode: Mode, parts: tuple[Part, ...], *, moe: bool) -> float:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of one run under one mode: GPU bytes line by line for the most loaded stage, and host bytes.
 
-The peak is at one of six moments of a step: the end of forward, the start of backward (all activations and the loss),
-the recompute of a layer, the end of backward (all gradients, then the sum of a tied table's), or the update. Of a
-traced model they are the spans of its trace, and the update. `allocated` is that peak. `between_steps` are the bytes
-without any activation; Megatron logs them as allocated memory. `device` adds CUDA's context and communicators.
+The peak is at one of the `_MOMENTS` of a step. Of a traced model they are the spans of its trace, beside forward,
+the embedding's backward and the update. `allocated` is that peak. `between_steps` are the bytes without any activation;
+Megatron logs them as allocated memory. `device` adds CUDA's context and communicators.
 """
 
 from collections.abc import Sequence
@@ -22,21 +21,32 @@ from skill_tools.units import GIB
 
 CONTEXT_BYTES = round(0.75 * GIB)
 COMMUNICATOR_BYTES = round(0.15 * GIB)
-_FORWARD = ("always", "between", "forward", "step")
-_EMBEDDING = ("always", "step", "backward", "embedding")
-# When nothing is left of the layers' saved tensors.
-_NOTHING_SAVED = (("always", "step", "backward", "recompute", "first block"), _EMBEDDING)
-_MOMENTS = (
-    ("always", "step", "loss"),
-    ("always", "step", "head"),
-    ("always", "step", "recompute", "last block"),
-    _FORWARD,
-    ("always", "backward", "update"),
-    *_NOTHING_SAVED,
-)
 
-# Bytes from the loss on, beside those that a trace of one GPU has seen.
-_BESIDE = frozenset({"loss", "head", "backward", "recompute", "last block", "first block"})
+
+class _Moment(NamedTuple):
+    """A moment of a step: the lifetimes (`Line.when`) of the lines that are alive, less the kinds that are `gone`."""
+
+    lifetimes: frozenset[str]
+    gone: frozenset[Kind] = frozenset()
+
+    def has(self, line: Line) -> bool:
+        """Whether `line` is alive."""
+        return line.when in self.lifetimes and line.kind not in self.gone
+
+
+_SAVED = frozenset({Kind.ACTIVATIONS})
+# In the order of a step. Nothing is left of the layers' saved tensors when the first layer's backward ends.
+_MOMENTS = {
+    "end of forward": _Moment(frozenset({"always", "between", "until backward", "forward", "step"})),
+    "loss": _Moment(frozenset({"always", "until backward", "step", "loss"})),
+    "head's backward": _Moment(frozenset({"always", "until backward", "step", "head"})),
+    "last layer's backward": _Moment(frozenset({"always", "step", "leaving", "recompute", "last block"})),
+    "first layer's backward": _Moment(
+        frozenset({"always", "step", "leaving", "recompute", "backward", "first block"}), _SAVED
+    ),
+    "embedding's backward": _Moment(frozenset({"always", "step", "backward", "embedding"}), _SAVED),
+    "update": _Moment(frozenset({"always", "between", "until backward", "leaving", "backward", "update"})),
+}
 
 
 class Memory(NamedTuple):
@@ -127,7 +137,7 @@ def _of_stage(run: TrainingRun, mode: Mode, stage: Stage) -> Memory:
         moved_bytes=found.kept.offloaded,
         copied_bytes=found.kept.copied,
         pinned_bytes=states.pinned_bytes(run, mode, (*host, *found.host)),
-        between_bytes=sum(line.bytes for line in gpu if line.when == "between"),
+        between_bytes=sum(line.bytes for line in gpu if line.when in {"between", "until backward"}),
     )
 
 
@@ -147,12 +157,11 @@ def _alive(run: TrainingRun, mode: Mode, lines: Sequence[Line], found: "_Activat
     held = sum(line.bytes for line in lines if line.kind in grows)
     steady = [line for line in lines if line.when in {"always", "step"} and line.kind not in grows]
     steady += _early_input(found.kept)
-    in_update = [
-        line for line in lines if line.when in {"always", "backward", "update"} or line.kind is Kind.GRADIENTS
-    ]
-    in_embedding = [line for line in lines if line.when in _EMBEDDING]
-    in_forward = [line for line in lines if line.when in _FORWARD and line.kind not in grows]
-    beside = tuple(line for line in lines if line.when in _BESIDE and line.kind is not Kind.GRADIENTS)
+    in_update = [line for line in lines if _MOMENTS["update"].has(line) or line.kind is Kind.GRADIENTS]
+    in_embedding = [line for line in lines if _MOMENTS["embedding's backward"].has(line)]
+    forward = _MOMENTS["end of forward"]
+    in_forward = [line for line in (*lines, *found.gpu) if forward.has(line) and line.kind not in grows]
+    beside = tuple(line for line in lines if line.kind is not Kind.GRADIENTS)
     passes = traced_moments.worst(run, run.traced, mode.of_activations, found.kept, held, beside)
     in_passes = [*steady, *passes]
     return max(
@@ -162,14 +171,7 @@ def _alive(run: TrainingRun, mode: Mode, lines: Sequence[Line], found: "_Activat
 
 def _worst_moment(lines: Sequence[Line]) -> list[Line]:
     """Return the lines that are alive at the moment of a step with the most bytes."""
-    moments = [
-        [
-            line
-            for line in lines
-            if line.when in moment and (moment not in _NOTHING_SAVED or line.kind is not Kind.ACTIVATIONS)
-        ]
-        for moment in _MOMENTS
-    ]
+    moments = [[line for line in lines if moment.has(line)] for moment in _MOMENTS.values()]
     return max(moments, key=lambda alive: sum([line.bytes for line in alive]))
 
 
@@ -219,6 +221,13 @@ def _activation_lines(run: TrainingRun, mode: Mode, stage: Stage, found: Kept, f
             round(found.layer),
             "bytes that backward needs of one layer at once",
             found.layer_when,
+        ),
+        Line(
+            Kind.LAYER_WORK,
+            "one layer's forward",
+            round(found.forward),
+            "bytes that forward needs of one layer at once, where it saves nothing",
+            "forward",
         ),
     ]
     lines += _early_input(found)

@@ -53,7 +53,7 @@ def sizes(model: TracedModel, sequences: int, length: int, *, recomputed: bool) 
 class Level(NamedTuple):
     """Bytes that one moment adds to weights and states: `held` in `lines`, and finished gradients, if they stay.
 
-    `within` are the times of other lines (`Line.when`) that are there too.
+    `within` are the lifetimes of other lines (`Line.when`) that are there too, as in `memory`'s moments.
     """
 
     lines: tuple[Line, ...]
@@ -62,8 +62,9 @@ class Level(NamedTuple):
     within: frozenset[str] = frozenset()
 
 
-_LOSS, _HEAD = frozenset({"loss"}), frozenset({"head"})
-_BLOCK = frozenset({"recompute", "backward"})
+_UNTIL_BACKWARD = frozenset({"until backward"})
+_LOSS, _HEAD = _UNTIL_BACKWARD | {"loss"}, _UNTIL_BACKWARD | {"head"}
+_BLOCK = frozenset({"recompute", "leaving", "backward"})
 _LAST_BLOCK, _FIRST_BLOCK = _BLOCK | {"last block"}, _BLOCK | {"first block"}
 
 
@@ -129,10 +130,9 @@ def _levels(run: TrainingRun, model: TracedModel, mode: Mode, kept: Kept) -> tup
         levels.append(Level(alive, here + moment.work, moment.gradients))
     in_loss, *in_blocks = levels[:count]
     ends = [in_loss._replace(within=_LOSS)]
-    if run.is_fully_sharded:
-        # Then the head's backward, when the loss is gone.
-        lasting = tuple(line for line in in_loss.lines if line.when == "step")
-        ends.append(Level(lasting, sum(line.bytes for line in lasting), 0.0, _HEAD))
+    # Then the head's backward, when the loss is gone.
+    lasting = tuple(line for line in in_loss.lines if line.when == "step")
+    ends.append(Level(lasting, sum(line.bytes for line in lasting), 0.0, _HEAD))
     ends += [in_blocks[0]._replace(within=_LAST_BLOCK)]
     ends += [level._replace(within=_FIRST_BLOCK) for level in (in_blocks[-1], *levels[count:])]
     between = sorted(in_blocks[1:-1], key=lambda level: (-level.held, -level.gradients))

@@ -2,8 +2,9 @@
 """Bytes of a model whose trained layers stream: on the GPU, and on the host item by item.
 
 `reference_impl.TrainableLayerStreamer` keeps weights, gradients and states of all blocks on the host. The GPU has a
-window of blocks, the gradients that are being made or leave, and a ring of state chunks with their gradients; tensors
-outside the blocks have their weights there alone. Explained in docs/larger-than-gpu.md.
+window of blocks and the gradients that are being made or leave; tensors outside the blocks have their weights there
+alone. From the step until backward reaches a layer, a ring of state chunks with their gradients is there too, and
+always where backward updates. Explained in docs/larger-than-gpu.md.
 """
 
 import math
@@ -65,13 +66,20 @@ def lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[Li
         ),
         Line(
             Kind.OTHER_GRADIENTS,
-            "gradients that leave",
-            round(made_bytes * size.block + gradient_bytes * max(size.block, size.table)),
-            f"one block's while they are made{', in fp32' * (mode.slices > 1)}, and one block or table "
-            + ("being used" if mode.updates_in_backward else "on its way"),
+            "gradients of a block",
+            round(made_bytes * size.block),
+            f"{each(made_bytes, size.block, 'parameters')}, while they are made{', in fp32' * (mode.slices > 1)}",
             "recompute",
         ),
-        _slots(run, mode, size, streamed),
+        Line(
+            Kind.OTHER_GRADIENTS,
+            "gradients that leave",
+            round(gradient_bytes * max(size.block, size.table)),
+            f"one block or table {'being used' if mode.updates_in_backward else 'on its way'}",
+            "leaving",
+        ),
+        *_in_head(run, size),
+        *_slots(run, mode, size, streamed),
     ]
     host = [
         Line(
@@ -144,7 +152,20 @@ def _states(run: TrainingRun, mode: Mode, held: int) -> list[Line]:
     return found
 
 
-def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
+def _in_head(run: TrainingRun, size: Sizes) -> list[Line]:
+    """Return what the head's backward makes: the gradients of its output and of its weight.
+
+    A fused loss has made both, chunk by chunk.
+    """
+    if run.fused_loss:
+        return []
+    logits = run.precision.weight_bytes * run.tokens * run.shape.vocab
+    gradient = run.precision.gradient_bytes * size.table
+    formula = f"{run.tokens:,} tokens x {run.shape.vocab:,} logits, and {size.table:,} parameters"
+    return [Line(Kind.OTHER_GRADIENTS, "gradients of the head", round(logits + gradient), formula, "head")]
+
+
+def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> list[Line]:
     """Return the slots of chunks that come in with their gradients, those of gradients alone, and one chunk's scratch.
 
     A block's states on the host are cut into chunks of one length, and so are all that stay on the GPU.
@@ -163,15 +184,19 @@ def _slots(run: TrainingRun, mode: Mode, size: Sizes, streamed: float) -> Line:
     formula = f"{buffers.LEAST_SLOTS} chunks of {passes:,} elements"
     if gradient_bytes:
         formula += f" with their gradients{f', as many of {stays:,} for gradients alone' if stays else ''}"
-    return Line(
-        Kind.OTHER_STATES,
-        "streaming slots",
-        round(slots_bytes + streamed_states.scratch_of(run, mode.streamed_states) * max(passes, stays)),
-        f"{formula}, and the update's scratch",
-    )
+    scratch = streamed_states.scratch_of(run, mode.streamed_states) * max(passes, stays)
+    return _ring(mode, round(slots_bytes), scratch, formula)
 
 
-def _slots_of_matrices(run: TrainingRun, matrices: Matrices, mode: Mode, size: Sizes) -> Line:
+def _ring(mode: Mode, slots_bytes: int, scratch_bytes: int, formula: str) -> list[Line]:
+    """Return the slots, which leave as backward begins unless it updates, and the scratch, which stays."""
+    when = "always" if mode.updates_in_backward else "until backward"
+    slots = Line(Kind.OTHER_STATES, "streaming slots", slots_bytes, formula, when)
+    scratch = Line(Kind.OTHER_STATES, "scratch of an update", scratch_bytes, "of one chunk")
+    return [slots, scratch] if scratch_bytes else [slots]
+
+
+def _slots_of_matrices(run: TrainingRun, matrices: Matrices, mode: Mode, size: Sizes) -> list[Line]:
     """Return the same where Muon updates the blocks' matrices, whole ones, and AdamW weights outside the blocks."""
     gradient_bytes = 0 if mode.updates_in_backward else run.precision.gradient_bytes
     of_matrix = streamed_states.matrix_element_bytes(run, mode.streamed_states)
@@ -185,14 +210,9 @@ def _slots_of_matrices(run: TrainingRun, matrices: Matrices, mode: Mode, size: S
         streamed_states.scratch_of_matrices(run, matrices, mode.streamed_states, most),
         round(streamed_states.scratch_of(run, mode.streamed_states) * table) + matrices.work_bytes,
     )
-    return Line(
-        Kind.OTHER_STATES,
-        "streaming slots",
-        round(buffers.LEAST_SLOTS * (slot_bytes + alone_bytes)) + scratch,
-        f"{buffers.LEAST_SLOTS} chunks of whole matrices, {most:,} elements"
-        + ", with their gradients" * bool(gradient_bytes)
-        + ", and the update's scratch",
-    )
+    formula = f"{buffers.LEAST_SLOTS} chunks of whole matrices, {most:,} elements"
+    slots_bytes = round(buffers.LEAST_SLOTS * (slot_bytes + alone_bytes))
+    return _ring(mode, slots_bytes, scratch, formula + ", with their gradients" * bool(gradient_bytes))
 
 
 def longest_chunk(numel: float, most: float) -> int:

@@ -178,3 +178,84 @@ def test_a_ledger_counts_where_gradients_on_the_host_are_added_to(device):
             decoder_loss(model(ids), ids).backward()
         streamer.optimizer.step()
         assert ledger.device_bytes > 0
+
+
+def chunk_bytes_on_device(streamer):
+    """Bytes of the slots through which chunks pass, of states and of gradients alone."""
+    pipeline = streamer.optimizer.streamed._pipeline
+    return sum(
+        slot.bytes.nbytes for slots in (pipeline._slots, pipeline._gradient_slots) for slot in slots._all
+    )
+
+
+@pytest.mark.parametrize("inputs", ["device", "host"])
+def test_no_chunk_of_states_is_on_the_device_in_backward(device, inputs):
+    """Their memory is free before backward needs any for its first layer, and taken again by the step alone."""
+    model, seen = decoder(device, layers=3, **WIDE), []
+    streaming = Streaming(chunk_bytes=CHUNK_BYTES)
+    with (
+        Ledger(device, track=list(model.parameters())) as ledger,
+        streamed(model, inputs=inputs, streaming=streaming, split=(0.2, 0.8, 0.0)) as streamer,
+    ):
+
+        def note(*_):
+            seen.append((chunk_bytes_on_device(streamer), ledger.device_bytes))
+
+        def announce(module, args, output):
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                output.register_hook(note)
+
+        def recomputes(module, args):
+            if torch._C._current_graph_task_id() != -1:
+                note()
+
+        for layer in model.layers:
+            layer.register_forward_hook(announce)
+            layer.attention_norm.register_forward_pre_hook(recomputes)
+        for ids in batches(device, 3, tokens=128, sequences=1):
+            seen.clear()
+            decoder_loss(model(ids), ids).backward()
+            note()
+            (there_bytes, before_bytes), *in_backward = seen
+            assert len(in_backward) == 6
+            assert there_bytes > 3 * CHUNK_BYTES
+            assert [chunks for chunks, _ in in_backward] == [0] * 6
+            # The last layer's weights are there. Its input comes, and the next one's.
+            inputs_bytes = 2 * 128 * 64 * 2
+            assert in_backward[0][1] <= before_bytes - there_bytes + inputs_bytes
+            streamer.optimizer.step()
+            assert chunk_bytes_on_device(streamer) == there_bytes
+            streamer.optimizer.zero_grad()
+
+
+def test_a_step_without_the_memory_for_its_chunks_is_untouched_and_can_be_taken_again():
+    """Chunks need memory again before the step begins, and whatever took theirs has it then."""
+    twin, ids = Device.of("cpu"), batches(Device.of("cpu"), 3)
+    streaming = Streaming(chunk_bytes=CHUNK_BYTES)
+    other = decoder(twin, **WIDE)
+    with streamed(other, streaming=streaming) as expected:
+        losses = train(other, expected.optimizer, ids)
+        states = expected.optimizer.state_dict()["state"]
+    model, found = decoder(twin, **WIDE), []
+    with (
+        Ledger(twin, track=list(model.parameters()), limit_bytes=2**40) as ledger,
+        streamed(model, streaming=streaming) as streamer,
+    ):
+        optimizer = streamer.optimizer
+        for batch in ids:
+            loss = decoder_loss(model(batch), batch)
+            loss.backward()
+            found.append(loss.item())
+            del loss
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            ledger._watch.limit_bytes = ledger.device_bytes + CHUNK_BYTES
+            with pytest.raises(torch.OutOfMemoryError):
+                optimizer.step()
+            ledger._watch.limit_bytes = 2**40
+            assert optimizer.status == "untouched"
+            assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found == losses
+        for index, state in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, states[index][name]) for name, value in state.items()), index

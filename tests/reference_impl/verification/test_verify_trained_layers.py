@@ -14,6 +14,7 @@ from reference_impl.verification.planned_run import read_plan
 from reference_impl.verification.verify_plan import verify_plan
 from skill_tools.dialects.candidates import with_states
 from skill_tools.dialects.pytorch import candidates
+from skill_tools.planning.model import states
 from skill_tools.planning.search import candidates as search
 
 CHUNK_BYTES = 2**17
@@ -25,17 +26,34 @@ def states_are_where_a_candidate_has_them(monkeypatch):
     monkeypatch.setattr(search.Search, "_placed", lambda self, option, budget: option)
 
 
+@pytest.fixture
+def blocks_are_longer_than_a_chunk(monkeypatch):
+    """As in a large model."""
+    monkeypatch.setattr(buffers, "STATE_CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(apply, "Streaming", partial(Streaming, chunk_bytes=CHUNK_BYTES))
+    # The planner knows equal modes again.
+    states.lines.cache_clear()
+    yield
+    states.lines.cache_clear()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "label",
+    ("label", "in_chunks"),
     [
-        "trained layers streamed, layer inputs on the host",
-        "trained layers streamed",
-        "checkpointing",
-        "checkpointing with layer inputs offloaded",
+        ("trained layers streamed, layer inputs on the host", True),
+        ("trained layers streamed", True),
+        # Three chunks are as long as three blocks then, and the peak is in forward.
+        ("trained layers streamed", False),
+        ("checkpointing", False),
+        ("checkpointing with layer inputs offloaded", False),
     ],
 )
-def test_the_work_of_one_layer_is_counted_where_there_are_many_tokens(made, tmp_path, monkeypatch, label):
+def test_the_work_of_one_layer_is_counted_where_there_are_many_tokens(
+    made, tmp_path, monkeypatch, request, label, in_chunks
+):
+    if in_chunks:
+        request.getfixturevalue("blocks_are_longer_than_a_chunk")
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 64}
     offered = candidates.candidates
     monkeypatch.setattr(
@@ -67,7 +85,10 @@ def test_the_work_of_one_layer_is_counted_where_there_are_many_tokens(made, tmp_
         (", 3 layers' weights resident", {"resident_layers": 3}, (0.2, 0.5)),
     ],
 )
-def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch, words, options, shares):
+def test_a_plan_that_streams_trained_layers_is_true(
+    made, tmp_path, monkeypatch, request, words, options, shares
+):
+    """Where a chunk is a whole block, the peak is in a moment that has chunks."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 512}
     offered = candidates.candidates
     resident, on_cpu = shares or (0.0, 0.0)
@@ -79,9 +100,7 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
 
     monkeypatch.setattr(candidates, "candidates", chosen)
     if shares:
-        # As in a large model, whose blocks are longer than a chunk.
-        monkeypatch.setattr(buffers, "STATE_CHUNK_BYTES", CHUNK_BYTES)
-        monkeypatch.setattr(apply, "Streaming", partial(Streaming, chunk_bytes=CHUNK_BYTES))
+        request.getfixturevalue("blocks_are_longer_than_a_chunk")
     sequences = options.get("slices", 2)
     batch = (f"seq_length={128 // sequences}", f"micro_batch_size={sequences}")
     plan = made("2GiB", *batch, "max_grad_norm=0", **sizes)
@@ -96,7 +115,7 @@ def test_a_plan_that_streams_trained_layers_is_true(made, tmp_path, monkeypatch,
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     verified = verify_plan(Device.of("cpu"), read_plan(tmp_path / "plan.json", steps=6))
     peak, between_steps, host = verified.runs[plan["recommendation"]["option"]["label"]]
-    assert abs(peak.error) <= 0.06
+    assert abs(peak.error) <= 0.02
     assert abs(between_steps.error) <= 0.01
     assert abs(host.error) <= 0.02
     # Gradients of slices add up in fp32, and so in another order than a whole batch's.

@@ -35,7 +35,8 @@ def of_4b(**overrides: object) -> TrainingRun:
     return traces.with_what_ships(run)
 
 
-# The same model's peaks: tokens, tile, whether in tiles, groups of heads; in GB, whatever the number of layers.
+# The same model's peaks: tokens, tile, whether in tiles, groups of heads; in GB, whatever the number of layers. Chunks
+# of states were there in backward when they were measured.
 PEAKS = {
     (32768, 4096, False, 0): 11.19,
     (32768, 4096, True, 0): 6.54,
@@ -80,7 +81,15 @@ def test_peaks_are_those_that_were_measured(case: tuple[int, int, bool, int]) ->
     if tiled:
         chosen = chosen._replace(tile_tokens=tile, head_groups=groups)
     found, _ = predicted(of_4b(seq_length=tokens), chosen)
-    assert 0.99 <= found.allocated_bytes / 1e9 / PEAKS[case] <= 1.07
+    assert "streaming slots" not in {line.name for line in found.gpu}
+    # Three chunks of 96 MiB, with gradients of 2 bytes beside each 3.0625 bytes of states.
+    chunks_gb = 3 * 96 * 2**20 * (1 + 2 / 3.0625) / 1e9
+    assert 0.99 <= found.allocated_bytes / 1e9 / (PEAKS[case] - chunks_gb) <= 1.07
+
+
+def test_without_chunks_in_backward_the_peak_is_the_measured_one() -> None:
+    found, _ = predicted(of_4b(), mode(kept=True, tiled=False))
+    assert found.allocated_bytes / 1e9 == pytest.approx(10.7, abs=0.05)
 
 
 @pytest.mark.parametrize(("groups", "peak_gb"), [(0, 17.56), (4, 15.73)])
@@ -224,7 +233,7 @@ def test_a_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_host_without_the_room_computes_attention_again(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--gpu-memory", "16GiB", "--allow-other-numerics", "--host-memory", "40GiB")
+    given = ("--gpu-memory", "16GiB", "--allow-other-numerics", "--host-memory", "36GiB")
     found = plan(capsys, *given)["execute"]
     assert "keep_attention" not in found["trained_layers"]
     assert "tiles" in found

@@ -124,6 +124,37 @@ def test_the_host_holds_weights_gradients_and_states(states: str, gigabytes: flo
     assert [line.name for line in found.host] == ["weights of blocks", "gradients", "masters and moments"]
 
 
+def alive(states: str, *, updates: bool = False, **overrides: object) -> set[str]:
+    found = memory.estimate(
+        of_8b(**overrides), mode(StreamedStates(states))._replace(updates_in_backward=updates)
+    )
+    return {line.name for line in found.gpu}
+
+
+def test_chunks_of_states_count_in_the_moments_that_have_them() -> None:
+    """Where many tokens are recomputed they have left, unless backward updates, and where the loss is the most, not."""
+    in_backward = {"gradients of a block", "gradients that leave", "one layer's work"}
+    long = alive("exact", seq_length=65536, fused_loss=True)
+    assert in_backward | {"scratch of an update"} <= long
+    assert "streaming slots" not in long
+    assert in_backward | {"streaming slots"} <= alive(
+        "exact", updates=True, seq_length=65536, fused_loss=True
+    )
+    in_loss = alive("exact", seq_length=4096)
+    assert {"streaming slots", "logits and loss"} <= in_loss
+    assert not in_backward & in_loss
+    # Of few tokens the head's gradient is more than all logits, and the chunks more than a block's gradients.
+    assert {"streaming slots", "gradients of the head"} <= alive("compact-8", seq_length=64)
+
+
+def test_between_steps_there_are_chunks_of_states_whatever_the_peak_has() -> None:
+    found = memory.estimate(of_8b(seq_length=65536, fused_loss=True), mode(StreamedStates.COMPACT_8))
+    always = sum(line.bytes for line in found.gpu if line.when == "always")
+    # Three of 96 MiB, with gradients of 2 bytes beside each 3.0625 bytes; a block is cut into chunks of one length.
+    whole = 3 * 96 * 2**20 * (1 + 2 / 3.0625)
+    assert 0.9 * whole < found.between_steps_bytes - always <= whole
+
+
 def test_a_weight_in_fp32_is_its_own_master() -> None:
     run = of_8b()
     wide = run._replace(precision=run.precision._replace(weight_bytes=4, gradient_bytes=4))

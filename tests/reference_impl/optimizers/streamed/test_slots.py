@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from contextlib import contextmanager
+
 import torch
 
 from reference_impl.device import REACHED, Device
@@ -72,6 +74,45 @@ def test_an_extra_slot_is_freed_once_nobody_reads_it(device):
         slots.free_retired()
         assert ledger.device_bytes == base
         assert slots.extra_bytes == 0
+
+
+class Streams:
+    """A device of two streams, which notes who waits for what."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self):
+        self.stream, self.waits = "step", []
+
+    def record(self):
+        return REACHED
+
+    def current_stream(self):
+        return self.stream
+
+    @contextmanager
+    def on(self, stream):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def wait(self, event):
+        self.waits.append((self.stream, event))
+
+
+def test_the_stream_whose_memory_slots_have_waits_for_their_copies_before_it_is_free():
+    """The next tensors in it are that stream's, wherever the slots are freed."""
+    device, copied = Streams(), Unreached()
+    slots = Slots(device)
+    slots.allocate(BYTES, permanent=1, most=1)
+    slots.give_back(filled(slots), after=copied)
+    with device.on("backward"):
+        slots.free()
+    assert device.waits == [("step", copied)]
+    slots.restore()
+    assert len(slots.idle) == 1
 
 
 def test_the_slots_that_become_free_first_are_kept(device):

@@ -50,6 +50,9 @@ class Clocks(CpuTwin):
         self.stream = "compute"
         self.host = 0.0
 
+    def current_stream(self):
+        return self.stream
+
     @contextmanager
     def on(self, stream):
         before, self.stream = self.stream, stream
