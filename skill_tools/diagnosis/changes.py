@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from skill_tools import knowledge
 from skill_tools.configs.config import Config
+from skill_tools.configs.keys import load_keys
 from skill_tools.dialects import registry
 from skill_tools.rules.fixes import spell
 
@@ -56,7 +57,9 @@ def _lines(dialect: str, settings: Mapping[str, object], config: Config | None) 
         *sections, last = key.split(".")
         if last not in written.replace("-", "_"):
             return ""
-        if written == last:  # of a file in the trainer's package, with keys in sections
+        if (
+            written == last != load_keys()[key].spelling.get(dialect)
+        ):  # of a file in the trainer's package, with keys in sections
             written = ".".join((*sections[-1:], last))
         told.append(spell(dialect, written, given))
     return ", ".join(told)

@@ -82,6 +82,8 @@ def test_each_setting_is_one_that_the_framework_s_lint_accepts(form: tuple[str, 
     change, dialect = form
     settings = load_changes()[change].settings[dialect]
     of = registry.named(dialect)
+    written = re.split("[:= ]", told(change, (dialect,)))[0]
+    assert load_keys()[next(iter(settings))].spelling[dialect].endswith(written)
     for key, value in settings.items():
         assert dialect in load_keys()[key].spelling, f"{dialect} does not spell {key}"
         text = text_of(dialect, {key: value})
