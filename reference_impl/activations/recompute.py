@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from copy import copy
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from reference_impl.activations.changed_buffers import ChangedBuffers
+from reference_impl.activations.changed_state import ChangedState, copied
 from reference_impl.activations.stacks import stacks_as_before
 from reference_impl.memory.compiler import uncompiled
 
@@ -31,8 +31,8 @@ def recomputed(function: Callable[..., Any], *inputs: Any, layer: nn.Module | No
     """Return `function(*inputs)`: only its inputs are kept for backward, and it is called again there.
 
     Tensors among `inputs` are saved as an operation of torch's saves them, by the hooks that are active outside. The
-    second call has the random numbers, autocast and default device of the first, and the buffers of `layer`, of which
-    it changes none. Backward raises RuntimeError if it saves other tensors than the first: fewer, or of other sizes.
+    second call has the random numbers, autocast and default device of the first, and the state of `layer`, which it
+    does not change. Backward raises RuntimeError if it saves other tensors than the first: fewer, or of other sizes.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -43,19 +43,20 @@ def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Cal
     """Return a function for `recomputed`, and its inputs: the leaves of `forward`'s arguments.
 
     Its first call gets the caller's own containers, because a layer may leave something in a dictionary for the next
-    one. Later calls get new containers, with the contents from before the first call, and so of a cache of keys and
-    values a copy.
+    one. Later calls get new containers, with the contents from before the first call, and so of objects copies: of a
+    cache of keys and values, of a record that a layer passes on, of a generator of random numbers.
     """
     leaves, structure = tree_flatten((args, kwargs))
     given = [(args, kwargs)]
-    caches = {place: _copy_of(leaf) for place, leaf in enumerate(leaves) if _is_cache(leaf)}
+    objects = {place: _copy_or_itself(leaf) for place, leaf in enumerate(leaves) if _may_change(leaf)}
 
     def call(*inputs: Any) -> Any:
         if given:
             args, kwargs = given.pop()
         else:
             again = [
-                _copy_of(caches[place]) if place in caches else each for place, each in enumerate(inputs)
+                _copy_or_itself(objects[place]) if place in objects else each
+                for place, each in enumerate(inputs)
             ]
             args, kwargs = tree_unflatten(again, structure)
         return forward(*args, **kwargs)
@@ -67,13 +68,20 @@ def _is_cache(value: Any) -> bool:
     return callable(getattr(value, "get_seq_length", None))
 
 
-def _copy_of(cache: Any) -> Any:
-    """Return a cache with the tensors of `cache`, in objects of its own: Transformers' has one a layer, in a list."""
-    copied = copy(cache)
-    for name, value in vars(copied).items():
-        if isinstance(value, list):
-            setattr(copied, name, [each if isinstance(each, torch.Tensor) else copy(each) for each in value])
-    return copied
+def _may_change(value: Any) -> bool:
+    """Whether `value` is an object that a layer may write."""
+    if isinstance(value, torch.Generator):
+        return True
+    is_other = isinstance(value, torch.Tensor | nn.Module | type | Enum) or callable(value)
+    return hasattr(value, "__dict__") and not is_other
+
+
+def _copy_or_itself(value: Any) -> Any:
+    try:
+        return copied(value)
+    except TypeError:
+        # Of a class that refuses copies.
+        return value
 
 
 def refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
@@ -103,7 +111,7 @@ class _Recomputation:
 
     def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layer: nn.Module | None) -> None:
         self._function = function
-        self._buffers = None if layer is None else ChangedBuffers(layer)
+        self._state = None if layer is None else ChangedState(layer)
         self._inputs = _Inputs(inputs)
         self._surroundings = Surroundings(inputs)
         # Elements of each tensor that the first call has saved.
@@ -117,8 +125,8 @@ class _Recomputation:
         with saved_tensors_hooks(self._pack, self._unpack):
             result = self._function(*inputs)
         self._surroundings.end()
-        if self._buffers is not None:
-            self._buffers.end()
+        if self._state is not None:
+            self._state.end()
         self._has_returned = True
         return result
 
@@ -164,7 +172,7 @@ class _Recomputation:
         with (
             stacks_as_before(),
             self._surroundings.again(),
-            self._buffers.again() if self._buffers is not None else nullcontext(),
+            self._state.again() if self._state is not None else nullcontext(),
             torch.enable_grad(),
             saved_tensors_hooks(keep, _itself),
             suppress(_AllComputedError),

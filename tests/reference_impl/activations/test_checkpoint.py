@@ -284,24 +284,34 @@ class Cache:
         self.keys = torch.ones(3, 8)
 
 
-def test_a_layer_that_writes_an_object_it_is_given_is_told_which(device):
+class Holder:
+    def __init__(self):
+        self.cache = Cache()
+
+
+class RememberingInside(Remembering):
+    def forward(self, x, holder):
+        return super().forward(x, holder.cache)
+
+
+def test_a_layer_that_writes_an_object_inside_another_is_told_which(device):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([Remembering(), Remembering()])
+            self.layers = nn.ModuleList([RememberingInside(), RememberingInside()])
             self.start = nn.Linear(8, 8)
 
         def forward(self, x):
-            cache, x = Cache(), self.start(x)
+            holder, x = Holder(), self.start(x)
             for layer in self.layers:
-                x = layer(x, cache)
+                x = layer(x, holder)
             return x
 
     model = Model()
     with (
         CheckpointOffloader(model, min_bytes=1),
         pytest.raises(
-            RuntimeError, match=r"was given a Cache, which its first call may have changed.* try Activ"
+            RuntimeError, match=r"was given a Holder, which its first call may have changed.* try Activ"
         ),
     ):
         model(torch.ones(2, 8)).sum().backward()
