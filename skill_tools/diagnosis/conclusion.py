@@ -457,9 +457,10 @@ def _unknown(evidence: Evidence, failure: Failure) -> Conclusion:
         frame = failure.frames[-1]
         cause += f"; raised in {frame.path}:{frame.line} {frame.function}, in no code that offloads"
     named = None
-    offloads = code.offloads(evidence.config, where.code.mechanisms if where else ())
+    ran = code.offloads(evidence.config, where.code.mechanisms if where else ())
+    offloads = dict.fromkeys(f"{each.written}={each.value}" for each in ran)
     if offloads:
-        cause += "; this run offloads by " + ", ".join(f"{each.written}={each.value}" for each in offloads)
+        cause += "; this run offloads by " + ", ".join(offloads)
     elif named := symptoms.sign_in(["offload"], evidence.texts):
         cause += f"; its files say {named}, of which nothing is known"
     elif evidence.config is not None:

@@ -36,6 +36,9 @@ _ARROW = re.compile(r"\n-{2,}> ?(?P<line>\d{1,6}) ")  # Colab's, at the line bel
 _RAISED = re.compile(
     r"(?:E {3,})?(?P<error>(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*)(?:\([\w.]+\))?(?::(?: (?P<words>.*))?)?$"
 )
+_REFUSED = re.compile(
+    r"(?P<program>\S+?): error: \S"
+)  # an argument parser's last line, below `usage: PROGRAM`
 _ERROR = re.compile(
     r"(?:Error|Exception|Interrupt|Exit|Failure|Timeout|Abort|Fault|Killed|Empty|Pool|error\.Again)$"
 )
@@ -56,7 +59,7 @@ _NATIVE = re.compile(
 )
 _INTERESTING = re.compile(
     r"(?:File |Traceback|Pool: |Error|Exception|Interrupt|Failure|Timeout|Exit|Killed|Empty|Fault|fault|Aborted|Fatal "
-    r"|above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
+    r"|: error: |above exception|Assertion|Segfault encountered|terminate called|Bus error|Illegal instruction"
     r"|Speicherzugriffsfehler|Erreur de segmentation|Violación de segmento|段错误|\.exc(?:eptions?)?\.[A-Z]"
     r"|error\.Again|\.py(?::\d+)? in\b|Expected all tensors to be on)"
 )
@@ -159,7 +162,7 @@ def failures(log: Log) -> tuple[Failure, ...]:
             current = open_.setdefault(rank, _Open(start))
             current.seen = start
             current.frames.append(_with_line(_frame(frame), log.text, start))
-        elif (error := _raised(body, current)) is not None:
+        elif (error := _raised(body, current) or _refused(body, log.text)) is not None:
             open_.pop(rank, None)
             failure = _failure(log, rank, start, error, body, current)
             if rank in chained and rank in last:
@@ -340,6 +343,12 @@ def _raised(body: str, current: _Open | None) -> str | None:
     # An exception of an own name ends a traceback, whatever it is called.
     ends = current is not None and current.headed and current.frames and "." in match["error"]
     return match["error"] if ends else None
+
+
+def _refused(body: str, text: str) -> str | None:
+    """Return the name of an argument parser's refusal; a compiler's error has no usage."""
+    match = _REFUSED.match(body)
+    return "SystemExit" if match and f"usage: {match['program']}" in text else None
 
 
 def _failure(log: Log, rank: str, at: int, error: str, body: str, current: _Open | None) -> Failure:

@@ -21,7 +21,7 @@ from skill_tools.rules.knowledge import Rule, load_rules
 _BARE = re.compile(r"[\w.]+(?:: ?'?\{\.\.\}'?)?$|'\w+'$")
 # The texts of Python and argparse about any name; which one stands in a hole.
 _ANY_NAME = re.compile(
-    r"(?:got an unexpected keyword argument '{0,2}|unrecognized arguments: )\{\.\.\}'{0,3}$"
+    r"(?:got an unexpected keyword argument '{0,2}|unrecognized arguments: ?)(?:\{\.\.\})?'{0,3}$"
 )
 _LONGEST_PATH = 400  # characters
 _SHARED = 3  # rules shown when nothing tells those with the same text apart

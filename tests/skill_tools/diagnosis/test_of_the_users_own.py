@@ -539,6 +539,26 @@ def test_a_job_that_its_scheduler_ended_has_not_failed(capsys: pytest.CaptureFix
     assert "Slurm ended the job, at its time limit" in answer(capsys, log)
 
 
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("srun: error: n1: task 3: Exited with exit code 1", "an exception that is not in this log"),
+        ("train.sh: line 3: deepspeed: command not found", "the launcher is not on the PATH"),
+        ("Process finished with exit code 137", "killed with SIGKILL"),
+        (
+            "usage: t.py [-h]\nt.py: error: unrecognized arguments: --offload x",
+            "t.py: error: unrecognized arguments",
+        ),
+    ],
+)
+def test_a_run_without_a_traceback_has_not_gone_well(
+    capsys: pytest.CaptureFixture[str], last: str, told: str
+) -> None:
+    shown = answer(capsys, f"begin\n{last}\n")
+    assert told in shown
+    assert "Megatron" not in shown
+
+
 def test_a_preset_is_named_as_the_user_wrote_it(capsys: pytest.CaptureFixture[str]) -> None:
     log = "{'loss': 2.0}\nE1130 elastic/multiprocessing/api.py:874] failed (exitcode: -9) local_rank: 3\n"
     told = answer(capsys, log, {"run.sh": "swift sft --model Qwen/Qwen2.5-7B --deepspeed zero3_offload\n"})
