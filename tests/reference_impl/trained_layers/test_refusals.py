@@ -2,6 +2,7 @@
 """Unsupported arguments are refused by name, with advice, before anything is moved."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,71 @@ def test_a_batch_that_cannot_be_cut(device):
             train(model, streamer.optimizer, batches(device, 1))
         # The next batch is as if nothing had happened.
         train(model, streamer.optimizer, batches(device, 1, sequences=3))
+
+
+class Sliced(nn.Module):
+    """Blocks that get `given` beside their hidden states, and make `made` of them."""
+
+    def __init__(self, given, made):
+        super().__init__()
+        self.given, self.made = given, made
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        for layer in self.layers:
+            layer.forward = lambda x, given, layer=layer: made(nn.functional.linear(x, layer.weight), given)
+
+    def forward(self, x):
+        others = []
+        for layer in self.layers:
+            x, other = layer(x, self.given)
+            others.append(other)
+        return x.square().sum(), others
+
+
+@pytest.mark.parametrize(
+    ("given", "made", "match"),
+    [
+        # One value for each sequence, of which each slice would get all.
+        (
+            torch.ones(2),
+            lambda x, given: (x * given[:, None, None], None),
+            r"tensor of shape \(2,\) with a batch of 2",
+        ),
+        # The same inside of an object.
+        (
+            [torch.ones(2)],
+            lambda x, given: (x * given[0][:, None, None], None),
+            r"tensor of shape \(2,\) with",
+        ),
+        (
+            SimpleNamespace(batch=2),
+            lambda x, given: (x * x.new_ones(given.batch, 1, 1), None),
+            r"shape \(2, 3, 4\)",
+        ),
+        (None, lambda x, _: (x, x.mean(0)[None].repeat(2, 1, 1)), r"shape \(2, 3, 4\) for 1 of 2 sequences"),
+        (None, lambda x, _: (x, x.detach().sum().item()), "for the first of 2 slices and .* for the last"),
+    ],
+)
+def test_slices_that_are_no_parts_of_a_batch(device, given, made, match):
+    model = Sliced(given, made)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with (
+        TrainableLayerStreamer(model, optimizer, slices=2, device=device.torch_device),
+        pytest.raises(ValueError, match=match + ".* try .*slices=1"),
+    ):
+        model(torch.randn(2, 3, 4).to(device.torch_device))
+
+
+def test_slices_hand_on_what_they_are_given(device):
+    """A block may also return a router's logits of all tokens, and the same number for each slice."""
+    given = torch.ones(1, 3, 4).to(device.torch_device)
+    model = Sliced(given, lambda x, given: (x + given, (given, x.flatten(0, 1), 7)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(4, 3, 4).to(device.torch_device)
+    with TrainableLayerStreamer(model, optimizer, slices=2, device=device.torch_device):
+        _, others = model(x)
+    for handed_on, logits, number in others:
+        assert handed_on is given
+        assert (logits.shape, number) == ((12, 4), 7)
 
 
 class Cache:
