@@ -35,6 +35,7 @@ _RANK, _UNSLOTH_RANK, _UNSLOTH_LENGTH = (
     16,
     2048,
 )  # of LoraConfig, of Unsloth's get_peft_model and from_pretrained
+UNKNOWN_RANK = 16  # of a plan, where no file says it
 _UNSLOTH_SHORTEST = 512  # tokens; unsloth/models/_utils.py::apply_unsloth_gradient_checkpointing
 _WORDS = (*_ADD, _TRAINERS, "load_in_4bit", "load_in_8bit")
 _SHOWN = 60
@@ -102,21 +103,22 @@ def _by_launch(launch: Launch, script: Source) -> Added | None:
     return Added(option.place, condition, found and found.rank, given.bits(), asked_for=True)
 
 
-def question(config: Config) -> Question | None:
-    """Return the question of adapters, if a script adds them under an unreadable condition."""
-    found = added(config) if config.value("use_peft") is None else None
+def question(config: Config, switch: str = "use_peft") -> Question | None:
+    """Return the question of adapters, if a script adds them under an unreadable condition.
+
+    `switch` is the setting that says them: TRL's, or the rank of a script without such a switch.
+    """
+    found = added(config) if config.value(switch) is None else None
     if found is None or not found.condition:
         return None
-    adapted: dict[str, object] = {
-        "use_peft": True,
-        "load_in_4bit": found.bits == 4,
-        "load_in_8bit": found.bits == 8,
-    }
-    if found.rank is not None:
-        adapted["lora_r"] = found.rank
+    adapted: dict[str, object] = {switch: found.rank or UNKNOWN_RANK}
+    if switch == "use_peft":
+        adapted = {switch: True, "load_in_4bit": found.bits == 4, "load_in_8bit": found.bits == 8}
+        if found.rank is not None:
+            adapted["lora_r"] = found.rank
     answers: list[tuple[str, dict[str, object]]] = [
-        ("with adapters (--overrides use_peft=true)", adapted),
-        ("without adapters", {"use_peft": False}),
+        (f"with adapters (--overrides {switch}={str(adapted[switch]).lower()})", adapted),
+        ("without adapters", {switch: False}),
     ]
     text = f"{found.place} adds adapters only if {found.condition}"
     return Question(text, dict(reversed(answers) if found.asked_for else answers))

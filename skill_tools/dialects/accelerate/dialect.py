@@ -16,7 +16,7 @@ from skill_tools.dialects.accelerate import (
     FSDP_PLUGIN,
     OUR_MODULE,
 )
-from skill_tools.dialects.base import NONE, Dialect, Evidence
+from skill_tools.dialects.base import NONE, Dialect, Evidence, Question
 
 if TYPE_CHECKING:
     from skill_tools.configs.yaml_lines import Node
@@ -124,6 +124,12 @@ class Accelerate(Dialect):
         from skill_tools.dialects.accelerate.candidates import candidates
 
         return candidates(config, run)
+
+    def question(self, config: Config) -> Question | None:
+        """Return the unreadable condition under which a script adds adapters."""
+        from skill_tools.dialects.python_adapters import question
+
+        return question(config, "lora_rank")
 
     def in_script(self, spelled: Mapping[str, object], config: Config | None, script: Kind | None) -> str:
         """Return options of the launcher for a command, and a plugin's arguments for a Python script."""

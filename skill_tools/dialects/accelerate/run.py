@@ -20,7 +20,6 @@ from skill_tools.errors import UnusableInput
 FSDP = "accelerate.fsdp_config.fsdp_"
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _OPTIMIZER = "adamw_torch"
-_RANK = 16
 _NAMED = {About.SEQUENCE_LENGTH: "sequence length", About.MICRO_BATCH: "micro-batch"}
 
 
@@ -130,9 +129,12 @@ def _micro_batches(config: Config) -> int:
 
 
 def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -> Adapter | None:
-    rank, by_script = fields.count(config, "lora_rank"), python_adapters.added(config)
-    if rank is None and by_script is not None and by_script.counts:
-        rank = by_script.rank or _RANK
+    stated, by_script = config.value("lora_rank"), python_adapters.added(config)
+    rank = (
+        None if stated is False else fields.count(config, "lora_rank")
+    )  # an answer of a plan's own question
+    if stated is None and by_script is not None and by_script.counts:
+        rank = by_script.rank or python_adapters.UNKNOWN_RANK
         only = f", if {by_script.condition}" if by_script.condition else ""
         assumptions.append(Assumption(f"rank-{rank} adapters, which {by_script.place} adds{only}"))
     if rank is None:

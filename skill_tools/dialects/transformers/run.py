@@ -23,7 +23,7 @@ from skill_tools.dialects.transformers.experts import base_bytes
 from skill_tools.dialects.unsloth.python_script import states_leave, visiting_states
 
 _OPTIMIZER = "adamw_torch_fused"
-_BATCH, _RANK, _LENGTH = 8, 16, 2048
+_BATCH, _LENGTH = 8, 2048
 _LENGTHS = {"SFTConfig": 1024, "DPOConfig": 1024, "RewardConfig": 1024, "KTOConfig": 1024}  # of TRL 1.16
 _STAGE_IN_A_NAME = r"(?:zero|z|stage)[_-]?([123])"
 KWARGS = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
@@ -164,11 +164,14 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
     four, eight = fields.flag(config, "load_in_4bit"), fields.flag(config, "load_in_8bit")
     stated, by_script = fields.flag(config, "use_peft"), python_adapters.added(config)
     if stated is None and by_script is not None and by_script.counts:
-        rank = by_script.rank or fields.count(config, "lora_r") or _RANK
+        rank = by_script.rank or fields.count(config, "lora_r") or python_adapters.UNKNOWN_RANK
         base = python_adapters.BASE_BYTES[by_script.bits]
         where = f", which {by_script.place} adds"
     elif stated or four or eight:
-        rank, where = fields.count(config, "lora_r") or (by_script and by_script.rank) or _RANK, ""
+        rank, where = (
+            fields.count(config, "lora_r") or (by_script and by_script.rank) or python_adapters.UNKNOWN_RANK,
+            "",
+        )
         bits = by_script.bits if by_script else 16
         base = python_adapters.BASE_BYTES[4 if four else 8 if eight else bits]
     else:

@@ -145,6 +145,20 @@ def test_an_option_called_after_adapters_is_counted_and_said(
     assert "adapters only if" not in capsys.readouterr().out
 
 
+def test_a_loop_under_accelerate_is_asked_by_its_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop.py").write_text("if args.lora:\n    model = get_peft_model(model, LoraConfig(r=4))\n")
+    (tmp_path / "run.sh").write_text(
+        'accelerate launch --num_processes 1 loop.py --model Qwen/Qwen3-8B "$@"\n'
+    )
+    assert main(["plan", str(tmp_path / "run.sh"), "--gpu", "a100-80gb"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    asked = next(at for at, line in enumerate(lines) if "adds adapters only if args.lora" in line)
+    assert lines[asked + 1].startswith("  with adapters (--overrides lora_rank=4): fits as it is: ")
+    assert lines[asked + 2].startswith("  without adapters: ")
+
+
 SCRIPT = """\
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
