@@ -244,12 +244,16 @@ def load(path: str | Path) -> Source:
 
 
 def find(path: str, folders: Iterable[Path]) -> Source | None:
-    """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there."""
-    written = _WRITTEN.get().get(os.path.normpath(path))
+    """Return the file at `path`, seen from one of `folders` or from the working folder; None if it is not there.
+
+    A file of its name that was given with the one that names it stands for it: the run's folders are elsewhere.
+    """
+    files = _WRITTEN.get()
+    written = files.get(os.path.normpath(path))
     if written is not None:
         return written
     found = find_file(path, folders)
-    return None if found is None else load(found)
+    return files.get(f"*/{Path(path).name}") if found is None else load(found)
 
 
 @contextmanager

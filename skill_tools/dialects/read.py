@@ -214,13 +214,14 @@ def _by_named_files(sources: Sequence[Source], found: Mapping[str, Evidence]) ->
 
 
 def _written(sources: Sequence[Source]) -> dict[str, Source]:
-    """Return the files that scripts among `sources` write themselves, by here-documents."""
+    """Return the files that scripts among `sources` write by here-documents, and those given beside another by name."""
+    given = {f"*/{Path(each.name).name}": each for each in sources[1:] and sources}
     scripts = [each for each in sources if each.kind is Kind.SHELL and "<<" in each.text]
     if not scripts:
-        return {}
+        return given
     from skill_tools.configs.shell.documents import written
 
-    return {path: file for script in scripts for path, file in written(script)}
+    return given | {path: file for script in scripts for path, file in written(script)}
 
 
 def _follows(named: Named, script: Source) -> bool:

@@ -28,7 +28,7 @@ from skill_tools.dialects.deepspeed.dialect import is_one as is_deepspeed
 from skill_tools.dialects.llama_factory import LLAMA_FACTORY
 from skill_tools.dialects.llama_factory.other_trainers import MEGATRON, V1, trainer_of
 from skill_tools.dialects.transformers import CLASS, LAUNCHER, TRANSFORMERS, arguments
-from skill_tools.dialects.transformers.launch import given_options, holds_more
+from skill_tools.dialects.transformers.launch import Launch, given_options, holds_more, started_ranks
 from skill_tools.dialects.transformers.parsers import Parser, expected, given
 from skill_tools.errors import UnusableInput
 
@@ -174,6 +174,9 @@ def _note_launch(draft: Draft, command: Command, start: int, file: str) -> None:
     if launched or _is_on(draft, "FORCE_TORCHRUN") or trainer_of(draft.get) == MEGATRON:
         draft.set_key(_LAUNCH, "distributed", _LAUNCH, place)
         draft.set_key(LAUNCHER, min(launched, default="torchrun"), LAUNCHER, place)
+        ranks = started_ranks(Launch("", command.words[:start], program, command))
+        if ranks is not None:
+            draft.set_key("env.WORLD_SIZE", str(ranks), "WORLD_SIZE", place)
     elif devices is not None and devices.resolved and devices.text.isdecimal():
         place = Place(file, devices.line, devices.column)
         draft.set_key(_LAUNCH, "single", _LAUNCH, place)

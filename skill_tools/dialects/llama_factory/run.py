@@ -5,6 +5,7 @@ It trains Hugging Face models: in fp32 with autocast unless `pure_bf16` or ZeRO 
 frozen base. Stages with a second model (PPO, DPO with a reference) are planned as the policy alone.
 """
 
+import re
 from collections.abc import Iterator
 
 from skill_tools.configs.config import Config
@@ -25,7 +26,7 @@ from skill_tools.dialects.run import (
     TrainingRun,
 )
 from skill_tools.dialects.shapes import ModelShape
-from skill_tools.dialects.sharding import Part, Sharding, combined, with_exchange
+from skill_tools.dialects.sharding import Part, Sharding, combined, with_exchange, world_of
 from skill_tools.dialects.transformers.experts import base_bytes
 
 _BASE_BYTES = {4: 0.53, 8: 1.0}  # NF4 with its scales, and int8
@@ -39,12 +40,7 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
     """Return the run that the YAML describes."""
     assumptions: list[Assumption] = []
     stage = _shard_stage(config)
-    world = gpus or (8 if stage else 1)
-    if gpus is None:
-        why = "one node, because it shards" if stage else "nothing shards it"
-        assumptions.append(
-            Assumption(f"{world} GPU{'s' if world > 1 else ''} ({why}); say --gpus N for yours", About.GPUS)
-        )
+    world = world_of(gpus or _started(config), stage, assumptions)
     seq_length = fields.count(config, "llamafactory.cutoff_len")
     if seq_length is None:
         seq_length = 2048
@@ -79,6 +75,13 @@ def build(config: Config, shape: ModelShape, *, gpus: int | None) -> TrainingRun
         assumptions=tuple(assumptions),
     )
     return with_exchange(run, Sharding(stage, by_deepspeed=True))
+
+
+def _started(config: Config) -> int | None:
+    """Return how many processes the command starts: as its launcher is told, or one for each GPU that it sees."""
+    visible = fields.text(config, "env.CUDA_VISIBLE_DEVICES") or ""
+    seen = len(visible.split(",")) if re.fullmatch(r"\d+(?:,\d+)*", visible) else None
+    return fields.integer(config, "env.WORLD_SIZE") or seen
 
 
 def checkpoints(config: Config) -> bool:

@@ -44,7 +44,7 @@ _ARGUMENTS = r"\b(?:\w*TrainingArguments|(?:SFT|DPO|GRPO|KTO|RLOO|Reward)Config)
 _TRAINERS_PARSER = rf"\b(?:HfArgumentParser|TrlParser|H4ArgumentParser)\b|{_ARGUMENTS}"
 _FILLS_TRAINERS = r"\b(HfArgumentParser|TrlParser|H4ArgumentParser)\("
 _FIELD = r"^[ \t]+(\w+)[ \t]*:[^=\n]+="
-_A_NODE = ("nproc_per_node", "num_gpus")
+_A_NODE = ("nproc_per_node", "num_gpus", "num_processes")
 _NODES = ("nnodes", "num_nodes")
 _PASSED_ON = ("$@", "$*", "${@")
 RECIPE = "config"  # TrlParser's option for a recipe
@@ -204,7 +204,9 @@ def started_ranks(launch: Launch) -> int | None:
     a_node = next((said[name] for name in _A_NODE if name in said), None)
     nodes = next((said[name] for name in _NODES if name in said), "1")
     counts = [
-        int(each) for each in (a_node, nodes) if isinstance(each, str) and re.fullmatch(r"\d{1,4}", each)
+        int(found[0])
+        for each in (a_node, nodes)
+        if isinstance(each, str) and (found := re.match(r"\d{1,4}(?!\S)", each))
     ]
     return counts[0] * counts[1] or None if len(counts) == 2 else None
 

@@ -208,3 +208,12 @@ def test_what_is_new_for_a_command_is_a_flag_beside_the_launchers_file_too(
     assert main(["plan", str(script), "--gpu", "h100", "--gpus", "8"]) == 0
     change = "  --gradient_checkpointing false --activation_offloading false --fsdp full_shard"
     assert change in capsys.readouterr().out.splitlines()
+
+
+def test_a_file_given_with_the_script_stands_for_the_one_of_its_name(script: Path) -> None:
+    script.write_text(
+        "torchrun src/train.py --stage sft --finetuning_type full --deepspeed /away/configs/ds.json\n"
+    )
+    config = read([script, script.with_name("ds.json")])
+    assert (config.value("deepspeed.zero_optimization.stage"), config.missing_files) == (3, ())
+    assert read([script]).missing_files

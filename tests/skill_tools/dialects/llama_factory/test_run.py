@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The run of a LLaMA-Factory configuration, as a plan sees it."""
 
+import pytest
+
 from skill_tools.dialects.read import read_text
 from skill_tools.dialects.registry import named
 from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun
@@ -54,3 +56,20 @@ def test_adapters_keep_a_quantized_base() -> None:
     run, _ = planned(YAML.replace("full", "lora") + "quantization_bit: 4\nlora_rank: 16\n")
     assert run.adapter is not None
     assert (run.adapter.rank, run.adapter.base_weight_bytes) == (16, 0.53)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus"),
+    [
+        ("deepspeed --num_gpus 4 src/train.py", 4),
+        ("torchrun --nnodes 2 --nproc_per_node=4 src/train.py", 8),
+        ("accelerate launch --num_processes 2 src/train.py", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 llamafactory-cli train", 3),
+        ("CUDA_VISIBLE_DEVICES=0,1,2 torchrun --nproc_per_node 2 src/train.py", 2),
+        ("CUDA_VISIBLE_DEVICES=$GPUS llamafactory-cli train", 1),
+    ],
+)
+def test_the_command_says_how_many_gpus_train(command: str, gpus: int) -> None:
+    words = "--stage sft --do_train --model_name_or_path Qwen/Qwen3-8B --finetuning_type full --cutoff_len 64"
+    config = read_text(f"{command} {words}\n", "run.sh")
+    assert named("llama-factory").run(config, shape("qwen3-8b"), gpus=None).layout.gpus == gpus
