@@ -47,6 +47,10 @@ class _Place(NamedTuple):
     def is_buffer(self) -> bool:
         return self.held_in is self.owner._buffers
 
+    def like_it(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` as the module holds it: it may assign what it has written."""
+        return tensor if self.is_buffer else nn.Parameter(tensor, requires_grad=False)
+
 
 class _Learnt(NamedTuple):
     """The numbers of the tensors and modules that a layer changes, and whether each module was in training then."""
@@ -146,7 +150,7 @@ class ChangedState:
         try:
             for (each, before), now in zip(places, tensors_now, strict=True):
                 source = now if before is None else before
-                each.held_in[each.name] = None if source is None else source.detach().clone()
+                each.held_in[each.name] = None if source is None else each.like_it(source.detach().clone())
             for module, attributes in modules:
                 _replace(module, {name: copied(value) for name, value in attributes.items()})
             _set_random(self._random)
@@ -158,6 +162,54 @@ class ChangedState:
             for (module, _), attributes in zip(modules, attributes_now, strict=True):
                 vars(module).clear()
                 vars(module).update(attributes)
+
+
+class KeptState:
+    """Gives the state of `module` back at the end as it was, so that trials of a call leave nothing; a context manager.
+
+    Of frozen parameters and attributes those of less than 1 MiB.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+
+    def __enter__(self) -> KeptState:
+        """Return this object; from here on the module has copies of its attributes."""
+        self._tensors = [
+            (each, each.tensor.clone())
+            for each in _places(self._modules)
+            if each.is_buffer or each.tensor.nbytes < _LARGE_BYTES
+        ]
+        self._random = _random_states()
+        self._attributes = [dict(vars(each)) for each in self._modules]
+        copies = [_copies(each) for each in self._modules]
+        self._before = [
+            {**vars(each), "_parameters": dict(each._parameters), **copies_of_one}
+            for each, copies_of_one in zip(self._modules, copies, strict=True)
+        ]
+        for each, copies_of_one in zip(self._modules, copies, strict=True):
+            vars(each).update(copies_of_one)
+        return self
+
+    def has_moved(self) -> bool:
+        """Whether the calls so far have changed any of it."""
+        return (
+            any(not torch.equal(each.tensor, before) for each, before in self._tensors)
+            or _pickled(self._random) != _pickled(_random_states())
+            or any(map(_has_moved, self._modules, self._before, self._attributes))
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Give everything back."""
+        _set_random(self._random)
+        for module, attributes in zip(self._modules, self._attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+        with torch.no_grad():
+            for each, before in self._tensors:
+                if not torch.equal(each.tensor, before):
+                    each.tensor.copy_(before)
+                each.held_in[each.name] = each.tensor
 
 
 def copied(value: Any) -> Any:

@@ -27,10 +27,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten
 
+from reference_impl.activations.changed_state import KeptState
 from reference_impl.activations.kept_results import ATTENTION, operation_of
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.gradients import Place, leaves_of, replaced, stand_ins
-from reference_impl.sequences.position_wise import buffers_kept, rounding
+from reference_impl.sequences.position_wise import rounding
 from reference_impl.sequences.positions import TENSOR, Leading
 
 # The rows of a tensor core's tile.
@@ -159,7 +160,7 @@ def division_of(
         few = [leading.cut(leaf, slice(0, count)) for leaf in leaves]
         leading = Leading(leading.batch, count)
     # Modes that record or count operations are not to see these.
-    with _disable_current_modes(), Surroundings(few).again(), buffers_kept(module):
+    with _disable_current_modes(), Surroundings(few).again(), KeptState(module):
         surroundings = Surroundings(few)
         seen = _Seen(name, module)
         seen.listen(call, few)

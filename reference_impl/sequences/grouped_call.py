@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward
+from reference_impl.activations.changed_state import ChangedState
 from reference_impl.activations.kept_results import ATTENTION, attention_handed_back, operation_of
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.divided import Division, KernelCalls, forgetting_saved, merged
@@ -55,6 +56,7 @@ class GroupedCall:
         self._others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
         self._places = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         self._surroundings = Surroundings([leaves[place] for place in self._places])
+        self._state = ChangedState(module)
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Return the module's result."""
@@ -76,7 +78,7 @@ class GroupedCall:
             last = self._module.get_submodule(self._division.last)
             projected = last(merged(operation, result[0], self._leading))
             others, structure = self._division.outputs
-            self._surroundings.end()
+            self._end()
             return (
                 [projected if other is TENSOR else other for other in others],
                 structure,
@@ -89,7 +91,7 @@ class GroupedCall:
         # A kernel keeps its logarithms where its inputs are to be differentiated.
         with torch.enable_grad(), forgetting_saved(), KernelCalls(heard):
             made, structure = tree_flatten(self._call(self._leaves(tensors)))
-        self._surroundings.end()
+        self._end()
         if self._surroundings.is_random:
             raise RuntimeError(
                 f"{self._name} takes random numbers, and groups of heads would take others; expected none, as when it "
@@ -100,6 +102,10 @@ class GroupedCall:
             structure,
             kernels,
         )
+
+    def _end(self) -> None:
+        self._surroundings.end()
+        self._state.end()
 
     def _leaves(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         leaves = list(self._others)
@@ -143,7 +149,13 @@ class GroupedCall:
         )
         wanted = [each for each in wanted if each[0].requires_grad]
         handed = _HandedBack(self._division, group, kernels)
-        with replaced(places), self._surroundings.again(), torch.enable_grad(), handed:
+        with (
+            replaced(places),
+            self._surroundings.again(),
+            self._state.again(),
+            torch.enable_grad(),
+            handed,
+        ):
             made = [each for each in tree_flatten(self._call(leaves))[0] if isinstance(each, torch.Tensor)]
         sources = [source for source, _, _ in wanted]
         if group == 0:

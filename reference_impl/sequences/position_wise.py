@@ -15,8 +15,8 @@ Explained in docs/long-sequences.md.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from enum import Enum
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from reference_impl.activations.changed_state import KeptState
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.positions import Joined, Leading
 
@@ -45,8 +46,8 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
     """Raise ValueError if an output position of `call(leaves)` depends on more than its own input.
 
     `call` calls `module`, named `name` in its model. It is made six times, without a graph, on up to 64 positions;
-    buffers and random numbers are then as before. Raises ValueError too if a hook, or a module inside `module`, keeps
-    a result: it would be of one tile and without a graph.
+    state and random numbers are then as before. Raises ValueError too if an output depends on what an earlier call has
+    left, or if a hook, or a module inside `module`, keeps a result: it would be of one tile and without a graph.
     """
     probe = Leading(leading.batch, min(leading.count, _PROBED))
     few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
@@ -56,11 +57,20 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
         return _with_positions(name, call(inputs), Leading(probe.batch, count))
 
     # Modes that record or count operations are not to see these.
-    with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), buffers_kept(module):
+    with _disable_current_modes(), Surroundings(few).again(), torch.no_grad(), KeptState(module) as state:
         _refuse_kept(name, module, call, few)
         surroundings = Surroundings(few)
         whole = outputs(few, probe.count)
         surroundings.end()
+        if state.has_moved():
+            with surroundings.again():
+                later = outputs(few, probe.count)
+            if not all(map(torch.equal, whole, later)):
+                raise ValueError(
+                    f"{name} computes with state that its own calls change, as a spectral norm does: each tile would "
+                    "change it; expected a module whose output at a position depends on its input there alone; try "
+                    f"leaving {name} out of tiles"
+                )
         # One position may take its weight from a sum over all, and be too little of it; half of them are not.
         for at, times in ((slice(middle, middle + 1), -_TIMES_LARGER), (slice(0, middle), _TIMES_LARGER)):
             with surroundings.again():
@@ -93,6 +103,7 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
 def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[Any], leading: Leading) -> bool:
     """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
 
+    A module that changes its own state, such as a mean of what it has seen, is not.
     A module that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has
     no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond these few
     positions. Nor is one with an object of another kind: trials would add to a cache of keys and values before the call
@@ -128,9 +139,12 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
         Surroundings(few).again(),
         torch.enable_grad(),
         saved_tensors_hooks(pack, lambda tensor: tensor),
-        buffers_kept(module),
+        KeptState(module) as state,
     ):
         call(few)
+        if state.has_moved():
+            # A mean over its calls would be of tiles.
+            return False
     given = sum(each.nbytes for each in few if isinstance(each, torch.Tensor))
     return sum(storage.nbytes() for storage in saved.values()) > given
 
@@ -223,16 +237,3 @@ def rounding(dtype: torch.dtype) -> float:
     eps = torch.finfo(dtype).eps
     # Sums of 16-bit products are rounded once, in each of a few products. Results of others are added in another order.
     return 4 * eps if dtype.itemsize == 2 else eps**0.5
-
-
-@contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Give every buffer of `module` its values of now back at the end: a module may count its calls."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, values in before:
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)

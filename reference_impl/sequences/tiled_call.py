@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from reference_impl.activations.attach import Forward
+from reference_impl.activations.changed_state import ChangedState
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.gradients import Sum, of_input, refuse_other_leaves, stand_ins
 from reference_impl.sequences.positions import TENSOR, Joined, Leading, part_of_gradient
@@ -51,6 +52,7 @@ class TiledCall:
         self._places = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
         # Of each tile.
         self._surroundings: list[Surroundings] = []
+        self._states: list[ChangedState] = []
         # How outputs are put together; outputs other than tensors, of the first tile.
         self._made: tuple[list[Any], TreeSpec] | None = None
         # Of each tensor among the outputs, from the second node to the first.
@@ -73,7 +75,7 @@ class TiledCall:
     def outputs(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Compute all tiles; return each tensor of the outputs for all positions."""
         joined: list[Joined] = []
-        self._surroundings = []
+        self._surroundings, self._states = [], []
         for tile in self._tiles:
             # A function of its own, so that a tile's memory is free before the next one's is taken.
             self._compute(leaves, tile, joined)
@@ -81,10 +83,12 @@ class TiledCall:
 
     def _compute(self, leaves: Sequence[Any], tile: slice, joined: list[Joined]) -> None:
         inputs = [self._leading.cut(leaf, tile) for leaf in leaves]
-        surroundings = Surroundings(inputs)
+        surroundings, state = Surroundings(inputs), ChangedState(self._module)
         made, structure = tree_flatten(self._call(inputs))
         surroundings.end()
+        state.end()
         self._surroundings.append(surroundings)
+        self._states.append(state)
         outputs = [each for each in made if isinstance(each, torch.Tensor)]
         if not joined:
             self._made = [TENSOR if isinstance(each, torch.Tensor) else each for each in made], structure
@@ -112,8 +116,9 @@ class TiledCall:
             *(Sum(weight) for weight in self._trained),
         ]
         with stand_ins(self._module, self._trained) as weights:
-            for tile, surroundings in zip(self._tiles, self._surroundings, strict=True):
-                self._differentiate(leaves, weights, tile, surroundings, gradients, sums)
+            for tile, surroundings, state in zip(self._tiles, self._surroundings, self._states, strict=True):
+                with surroundings.again(), state.again():
+                    self._differentiate(leaves, weights, tile, gradients, sums)
         return [each.result() for each in sums]
 
     def _differentiate(
@@ -121,7 +126,6 @@ class TiledCall:
         leaves: Sequence[Any],
         weights: Sequence[torch.Tensor],
         tile: slice,
-        surroundings: Surroundings,
         gradients: Sequence[torch.Tensor | None],
         sums: Sequence[Sum],
     ) -> None:
@@ -132,7 +136,7 @@ class TiledCall:
             else leaf
             for leaf in leaves
         ]
-        with surroundings.again(), torch.enable_grad():
+        with torch.enable_grad():
             made = [each for each in tree_flatten(self._call(inputs))[0] if isinstance(each, torch.Tensor)]
         pairs = [
             (output, part_of_gradient(self._leading, gradient, tile, output))

@@ -34,6 +34,30 @@ class Function(nn.Module):
         return self.function(x, self.weight)
 
 
+class Moving(nn.Module):
+    """Divides by a mean of all its calls, which moves too little to be seen in the outputs of a trial."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def forward(self, x):
+        self.mean = self.mean + 1e-7 * x.detach().square().mean()
+        return x.sin() / self.mean
+
+
+def test_a_module_that_computes_with_what_its_calls_change():
+    model = Holder(Moving())
+    with (
+        SequenceTiles(model, ["inner"], tile_tokens=16),
+        pytest.raises(
+            ValueError, match=r"inner computes with state that its own calls change.* try leaving inner out"
+        ),
+    ):
+        model(torch.randn(2, 40, 32))
+    assert model.inner.mean == 1
+
+
 def chosen_by_experts(x, weight):
     """Each expert takes the tokens that score best: one's result depends on the others."""
     scores = (x @ weight).softmax(-1)

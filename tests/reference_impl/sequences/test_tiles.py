@@ -3,6 +3,7 @@
 hooks."""
 
 import copy
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -213,6 +214,54 @@ class Counting(nn.Module):
     def forward(self, x):
         self.count += 1
         return x * 2
+
+
+class Router(nn.Module):
+    """Counts the tokens of each expert, for a bias that somebody else moves, in one of several places."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.linear = nn.Linear(32, 4)
+        if place == "a buffer":
+            self.register_buffer("tokens", torch.zeros(4))
+        elif place == "a frozen parameter":
+            self.tokens = nn.Parameter(torch.zeros(4), requires_grad=False)
+        else:
+            self.tokens = [0.0] * 4
+
+    def forward(self, x):
+        scores = self.linear(x).softmax(-1)
+        counted = functional.one_hot(scores.detach().argmax(-1), 4).flatten(0, -2).sum(0)
+        if self.place == "a list":
+            self.tokens = [a + b for a, b in zip(self.tokens, counted.tolist(), strict=True)]
+        else:
+            self.tokens += counted
+        return scores.exp().log() * scores
+
+
+@pytest.mark.parametrize("place", ["a buffer", "a frozen parameter", "a list"])
+@pytest.mark.parametrize("named", [True, False])
+def test_tokens_are_counted_once_although_tiles_are_computed_twice(device, place, named):
+    """A trial counts none. A module that nobody names does not run in tiles if it changes its state."""
+    counts = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = Holder(nn.ModuleList([nn.Sequential(Router(place))])).to(device.torch_device)
+        block, router = model.inner[0], model.inner[0][0]
+        with ExitStack() as stack:
+            if tiled:
+                names = ["0.0"] if named else None
+                tiles = stack.enter_context(SequenceTiles(model, names, tile_tokens=16))
+            for step in range(3):
+                x = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(step))
+                block(x.to(device.torch_device)).sum().backward()
+            if tiled:
+                assert tiles.modules_in_tiles == named
+        tokens = router.tokens if place == "a list" else router.tokens.tolist()
+        assert sum(tokens) == 3 * 2 * 40
+        counts.append(tokens)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("tokens", [16, 40])
