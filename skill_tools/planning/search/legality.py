@@ -20,7 +20,6 @@ from skill_tools.rules.versions import Standing, resolve, standing
 
 _PLAN = Place("<plan>", 1, 1)
 _OFF = (None, False, 0, "none")
-_WRONG = "wrong-numerics"  # the effect that no run shows by itself
 
 
 class RuledOut(NamedTuple):
@@ -134,7 +133,13 @@ class Judge:
         about = [finding for finding in linted.findings if own & set(finding.observed)]
         return Legality(
             tuple(_line(finding) for finding in about if finding.severity is Severity.ERROR),
-            tuple(_line(finding) for finding in about if _is_to_watch(finding, serious)),
+            # An error of releases that nobody states is one to watch too.
+            tuple(
+                _line(finding)
+                for finding in about
+                if finding.severity is Severity.WARNING
+                or (finding.severity is Severity.INFO and finding.depends_on and finding.rule in serious)
+            ),
             tuple(
                 Condition(each.rule, each.title, each.missing)
                 for each in linted.undecided
@@ -161,15 +166,6 @@ def _switched_on(settings: Mapping[str, object]) -> frozenset[str]:
 def _serious(dialects: frozenset[str]) -> frozenset[str]:
     """Return the rules about `dialects` that exclude a candidate if they hold."""
     return frozenset(rule.id for rule in rules_about(dialects) if rule.severity is Severity.ERROR)
-
-
-def _is_to_watch(finding: Finding, serious: frozenset[str]) -> bool:
-    """Return whether a plan's reader has to know of `finding`: an error of releases that nobody states is one too."""
-    return (
-        finding.severity is Severity.WARNING
-        or (finding.severity is Severity.INFO and bool(finding.depends_on) and finding.rule in serious)
-        or (finding.severity is Severity.INFO and finding.effect == _WRONG)
-    )
 
 
 def _line(finding: Finding) -> RuledOut:
