@@ -244,6 +244,10 @@ class _Seen:
                 if (weight not in used if dim == 0 else not others & own)
             ]
             for layer in chosen:
+                if "weight" not in layer._parameters:
+                    raise _undivided(
+                        self._name, "computes a layer's weight from others, as a parametrization does"
+                    )
                 if tuple(layer.weight.shape) != (layer.out_features, layer.in_features):
                     raise _undivided(self._name, f"has a packed weight of shape {tuple(layer.weight.shape)}")
                 found.append(Cut(names[layer], "weight", dim))

@@ -78,10 +78,19 @@ class WrittenOut(Grouped):
         return self.o_proj(((q @ k.transpose(1, 2)).softmax(-1) @ self.v_proj(x)).repeat(1, 1, 2))
 
 
+class Parametrized(Grouped):
+    """The weight of queries is the product of a direction and a length."""
+
+    def __init__(self):
+        super().__init__()
+        nn.utils.parametrizations.weight_norm(self.q_proj)
+
+
 REFUSED = {
     "fused": (Fused, r"inner gives something else with 2 groups of heads than with all of them together"),
     "normed together": (NormedTogether, r"inner gives something else with 2 groups"),
     "fixed": (Fixed, r"inner (cannot be computed with a part|gives something else)"),
+    "parametrized": (Parametrized, r"inner computes a layer's weight from others, .* try leaving it out"),
     "dropping": (Dropping, r"inner takes random numbers, .*try a dropout of 0"),
     "written out": (WrittenOut, r"inner runs no kernel of attention; .* or leaving it out"),
     "three groups": (Grouped, r"inner has 4 and 8 heads, which 3 groups do not divide"),
