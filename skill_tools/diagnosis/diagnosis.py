@@ -22,6 +22,7 @@ from skill_tools.diagnosis import (
     memory_owners,
     messages,
     model_in_log,
+    no_effect,
     phases,
     quiet,
     steps,
@@ -165,7 +166,8 @@ def diagnose(
     past = _lines_of_what_was_caught(log, raised, failure, went_on_until)
     times = steps.times_s(log)
     wrong = anomalies.find(log)
-    texts = symptoms.read(log, {**(config.sources if config else {}), **unread}.items())
+    sources = no_effect.taken_out(config.sources, findings) if config else {}
+    texts = symptoms.read(log, {**sources, **unread}.items())
     # If nothing is wrong, only facts of each such run count. The files show them, and the log is not asked.
     offloads = symptoms.running(texts if failure or wrong else texts[:-1], failure, config)
     said = _said(log, failure) if failure else ""
@@ -201,7 +203,7 @@ def diagnose(
         build=builds.first_error(log),
         owners=memory_owners.owners(
             log,
-            {**(config.sources if config else {}), **unread},
+            {**sources, **unread},
             saving=phase is Phase.SAVE,
             starting=phase is Phase.STARTUP,
             ran_out=any(each.message.kind in HOST_RAN_OUT for each in seen),

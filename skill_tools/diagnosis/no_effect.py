@@ -2,13 +2,14 @@
 """Signs in a log of an offload without effect: a line that says so, or unchanged figures."""
 
 import re
+from collections.abc import Mapping, Sequence
 
 from skill_tools.diagnosis import symptoms
 from skill_tools.diagnosis.changes import told
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, Suspect, of_finding
 from skill_tools.diagnosis.residency import rows
 from skill_tools.diagnosis.series import inert
-from skill_tools.rules.finding import Severity
+from skill_tools.rules.finding import Finding, Severity
 
 _OFFLOAD = re.compile(r"off-?load|swap|stream|layers on the host")
 _OF_TORCH = re.compile(r"/torch/optim/(?!lr_scheduler)")
@@ -28,6 +29,19 @@ def concluded(evidence: Evidence) -> Conclusion | None:
         return None
     because, change = beside(evidence)
     return Conclusion(because.removeprefix("; "), "", change) if change else None
+
+
+def taken_out(sources: Mapping[str, str], findings: Sequence[Finding]) -> dict[str, str]:
+    """Return the texts of a run's files without the keys that `findings` prove unread: they show no offload."""
+    texts = dict(sources)
+    for finding in findings:
+        place = finding.place
+        if finding.rule.endswith("-unread") and place.file in texts:
+            lines = texts[place.file].split("\n")
+            line, at = lines[place.line - 1], max(place.column - 1, 0)
+            lines[place.line - 1] = line[:at] + re.sub(r"[\w.]+", "-", line[at:], count=1)
+            texts[place.file] = "\n".join(lines)
+    return texts
 
 
 def rest(evidence: Evidence) -> tuple[Suspect, ...]:

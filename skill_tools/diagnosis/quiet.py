@@ -13,7 +13,7 @@ from typing import NamedTuple
 from skill_tools import knowledge
 from skill_tools.diagnosis import newer, no_effect, phases, steps
 from skill_tools.diagnosis.evidence import Evidence, Suspect, of_finding
-from skill_tools.diagnosis.exceptions import guarded, own_files
+from skill_tools.diagnosis.exceptions import launches, own_files
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series import numbers
 from skill_tools.diagnosis.symptoms import named, sign_in
@@ -176,7 +176,7 @@ def _still(log: Log, evidence: Evidence) -> Iterator[Suspect]:
                 f"then {_either(entry['change'])}",
             )
             break
-    if alone := guarded.slip(evidence):
+    if alone := launches.of_one_rank(evidence):
         yield Suspect(alone.cause, f"then {alone.change}")
 
 

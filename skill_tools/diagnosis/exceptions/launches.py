@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run was begun: one process for several GPUs, or a model that is read before its script knows of ZeRO-3."""
+"""What a user's script or launch does with ranks: one process for several GPUs, or a collective that one rank enters.
+
+A model that is read before its script knows of ZeRO-3, or in fp32, belongs to the launch too.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from skill_tools.diagnosis.changes import load_changes, told
 from skill_tools.diagnosis.evidence import Evidence, Slip
@@ -36,15 +39,27 @@ _KNOWS = re.compile(
     re.MULTILINE,
 )  # fmt: skip
 
+_GUARD = re.compile(
+    r"^(?P<indent>[ \t]*)if (?P<test>(?![^\n]*(?:\bnot |!=))[^\n]*?"
+    r"(?:\bis_(?:local_)?main_process\b|\bis_world_process_zero\b|\bis_(?:master|rank_?(?:zero|0)|main)\w*"
+    r"|\bmaster_process\b|rank(?:\(\))? ?(?:== ?0\b|<= ?0\b|in [\[(]-1, ?0[\])]))[^\n]*):[ \t]*(?:#[^\n]*)?$",
+    re.MULTILINE,
+)
+_EVERYWHERE = r"(?:\bbarrier|\bwait_for_everyone|\ball_reduce|\ball_gather\w*|accelerator\.gather\w*)\("
+_OF_SHARDS = (
+    r"(?:\.save_state|\.save_checkpoint|trainer\.save_model|\bget_(?:model_|optimizer_)?state_dict|\.save_16bit_model"
+    r"|_zero3_consolidated_16bit_state_dict|GatheredParameters|summon_full_params|\boptim_state_dict|\bdcp\.save"
+    r"|\.full_tensor|\.clip_grad_norm_|\.evaluate|model\w*\.generate)\("
+)
+_OF_FSDP = r"(?:model\w*\.state_dict|model\w*\.save_pretrained)\("  # ZeRO-3 gives empty tensors for it
+
 
 def slip(evidence: Evidence) -> Slip | None:
     """Return what is wrong with the launch of a run that had no room, or met an empty weight."""
     ran_out = evidence.out_of_memory is not None
     host = any(each.message.kind in HOST_RAN_OUT for each in evidence.seen)
-    if ran_out or any(part in evidence.said for part in _EMPTY):
-        found = _one_process(evidence)
-        if found is not None:
-            return found
+    if (ran_out or _is_empty(evidence)) and (found := _one_process(evidence)):
+        return found
     if evidence.phase is not Phase.STARTUP or not (ran_out or host):
         return None
     return (_read_before(evidence.texts) if "zero3" in evidence.offloads else None) or _read_in_fp32(evidence)
@@ -52,52 +67,57 @@ def slip(evidence: Evidence) -> Slip | None:
 
 def _one_process(evidence: Evidence) -> Slip | None:
     """Return a sharded run's launch of a single process."""
-    texts, shown = (
-        evidence.texts,
-        next((evidence.offloads[each] for each in _SHARDS & evidence.offloads.keys()), ""),
-    )
-    whole = "\n".join(text for _, text in texts)
-    if not shown or evidence.owners.processes > 1 or _BEGINS_MANY.search(whole):
+    shown = next((evidence.offloads[each] for each in _SHARDS & evidence.offloads.keys()), "")
+    whole = "\n".join(text for _, text in evidence.texts)
+    processes = evidence.owners.processes
+    if not shown or processes > 1 or _BEGINS_MANY.search(whole):
         return None
     launcher = told(_FOR_ONE, evidence.dialects)
-    needs_one = launcher != load_changes()[_FOR_ONE].words
-    if evidence.owners.processes == 1 and needs_one and any(part in evidence.said for part in _EMPTY):
+    if processes == 1 and launcher != load_changes()[_FOR_ONE].words and _is_empty(evidence):
         return Slip(
             f"one process was begun without a launcher: {shown} had the weights sharded as they were read, and without "
             "the launcher's variables no engine gathers them",
             launcher,
         )
-    alone = next(((name, text, each) for name, text in texts for each in [_ALONE.search(text)] if each), None)
     several = _SEVERAL.search(whole)
-    if alone is None or several is None:
-        return None
-    name, text, match = alone
-    return Slip(
-        f"{match['command']} ({place_at(name, text, match.start('command'))}) begins one process, though there are "
-        f"several GPUs ({several[0]}): it shards over one GPU ({shown}), which holds all, and the others stay empty",
-        told(_EACH, evidence.dialects),
-    )
+    for name, text in evidence.texts if several else ():
+        if match := _ALONE.search(text):
+            return Slip(
+                f"{match['command']} ({place_at(name, text, match.start('command'))}) begins one process, though there "
+                f"are several GPUs ({several and several[0]}): it shards over one ({shown}), which holds all, and the "
+                "others stay empty",
+                told(_EACH, evidence.dialects),
+            )
+    return None
+
+
+def _is_empty(evidence: Evidence) -> bool:
+    return any(part in evidence.said for part in _EMPTY)
 
 
 def _read_before(texts: Sequence[tuple[str, str]]) -> Slip | None:
     """Return a script that reads the model before it makes the arguments by which ZeRO-3 is known."""
-    for name, text in texts:
-        reads, knows = _READS.search(text), _KNOWS.search(text)
-        later = reads and _KNOWS.search(text, reads.end())
-        if (
-            name.endswith(".py")
-            and reads
-            and later
-            and not (knows and "(" in knows[0] and knows.start() < reads.start())
-        ):
+    for name, text, reads in _reads(texts):
+        knows, later = _KNOWS.search(text), _KNOWS.search(text, reads.end())
+        if later and not (knows and "(" in knows[0] and knows.start() < reads.start()):
             made = later[0].rstrip("(")
             return Slip(
-                f"{reads[0].rstrip('(')} ({place_at(name, text, reads.start())}) stands before {made} "
-                f"({place_at(name, text, later.start())}), by which the code that reads weights comes to know of "
-                "ZeRO-3: each rank reads them whole, and they are not sharded as they are read",
+                f"{_named(name, text, reads)} stands before {made} ({place_at(name, text, later.start())}), by which "
+                "the code that reads weights comes to know of ZeRO-3: each rank reads them whole",
                 f"{made} (or HfDeepSpeedConfig, kept in a variable) in front of from_pretrained",
             )
     return None
+
+
+def _reads(texts: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, re.Match[str]]]:
+    """Yield the scripts that read a model, with their first read of one."""
+    for name, text in texts:
+        if name.endswith(".py") and (reads := _READS.search(text)):
+            yield name, text, reads
+
+
+def _named(name: str, text: str, call: re.Match[str]) -> str:
+    return f"{call[0].rstrip('(')} ({place_at(name, text, call.start())})"
 
 
 def _read_in_fp32(evidence: Evidence) -> Slip | None:
@@ -106,17 +126,47 @@ def _read_in_fp32(evidence: Evidence) -> Slip | None:
         evidence.failure is not None
         and any(each.function == "from_pretrained" for each in evidence.failure.frames)
     )
-    for name, text in evidence.texts if is_reading else ():
-        reads, reader = _READS.search(text), _READER.search(text)
-        if not reads or not reader or not name.endswith(".py"):
-            continue
-        major = evidence.releases.get(reader["library"], "").partition(".")[0]
+    for name, text, reads in _reads(evidence.texts) if is_reading else ():
+        library = (reader := _READER.search(text)) and reader["library"]
+        major = evidence.releases.get(library or "", "").partition(".")[0]
         is_newer = major.isdigit() and int(major) >= _TAKES_THE_FILES_DTYPE
-        if not is_newer and not _SAYS_DTYPE.search(text[reads.end() : reads.end() + _CALL]):
+        if library and not is_newer and not _SAYS_DTYPE.search(text[reads.end() : reads.end() + _CALL]):
             return Slip(
-                f"{reads[0].rstrip('(')} ({place_at(name, text, reads.start())}) names no dtype, which before release "
-                f"{_TAKES_THE_FILES_DTYPE} of {reader['library']} means fp32: twice the memory of 16-bit files, "
-                "in each process",
+                f"{_named(name, text, reads)} names no dtype, which before release {_TAKES_THE_FILES_DTYPE} of "
+                f"{library} means fp32: twice the memory of 16-bit files, in each process",
                 'torch_dtype=torch.bfloat16, or "auto", in from_pretrained',
             )
     return None
+
+
+def of_one_rank(evidence: Evidence) -> Slip | None:
+    """Return the first collective of the run's scripts that stands under a check of the rank."""
+    sharded = not _SHARDS.isdisjoint(evidence.offloads)
+    fsdp = "zero3" not in evidence.offloads and any("fsdp" in text.lower() for _, text in evidence.texts)
+    kinds = [_EVERYWHERE, *([_OF_SHARDS] * (sharded or fsdp)), *([_OF_FSDP] * fsdp)]
+    collective = re.compile("|".join(kinds))
+    for name, text in evidence.texts:
+        for guard in _GUARD.finditer(text) if name.endswith(".py") else ():
+            for at, line in _block(text, guard.end(), guard["indent"]):
+                if match := collective.search(line):
+                    call = f"{match[0].strip('.(')}() ({place_at(name, text, at)})"
+                    return Slip(
+                        f"{call} stands under `if {guard['test'].strip()}` ({place_at(name, text, guard.start())}), so "
+                        "that one rank alone enters it; it is a collective, for which each rank waits, and the others "
+                        "are at the next one",
+                        f"{call} on every rank, in front of the check: under it only what a rank does alone, such as "
+                        "print or torch.save of a state dict gathered before",
+                    )
+    return None
+
+
+def _block(text: str, start: int, indent: str) -> Iterator[tuple[int, str]]:
+    """Yield place and code of each line below a guard that is indented more than it is."""
+    at = start + 1
+    for line in text[at:].split("\n"):
+        code = line.partition("#")[0].rstrip()
+        if code.strip():
+            if not (code.startswith(indent) and code[len(indent) : len(indent) + 1] in " \t"):
+                return
+            yield at, code
+        at += len(line) + 1

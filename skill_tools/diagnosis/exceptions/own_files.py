@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from skill_tools.diagnosis.evidence import SHOWN, Conclusion, Evidence, Slip
-from skill_tools.diagnosis.exceptions import guarded, launches
+from skill_tools.diagnosis.exceptions import launches
 from skill_tools.diagnosis.messages import HOST_RAN_OUT
 from skill_tools.diagnosis.texts import place_at
 
@@ -59,7 +59,7 @@ def told(conclusion: Conclusion | None, evidence: Evidence) -> Conclusion | None
         in_commands(texts),
         kept(texts) if grows else None,
         _packed(texts) if sharded else None,
-        guarded.slip(evidence) if hangs else None,
+        launches.of_one_rank(evidence) if hangs else None,
         launches.slip(evidence),
         _states_behind(evidence),
     )

@@ -671,3 +671,20 @@ def test_weights_that_are_read_in_fp32_take_twice_the_memory(
     Path("train.py").write_text(script, encoding="utf-8")
     assert main(["diagnose", "train.log", "train.py", "--target", f"transformers=={release}"]) == 1
     assert ("names no dtype" in capsys.readouterr().out) is is_slip
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_key_that_nothing_reads_is_no_sign_of_an_offload(
+    capsys: pytest.CaptureFixture[str], inside: bool
+) -> None:
+    log = (
+        'Traceback (most recent call last):\n  File "/e/lib/python3.10/site-packages/deepspeed/runtime/zero/'
+        'stage_1_and_2.py", line 1800, in step\n    self._optimizer_step(i)\ntorch.cuda.OutOfMemoryError: CUDA out of '
+        "memory. Tried to allocate 5.20 GiB (GPU 0; 23.69 GiB total capacity; 20.13 GiB already allocated; 1.20 GiB "
+        "free; 21.60 GiB reserved in total by PyTorch)\n"
+    )
+    close, end = ("", "}}") if inside else ("}", "}")
+    ds = f'{{"zero_optimization": {{"stage": 2{close},\n "offload_optimizer": {{"device": "cpu"}}{end}\n'
+    told = answer(capsys, log, {"ds.json": ds})
+    assert ("cause: if this is deepspeed<0.17.0" in told) is inside
+    assert ("a setting without effect" in told and "inside zero_optimization" in told) is not inside
