@@ -30,7 +30,8 @@ class Flag(NamedTuple):
     """A flag with the values after it, as argparse groups them.
 
     `written` is the text of the input. `known`: all of it is read, with nothing left to fill in. `joined`:
-    the first value stands behind an equals sign, so argparse takes no other.
+    the first value stands behind an equals sign, so argparse takes no other. `more`: the flag itself is read, and
+    unread words behind it may be more options (`--colocate $MODEL_ARGS`, `--tp 8 $MODEL_ARGS`).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Flag(NamedTuple):
     place: Place
     known: bool = True
     joined: bool = False
+    more: bool = False
 
 
 def training_command(source: Source, knows: Callable[[str], bool], *, whole: bool = False) -> Command:
@@ -110,10 +112,14 @@ def flags(words: Sequence[Argument], file: str) -> Iterator[Flag]:
     for start, end in pairwise([*starts, len(words)]):
         first, *following = words[start:end]
         name, equals, value = first.text.partition("=")
+        unread = next((at for at, word in enumerate(following) if not word.resolved), None)
+        if unread is not None and (unread or equals):  # no value of this flag
+            following = following[:unread]
         values = (*((value,) if equals else ()), *(word.text for word in following))
-        known = all(word.resolved and word.certain for word in words[start:end])
+        known = all(word.resolved and word.certain for word in (first, *following))
         known = known and not is_template(" ".join(values))
-        yield Flag(name, values, name, Place(file, first.line, first.column), known, bool(equals))
+        more = unread is not None and first.resolved and first.certain
+        yield Flag(name, values, name, Place(file, first.line, first.column), known, bool(equals), more)
 
 
 def write_environment(draft: Draft, command: Command, file: str) -> None:

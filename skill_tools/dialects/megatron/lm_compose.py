@@ -137,7 +137,8 @@ def _write_flag(draft: Draft, flag: Flag) -> None:
 
 def taken(flag: Flag, kind: str) -> object:
     """Return argparse's value for a flag with a key of `kind`: one word, or all for a list."""
-    if not flag.known or _is_to_fill_in(flag):
+    is_bare = kind == "bool" and flag.more and not flag.joined
+    if not (flag.known or is_bare) or (kind == "list" and flag.more) or _is_to_fill_in(flag):
         return UNREADABLE
     if kind == "bool" or not flag.values:
         return True

@@ -60,3 +60,11 @@ def test_a_plan_is_that_of_megatron_on_the_trainers_gpus(
     said = capsys.readouterr().out
     assert "on 4 x h200" in said
     assert "SGLang's weights and KV cache leave these GPUs" in said
+
+
+def test_unread_words_behind_a_switch_or_a_value_are_more_options() -> None:
+    read = miles("--colocate ${MODEL_ARGS[@]} --tensor-model-parallel-size 4 $MORE --num-layers $LAYERS")
+    assert read.value("slime.colocate") is True
+    assert read.value("tensor_model_parallel_size") == 4
+    assert "num_layers" in read.unresolved
+    assert "offload_modules" in miles("--offload-modules core_attn $MORE").unresolved
