@@ -103,11 +103,9 @@ def _only_model_named(config: Config) -> str | None:
     lines = (line.split("#")[0] for text in config.sources.values() for line in text.splitlines())
     words = {word for line in lines for word in _WORD.findall(line)}
     known = {word: name for word in words if (name := known_models.find(word)) is not None}
-    return (
-        next(iter(known.values()))
-        if len(set(known.values())) == 1 and _sizes(words) <= _sizes(known)
-        else None
-    )
+    others = [word for word in words if known_models.similar(word) is None]
+    is_it = len(set(known.values())) == 1 and _sizes(others) <= _sizes(known)
+    return next(iter(known.values())) if is_it else None
 
 
 def _sizes(words: Iterable[str]) -> set[str]:
