@@ -38,6 +38,12 @@ class WeightHome(Protocol):
     def host_part(self, start: int, stop: int) -> torch.Tensor:
         """Return elements `[start, stop)` of `host`, or beyond it of the weights that follow this one."""
 
+    def expect(self) -> None:
+        """Know that an update of `host` has begun: what the device has of it is old until `bring`."""
+
+    def renew(self, start: int, weights: torch.Tensor) -> None:
+        """Write `weights` into `host` from element `start`: newer than the device's until `bring`."""
+
     def device_part(self, start: int, stop: int) -> torch.Tensor:
         """Return the same elements in the memory that they have on the device between `visit` and `leave`."""
 

@@ -105,6 +105,9 @@ class ShardBlock(VisitingBlock):
     def rest(self) -> None:
         """Do nothing: the parameters always refuse uses, and gathers read the slot."""
 
+    def withhold(self, offset: int) -> None:
+        """Do nothing, for the same reason."""
+
     def evict(self) -> None:
         """Give the slot back, behind the gathers that read it and the copies in and home."""
         assert self._slot is not None

@@ -122,6 +122,8 @@ class StreamedBlock(VisitingBlock):
         # Whether the weights are sealed; whether a seal was found broken; and the weights then found written.
         self._rests = self._is_suspect = False
         self._written: list[Place] = []
+        # Where weights begin that are old on the device.
+        self._withheld: set[int] = set()
 
     @property
     def is_streamed(self) -> bool:
@@ -190,6 +192,7 @@ class StreamedBlock(VisitingBlock):
             raise
         self._look_at_seals()
         self._rests = False
+        self._withheld.clear()
         for watched in self._watched:
             mark_present(watched.tensor)
 
@@ -198,6 +201,26 @@ class StreamedBlock(VisitingBlock):
         if self.is_streamed and self.is_loaded:
             self._rests = True
             for watched in self._watched:
+                if watched.offset in self._withheld:
+                    mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)
+                else:
+                    seal(watched.tensor)
+
+    def withhold(self, offset: int) -> None:
+        """See `VisitingBlock`."""
+        self._look_at_seals()
+        self._withheld.add(offset)
+        for watched in self._watched:
+            if self._rests and watched.offset == offset:
+                mark_absent(watched.tensor, watched.name, _BROUGHT_BY_ITS_BLOCK)
+
+    def brought(self, offset: int, event: Event) -> None:
+        """See `VisitingBlock`; the live current stream is to wait for `event` before anybody uses the weight."""
+        super().brought(offset, event)
+        self._withheld.discard(offset)
+        for watched in self._watched:
+            if self._rests and watched.offset == offset:
+                mark_present(watched.tensor)
                 seal(watched.tensor)
 
     def evict(self) -> None:
@@ -324,7 +347,9 @@ class StreamedBlock(VisitingBlock):
     def _look_at_seals(self) -> None:
         """Suspect a write where a seal is broken."""
         if self._rests:
-            self._is_suspect |= not all(is_sealed(watched.tensor) for watched in self._watched)
+            self._is_suspect |= not all(
+                is_sealed(watched.tensor) or watched.offset in self._withheld for watched in self._watched
+            )
 
     def _found_written(self) -> list[Place]:
         """Return the places with other bytes than the host's, if anybody may have written them unseen."""
@@ -333,7 +358,12 @@ class StreamedBlock(VisitingBlock):
             self.wait_stored()
             for arriving in (self._started(), self._brought):
                 self._device.wait(arriving)
-            self._written = [p for p in self._places if not torch.equal(self._on_device(p).cpu(), p.host)]
+            differing = [p for p in self._places if not torch.equal(self._on_device(p).cpu(), p.host)]
+            self._written = [
+                p
+                for p in differing
+                if not any(p.offset <= each < p.offset + p.host.numel() for each in tuple(self.newer_at_home))
+            ]
             self._is_suspect = False
             if self._rests:
                 self.rest()

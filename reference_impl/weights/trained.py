@@ -61,6 +61,16 @@ class Home:
         last = self._offset + stop * self._dtype.itemsize
         return self._homes.bytes_of(self._block.index)[first:last].view(self._dtype)
 
+    def expect(self) -> None:
+        """See `WeightHome`."""
+        self._block.withhold(self._offset)
+
+    def renew(self, start: int, weights: torch.Tensor) -> None:
+        """Write `weights` from element `start` on the host."""
+        # Before the first byte: whoever compares it with the device's looks here afterwards.
+        self._block.newer_at_home.add(self._offset)
+        self.host_part(start, start + weights.numel()).copy_(weights)
+
     def device_part(self, start: int, stop: int) -> torch.Tensor:
         """Return the same elements on the device, flat, while the block visits."""
         size = self._dtype.itemsize
@@ -73,6 +83,7 @@ class Home:
 
     def bring(self) -> Event:
         """Copy the weight to the device once more, on the stream for new weights, behind the copy of its block."""
+        self._block.newer_at_home.discard(self._offset)
         arrival = self._block.arrival
         if arrival is None:
             return REACHED
@@ -81,7 +92,7 @@ class Home:
             device.wait(arrival)
             device.copy(self.device_part(0, self._numel), self.host)
             event = device.record()
-        self._block.brought(event)
+        self._block.brought(self._offset, event)
         return event
 
     @property

@@ -31,6 +31,8 @@ class VisitingBlock(ABC):
         self._started: Started = lambda: REACHED
         self._stored: Event = REACHED
         self._brought: Event = REACHED
+        # Where weights begin that the CPU has updated at home: the device has the old ones until they are brought.
+        self.newer_at_home: set[int] = set()
 
     @property
     @abstractmethod
@@ -73,12 +75,16 @@ class VisitingBlock(ABC):
         self.is_being_written = True
         return self._started()
 
+    @abstractmethod
+    def withhold(self, offset: int) -> None:
+        """Let nobody use the weight at `offset` until it is `brought`: the CPU updates it at home."""
+
     def stored(self, event: Event) -> None:
         """Note that all written bytes are home at `event`."""
         self._stored, self.is_being_written = event, False
 
-    def brought(self, event: Event) -> None:
-        """Take note that a part of it is copied to the device once more until `event`."""
+    def brought(self, offset: int, event: Event) -> None:
+        """Take note that the weight at `offset` is copied to the device once more until `event`."""
         self._brought = event
 
     def wait_stored(self) -> None:

@@ -56,6 +56,8 @@ class Publisher:
         else:
             flag.clear()
         member.pending = True
+        if member.home is not None:
+            member.home.expect()
 
     def publish(self, member: Member, new_weights: Iterable[NewWeights], *, after: Event) -> None:
         """Start the copy of all of `member`, the device's `new_weights` included.
@@ -65,7 +67,7 @@ class Publisher:
         """
         if member.home is not None:
             for piece in member.pieces:
-                member.home.host_part(piece.start, piece.stop).copy_(self._sources[piece])
+                member.home.renew(piece.start, self._sources[piece])
             self._came_home.add(member)
             return
         weight = member.flat(member.weight)

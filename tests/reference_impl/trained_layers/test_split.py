@@ -14,6 +14,7 @@ from optimizer_reference import MasterAdamW
 
 from reference_impl import TrainableLayerStreamer
 from reference_impl.device import Device
+from reference_impl.memory.absent import is_absent
 from reference_impl.memory.ledger import Ledger
 from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.options import CpuUpdate, Streaming
@@ -180,6 +181,28 @@ def test_a_run_resumes_at_another_split():
         assert train(again, streamer.optimizer, ids[3:]) == expected
     for param, expected_param in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(param, expected_param)
+
+
+@pytest.mark.parametrize("on_cpu", [0.5, 1.0])
+def test_a_weight_that_the_cpu_updates_is_not_read_before_it_is_new(on_cpu):
+    """Its layer is on the device already, with the old weight. A look at its neighbours is no write to it."""
+    ids = batches(TWIN, 4)
+    other, model = decoder(TWIN), decoder(TWIN)
+    reference = resident(other)
+    with streamed(model, split=(0.0, 1 - on_cpu, on_cpu), cpu=FEW, prefetch=4) as streamer:
+        for batch in ids:
+            assert train(model, streamer.optimizer, [batch]) == train(other, reference, [batch])
+            away = {name for name, param in model.named_parameters() if is_absent(param)}
+            assert away
+            for name, param in model.named_parameters():
+                if name in away:
+                    with pytest.raises(RuntimeError, match=rf"{name} is not on the device; expected .* try"):
+                        param.detach().add(0)
+                else:
+                    assert torch.equal(param.detach(), other.get_parameter(name)), name
+        streamer.optimizer.synchronize()
+        for name, param in model.named_parameters():
+            assert torch.equal(param.detach(), other.get_parameter(name)), name
 
 
 @pytest.mark.slow
