@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,7 +260,8 @@ class LayerStreamer(Shown, ClosedAtExit):
         hooks.replace_copies(
             block.module,
             functools.partial(self._copy, block),
-            lambda protocol: self._copy(block, {}).__reduce_ex__(protocol),
+            # The pickler holds the copy itself: hooks in its state know it by a weak reference.
+            lambda _: (operator.getitem, ((self._copy(block, {}),), 0)),
             undo,
         )
 

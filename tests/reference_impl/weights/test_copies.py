@@ -51,6 +51,21 @@ def test_a_copy_is_plain_and_its_own(trainee, make, beside_activations):
     assert torch.equal(model(ids), expected)
 
 
+def loading(module, *_):
+    module.has_loaded = True
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_hook_of_the_users_is_on_the_copy(trainee, make):
+    """Torch's own wrapper of one refers to its module, weakly."""
+    for layer in trainee.model.layers:
+        layer.register_load_state_dict_pre_hook(loading)
+    with FrozenLayerStreamer(trainee.model):
+        made = make(trainee.model)
+    made.load_state_dict(trainee.model.state_dict())
+    assert all(layer.has_loaded for layer in made.layers)
+
+
 def test_somebody_elses_patch_survives_closing(trainee):
     block = trainee.model.layers[0]
     streamer = FrozenLayerStreamer(trainee.model)
