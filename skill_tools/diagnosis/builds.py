@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first error of a compiler or linker in a log: later lines, "Error building extension" too, are its aftermath.
 
-Compilers speak the user's language, so an error is known by its place, `file:line:column:`, and by the word behind it.
+Compilers speak the user's language, so an error is known by its place, `file:line:column:` (or the
+file alone, where somebody has cut the numbers), and by the word behind it.
 """
 
 import re
@@ -17,7 +18,7 @@ _WORD = (
 )
 _ERRORS = re.compile(
     _PREFIX
-    + rf"(?P<error>\S*?[^\s:]:\d+(?::\d+)?: ?{_WORD} ?[:：].*"  # gcc, clang
+    + rf"(?P<error>\S*?(?:[^\s:]:\d+|\.(?:h|hpp|c|cc|cpp|cxx|cuh?))(?::\d+)?: ?{_WORD} ?[:：].*"  # gcc, clang
     + r"|\S+\(\d+\): (?:fatal )?error(?: C\d+|:).*"  # nvcc, cl
     + r"|nvcc (?:fatal|error) *:.*|nvcc: (?:No such file|not found).*|.*\bnvcc: (?:command )?not found.*"
     + r"|\S*\bld(?:\.\w+)? ?: (?:cannot find|.*undefined reference|.*No such file"

@@ -221,7 +221,7 @@ def _of_message(message: Message, evidence: Evidence, errors: Sequence[KnownErro
     change = tuple(told(each, evidence.dialects, evidence.config) for each in message.change)
     if message.kind == "hang" and not message.frames:
         return events.hang_of_ranks(message.cause, _rule(message.rule, evidence), evidence, change)
-    if message.kind in HOST_RAN_OUT:
+    if message.kind in HOST_RAN_OUT or events.fills_the_host(message.change, evidence):
         return events.full_host(message.cause, _rule(message.rule, evidence), evidence, change)
     out_of_memory = evidence.out_of_memory
     fragments = out_of_memory.unallocated_bytes if out_of_memory and out_of_memory.is_fragmented else None

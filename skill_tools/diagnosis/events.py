@@ -17,7 +17,8 @@ from skill_tools.units import gib
 
 # Of offloads.yaml: alone they keep no states in host memory.
 _NO_STATES = frozenset(("zero3", "shards", "block-swap", "pipeline"))
-_STOCK = ("offload-less", "params-on-gpu", "more-host-memory")  # of changes.yaml: no message's own words
+_OFFLOAD_LESS = "offload-less"
+_STOCK = (_OFFLOAD_LESS, "params-on-gpu", "more-host-memory")  # of changes.yaml: no message's own words
 _LESS = "less memory of this process: smaller batches, fewer workers, data that is mapped from disk"
 
 
@@ -101,12 +102,17 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
     )
 
 
+def fills_the_host(change: tuple[str, ...], evidence: Evidence) -> bool:
+    """Return whether a process that ended without a word was most likely killed for what the run's offload keeps."""
+    return _OFFLOAD_LESS in change and bool(_kept_there(evidence))
+
+
 def _of_what_is_there(change: tuple[str, ...], evidence: Evidence) -> tuple[str, ...]:
     """Return `change` without parameters back on the GPU, if the run's offloads have left them there."""
     if not evidence.offloads or not {"params", "cpu"}.isdisjoint(evidence.offloads):
         return change
     back, fewer = (
-        told(each, evidence.dialects, evidence.config) for each in ("params-on-gpu", "offload-less")
+        told(each, evidence.dialects, evidence.config) for each in ("params-on-gpu", _OFFLOAD_LESS)
     )
     return tuple(dict.fromkeys(fewer if each == back else each for each in change))
 

@@ -25,6 +25,8 @@ def test_the_facts_are_what_their_schemas_say(name: str) -> None:
             "a.h:9:1: error: inlining failed in call to 'always_inline': target specific option mismatch",
             "-march",
         ),
+        # As somebody has shortened it.
+        ("avx512fintrin.h: error: inlining failed in call to 'always_inline': target", "-march"),
         ("/t/python_headers.h:12:10: fatal error: Python.h: No such file or directory", "Python's headers"),
         (
             "t.h:12:10: schwerwiegender Fehler: Python.h: Datei oder Verzeichnis nicht gefunden",

@@ -48,6 +48,17 @@ def test_a_prediction_near_what_was_in_use_explains_it(used: int, predicted: int
     assert memory_owners.unexplained(used << 30, predicted << 30) is others
 
 
+def test_a_worker_that_is_gone_was_most_likely_killed_for_what_its_offload_keeps() -> None:
+    """Unless nothing is offloaded: then its native code may as well have crashed."""
+    gone = "(raylet) A worker died or was killed. Worker unexpectedly exits with a connection error code 2.\n"
+    for option, keeps in ((" --adam_offload", True), ("", False)):
+        files = {"run.sh": f"python3 examples/train_ppo_ray.py --zero_stage 3 --bf16{option}\n"}
+        conclusion = diagnose(Log("train.log", gone), unread=files).conclusion
+        assert conclusion is not None
+        assert ("keeps masters, moments and gradients there" in conclusion.cause) is keeps
+        assert ("without adam_offload (run.sh:1)" in conclusion.change[0]) is keeps
+
+
 def test_the_process_that_held_most_is_named() -> None:
     table = "PID\tMEM(GB)\tCOMMAND\n900\t829.84\tray::TaskRunner.run\n901\t9.00\tray::WorkerDict\n"
     conclusion = diagnose(Log("train.log", KILLED.format("951.32") + table)).conclusion
