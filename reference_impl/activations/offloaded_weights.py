@@ -265,9 +265,13 @@ def _is_held_by_one(storage: torch.UntypedStorage) -> bool:
 
 def _own_tensors(model: nn.Module, layer: nn.Module, min_bytes: int) -> dict[str, torch.Tensor]:
     """Return one parameter by its name for each storage of `layer` that is large enough and nobody else's."""
-    inside = {id(parameter) for parameter in layer.parameters()}
-    shared = {storage_of(p)._cdata for p in model.parameters() if id(p) not in inside}
-    own = {storage_of(p)._cdata: (name, p) for name, p in model.named_parameters() if id(p) in inside}
+    inside = set(layer.modules())
+    elsewhere = (
+        each for module in model.modules() if module not in inside for each in module._parameters.values()
+    )
+    shared = {storage_of(p)._cdata for p in elsewhere if p is not None}
+    of_layer = set(layer.parameters())
+    own = {storage_of(p)._cdata: (name, p) for name, p in model.named_parameters() if p in of_layer}
     return {
         name: p for key, (name, p) in own.items() if key not in shared and storage_of(p).nbytes() >= min_bytes
     }

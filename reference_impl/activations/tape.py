@@ -196,14 +196,21 @@ class Tape(TorchDispatchMode):
         inputs: list[Input] = []
         # An operator may return a view of its input without declaring it.
         given_storages: set[int] = set()
+        untracked: list[torch.Tensor] = []
 
-        def as_input(tensor: torch.Tensor) -> Input:
+        def as_input(tensor: torch.Tensor) -> Input | torch.Tensor:
+            if tensor.is_inference():
+                untracked.append(tensor)
+                return tensor
             inputs.append(self._as_input(tensor, given_storages))
             return inputs[-1]
 
         # Below autograd an alias has a version counter of its own, unless this key is back in.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             given_args, given_kwargs = _each(torch.Tensor, as_input, (args, kwargs))
+        if untracked:
+            # They have no version to tell of a write. Nor has a result of inference mode, which no backward needs.
+            return
         operation = Operation(func, given_args, given_kwargs, inputs, marks, number=number)
         for output, storage in made:
             if inputs and storage._cdata not in given_storages:

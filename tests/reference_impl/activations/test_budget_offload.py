@@ -386,6 +386,20 @@ def test_an_error_before_the_plan_is_survived(long_trainee, device, steps_before
         assert offloader.plan is not None
 
 
+def test_tensors_of_inference_mode_are_no_part_of_a_plan(trainee, device):
+    """They have no version counter: an embedding made in inference mode, and all of an evaluation there."""
+    hidden = trainee.model.layers[0].up.in_features
+    with torch.inference_mode():
+        added = torch.ones(hidden, device=device.torch_device)
+    trainee.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] + added, *args[1:]))
+    expected = trainee.step()
+    with Ledger(device), ActivationOffloader(trainee.model, budget_bytes="least", **SMALL):
+        for _ in range(4):
+            assert trainee.step() == expected
+            with torch.inference_mode():
+                trainee.loss()
+
+
 @pytest.mark.slow
 def test_evaluation_between_the_steps_of_a_budget_changes_nothing(long_trainee, device):
     expected = long_trainee.step()

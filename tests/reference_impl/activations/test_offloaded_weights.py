@@ -37,6 +37,19 @@ def test_training_is_bitwise_the_same(trainee, activations, num_layers):
         assert torch.equal(value, final[name])
 
 
+def test_weights_that_layers_share_stay(trainee):
+    """A layer's weight would be away while another one computes with it."""
+    layers = trainee.model.layers
+    with torch.no_grad():
+        layers[2].up.weight.copy_(layers[0].up.weight)
+    layers[2].up.weight = layers[0].up.weight
+    start = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    expected = train(trainee)
+    trainee.model.load_state_dict(start)
+    with ActivationOffloader(trainee.model, weights=True, **SMALL):
+        assert train(trainee) == expected
+
+
 def layer_bytes(model):
     return sum(p.nbytes for p in model.layers[0].parameters() if p.nbytes >= 1024)
 
