@@ -21,6 +21,7 @@ configuration, 2 unusable input, 3 a fault of this tool.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,6 +61,9 @@ _USUAL_HOST = 32 * GIB  # of a small machine that trains, if the log names none
 _LEAST_OF_A_HOST = 1 / 2  # a prediction of less did not fill it
 _LESS = 0.9  # of the host memory that a killed run needs by prediction
 _DATA = frozenset((".json", ".yaml", ".yml", ".toml"))
+# A file in a command, or in a program.
+_FILES = re.compile(r"(?<![\w./-])(?:[\w.-]+/)*[\w.-]+\.(?:py|sh|json|ya?ml|toml)\b")
+_MOST_NAMED = 8
 _IN_LOGS = "\t\n\v\f\r\a\b\x1b"  # blanks, bells, progress bars and colours
 
 
@@ -258,7 +262,7 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     except Unrecognised as problem:
         if args.framework and not isinstance(problem, OwnLoop):
             raise
-        return _Read("", releases=said, unread=_by_texts(args, problem))
+        config, unread = _launched(args, problem)
     except UnusableInput as problem:
         try:
             config, unread, launchers = _alone(args, problem)
@@ -274,6 +278,33 @@ def _read(args: argparse.Namespace, ran: Mapping[str, str]) -> _Read:
     unread |= _texts([str(setting.value) for setting in config.unread_files])
     findings = [found for each in (config, *launchers) for found in lint(each, versions=stated).findings]
     return _Read(config.framework, config, tuple(findings), stated, unread)
+
+
+def _launched(args: argparse.Namespace, problem: UnusableInput) -> tuple[Config | None, dict[str, str]]:
+    """Return the configuration of a program that the user's launch script names, and the texts of all files.
+
+    Without one the log is read with the texts alone. The program's own files are named in it.
+    """
+    named = _named_in(args.inputs)
+    named += _named_in(named)
+    texts = _texts([*args.inputs, *named])
+    for program in (each for each in named if each.endswith(".py")):
+        with suppress(UnusableInput):
+            config = plan_inputs.read_config(args, [program])
+            args.inputs = [program]
+            return config, texts
+    return None, texts | _by_texts(args, problem)
+
+
+def _named_in(paths: Sequence[str]) -> list[str]:
+    """Return the files beside scripts that these name."""
+    found = [
+        str(file)
+        for path, text in _texts(paths).items()
+        for word in _FILES.findall(text)
+        if (file := Path(path).parent / word).is_file() and str(file) not in paths
+    ]
+    return list(dict.fromkeys(found))[:_MOST_NAMED]
 
 
 def _by_texts(args: argparse.Namespace, problem: UnusableInput) -> dict[str, str]:

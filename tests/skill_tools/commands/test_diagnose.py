@@ -399,6 +399,31 @@ def test_of_files_that_are_none_together_the_one_with_a_configuration_is_read(
     assert main(["diagnose", log_, script, str(tmp_path / "missing.sh")]) == 2
 
 
+def test_a_launch_script_of_an_own_loop_brings_its_program_and_that_program_s_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Users give the script by which they start; the settings stand in the program or in its JSON."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.log").write_text("step 1 loss 1.41\nstep 2 loss 1.39\n")
+    Path("run.sh").write_text("deepspeed --num_gpus 8 src/rl.py --seed 1 --data missing.json\n")
+    Path("src").mkdir()
+    Path("src/rl.py").write_text(
+        "import deepspeed\nengine, *_ = deepspeed.initialize(model=model, config='ds.json')\n"
+        "engine.offload_states()\nengine.reload_states()\n"
+    )
+    Path("src/ds.json").write_text(
+        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": true}}'
+    )
+    main(["diagnose", "train.log", "run.sh"])
+    said = capsys.readouterr()
+    assert "(src/ds.json:1)" in said.out
+    assert "log is read without it" not in said.err
+    # Nothing beside it is named.
+    Path("run.sh").write_text("python other.py\n")
+    main(["diagnose", "train.log", "run.sh"])
+    assert "log is read without it" in capsys.readouterr().err
+
+
 def test_a_launcher_s_file_that_the_script_s_is_not_read_with_shows_its_offload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
