@@ -27,6 +27,7 @@ from reference_impl.activations.geometry import flat_bytes
 from reference_impl.device import REACHED, Device, Event, device_is_lost
 from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of
 from reference_impl.memory.arena import HostArena, HostBlock
+from reference_impl.memory.arriving import wait_for
 from reference_impl.memory.closing import do_undoably, register_undoably, undo_all
 from reference_impl.memory.ledger import resize_storage
 
@@ -56,6 +57,10 @@ class OffloadedStorage:
         The storage itself says the first: a flag behind the freeing would be missing if Ctrl-C came between.
         """
         return self._is_coming or (self._is_leaving and self._storage.nbytes() == 0)
+
+    def wait_for_update(self) -> None:
+        """Wait for a new value on its way: compiled layers wait behind the copy out, at their own begin."""
+        wait_for(self._tensor)
 
     def open(self) -> None:
         """Take the seal off for the layer's forward, and note whether the host's copy still has the weight's values."""
@@ -183,6 +188,8 @@ class OffloadedWeights:
             self._order.clear()
         leaves = _leaves_after_forward()
         for storage in self._storages[layer]:
+            if leaves:
+                storage.wait_for_update()
             storage.open()
             storage.load()
             if leaves:

@@ -374,8 +374,8 @@ class Engine:
 
     def let_users_wait(self, members: Iterable[Member]) -> None:
         """Let users of a weight in flight wait for it, except compiled code: it checks classes."""
-        if not self.attached.has_compiled:
-            let_wait((member.param for member in members if member.pending), self)
+        params = (member.param for member in members if member.pending)
+        let_wait(params, self, hears_uses=not self.attached.has_compiled)
 
     # Masters follow weights written by other code; they are read and written while no update runs.
 

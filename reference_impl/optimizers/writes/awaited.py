@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from reference_impl.memory import arriving
 from reference_impl.memory.absent import unanswered
 
 # Attributes, some of them written, and methods that say nothing of a weight's elements, and give no way to them.
@@ -148,20 +149,23 @@ _CLASSES: dict[type, type] = {nn.Parameter: AwaitedParameter, DTensor: AwaitedSh
 _OWN_CLASSES = {awaited: own for own, awaited in _CLASSES.items()}
 
 
-def let_wait(params: Iterable[torch.Tensor], waiter: Waiter) -> None:
-    """Let uses of `params` wait, by `waiter`; not kept alive."""
+def let_wait(params: Iterable[torch.Tensor], waiter: Waiter, *, hears_uses: bool) -> None:
+    """Let uses of `params` wait, by `waiter`; not kept alive. Without `hears_uses` only those that ask wait."""
     reference = weakref.ref(waiter)
     for param in params:
         if (awaited := _CLASSES.get(type(param))) is not None:
             _waiters[id(param)] = reference
-            param.__class__ = awaited
+            arriving.expect(param, _wait_for)
+            if hears_uses:
+                param.__class__ = awaited
 
 
 def has_arrived(param: torch.Tensor) -> None:
     """Note that the weight of `param` is new: nothing waits for it any more."""
+    _waiters.pop(id(param), None)
+    arriving.has_arrived(param)
     if (own := _OWN_CLASSES.get(type(param))) is not None:
         param.__class__ = own
-        _waiters.pop(id(param), None)
 
 
 @contextmanager
@@ -197,10 +201,11 @@ def _wait_for(param: torch.Tensor) -> bool:
         return False
     # Of one that has lost its work weights are as they are: it has said so, and a checkpoint can be loaded into them.
     if waiter is not None and not waiter.is_closed and waiter._failures.first is None:
-        member = waiter.members[param]
-        waiter.wait_for_use([member])
-        if member.pending:
-            return False
+        member = waiter.members.get(param)
+        if member is not None:
+            waiter.wait_for_use([member])
+            if member.pending:
+                return False
     # Of a copy nobody knows, and an optimizer may be gone.
     has_arrived(param)
     return True

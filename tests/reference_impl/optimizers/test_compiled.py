@@ -2,6 +2,8 @@
 """A compiled model beside an attached optimizer: as many graphs a step as without it, and the same bits."""
 
 import copy
+import time
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from in_turns import in_turns
 from optimizer_training import hybrid
 from torch import nn
 
-from reference_impl import HybridDeviceOptimizer, OptimizerStateOffloader
+from reference_impl import ActivationOffloader, HybridDeviceOptimizer, OptimizerStateOffloader
 from reference_impl.device import Device
+from reference_impl.optimizers.cpu.workers import DeadlineWorkers
 from reference_impl.optimizers.forward_waits import ForwardWaits
 from reference_impl.optimizers.layout import Member
 
@@ -198,3 +201,37 @@ def test_code_that_was_compiled_before_attach_waits_for_weights():
             step(plain, adamw)
         optimizer.synchronize()
         assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.slow
+def test_weights_that_leave_with_a_compiled_layer_are_the_new_ones(compiler, monkeypatch):
+    """They are copied out in front of the compiled code, which waits for its weights by itself."""
+    run = DeadlineWorkers.run_job
+
+    def delayed(workers, job):
+        time.sleep(0.01)
+        run(workers, job)
+
+    monkeypatch.setattr(DeadlineWorkers, "run_job", delayed)
+    losses = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), Block(), Block(), nn.Linear(16, 16))
+        for block in model[1:-1]:
+            block.compile(backend=compiler)
+        with ExitStack() as stack:
+            if offloads:
+                stack.enter_context(
+                    ActivationOffloader(model, layers=list(model[1:-1]), weights=True, min_bytes=1)
+                )
+            optimizer = stack.enter_context(
+                HybridDeviceOptimizer(model.parameters(), split=(0.5, 0.0, 0.5), lr=1e-2)
+            )
+            optimizer.attach(model)
+            for _ in range(4):
+                loss = model(torch.ones(4, 16)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    assert losses[:4] == losses[4:]
