@@ -115,10 +115,14 @@ def _empty(device: torch.device) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
+class WrittenError(RuntimeError):
+    """A tensor was written after it was saved."""
+
+
 def check_version(now: int, saved: int, described: tuple[torch.dtype, tuple[int, ...]]) -> None:
-    """Raise RuntimeError when `now` is not the `saved` version of the tensor of `described` dtype and shape."""
+    """Raise WrittenError when `now` is not the `saved` version of the tensor of `described` dtype and shape."""
     if now != saved:
-        raise RuntimeError(
+        raise WrittenError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"a {described[0]} tensor of shape {described[1]} is at version {now}; expected version {saved}; "
             "try the out-of-place form of the operation that wrote it"

@@ -271,8 +271,14 @@ class Writing(nn.Module):
 
 
 class WritingLayer(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.ones(32, 64))
+
     def forward(self, x):
-        y = super().forward(x).sin()
+        # The sum is computed again from the buffer, which autograd has not saved.
+        y = (super().forward(x) + self.scale.exp()).sin()
+        self.scale.mul_(1)
         y = y.relu_() * nn.functional.dropout(y, 0.5)
         hidden = y * 3
         hidden.data.mul_(0.5)
