@@ -34,6 +34,7 @@ from reference_impl.activations.policy import EvenFraction, Nothing, Policy
 from reference_impl.activations.run import ForwardPass
 from reference_impl.activations.tape import Tape
 from reference_impl.memory.closing import close_behind, do_undoably
+from reference_impl.memory.compiler import uncompiled
 from reference_impl.memory.rates import measure_link
 
 
@@ -188,10 +189,10 @@ class ActivationOffloader(Offloader):
         if weights is None:
             with self.engine.saving(layer, self._policy):
                 return forward(*args, **kwargs)
-        weights.before_forward(layer)
+        uncompiled(weights.before_forward)(layer)
         with self.engine.saving(layer, self._policy, bring_weights=weights.bring(layer)):
             result = forward(*args, **kwargs)
-        weights.after_forward(layer)
+        uncompiled(weights.after_forward)(layer)
         return result
 
     def _around_module(

@@ -40,9 +40,10 @@ def test_compiled_blocks(trainee, how):
 
 
 @pytest.mark.slow
-def test_blocks_compiled_after_attaching(trainee):
+@pytest.mark.parametrize("weights", [False, True])
+def test_blocks_compiled_after_attaching(trainee, weights):
     expected = trainee.step()
-    with ActivationOffloader(trainee.model, min_bytes=1024):
+    with ActivationOffloader(trainee.model, min_bytes=1024, weights=weights):
         compile_blocks_in_place(trainee.model)
         assert trainee.step() == expected
         assert trainee.step() == expected
