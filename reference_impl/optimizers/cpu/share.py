@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from reference_impl.device import Device, Event
-from reference_impl.memory.absent import is_absent
+from reference_impl.memory.absent import is_absent, is_away
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.ledger import unseen
@@ -313,7 +313,9 @@ def _own_weights(members: Iterable[Member]) -> dict[Member, torch.Tensor]:
     return {
         member: member.flat(member.weight)[member.on_device :]
         for member in members
-        if member.pieces and member.home is None and not is_absent(member.param_local)
+        if member.pieces
+        and member.home is None
+        and not (is_absent(member.param_local) or is_away(member.param_local))
     }
 
 

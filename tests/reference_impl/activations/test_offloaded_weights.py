@@ -3,6 +3,7 @@ import pytest
 import torch
 from interrupted import at_each_bytecode
 
+from reference_impl import HybridDeviceOptimizer, park
 from reference_impl.activations import ActivationOffloader
 from reference_impl.memory.ledger import Ledger
 
@@ -48,6 +49,33 @@ def test_weights_that_layers_share_stay(trainee):
     trainee.model.load_state_dict(start)
     with ActivationOffloader(trainee.model, weights=True, **SMALL):
         assert train(trainee) == expected
+
+
+def test_an_optimizer_is_saved_and_parked_while_the_weights_are_away(trainee):
+    """It looks for weights that other code has written, on the device."""
+    model = trainee.model
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    losses = []
+    for saves in (False, True):
+        model.load_state_dict(start)
+        with (
+            ActivationOffloader(model, weights=True, **SMALL),
+            HybridDeviceOptimizer([p for p in model.parameters() if p.requires_grad], lr=1e-2) as optimizer,
+        ):
+            optimizer.attach(model)
+            parked = park(model, optimizer)
+            for _ in range(3):
+                loss = trainee.loss()
+                if saves:
+                    optimizer.state_dict()
+                    with parked:
+                        pass
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            parked.close()
+    assert losses[:3] == losses[3:]
 
 
 def layer_bytes(model):
