@@ -24,7 +24,15 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.memory.absent import is_sealed, mark_absent, mark_present, seal, storage_of, unanswered
+from reference_impl.memory.absent import (
+    is_absent,
+    is_sealed,
+    mark_absent,
+    mark_present,
+    seal,
+    storage_of,
+    unanswered,
+)
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
@@ -183,8 +191,11 @@ class StreamedBlock(VisitingBlock):
     def wait(self) -> None:
         """Make the live current stream wait for the copy, and let the weights be used.
 
-        Raises the error of reading them from the host.
+        Raises the error of reading them from the host, and names the way back if their memory is parked.
         """
+        if is_absent(self._flat):
+            # It answers any operation so; views of it would meet torch's error about a storage of size 0.
+            self._flat.view(-1)
         try:
             self._device.wait(self._started())
         except BaseException:

@@ -432,6 +432,21 @@ def test_trained_layers_that_stream_and_offloaded_activations(device):
     assert all(each == losses[0] for each in losses)
 
 
+def test_layers_that_stream_need_all_of_their_training_back(device):
+    """Their memory on the device is reached through the optimizer, and no part of the weights."""
+    model = decoder(device)
+    wrapped = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    with TrainableLayerStreamer(model, wrapped, device=device.torch_device) as streamer:
+        parked = park(model, streamer.optimizer)
+        expected = model(ids(device)).sum().item()
+        parked.park(weights=False)
+        with pytest.raises(RuntimeError, match=r"is not on the device; training is parked: try restore\(\)"):
+            model(ids(device))
+        parked.restore()
+        assert model(ids(device)).sum().item() == expected
+        parked.close()
+
+
 def test_a_model_is_copied_without_its_guards(model):
     parked = park(model, torch.optim.AdamW(model.parameters()))
     copied = copy.deepcopy(model)
