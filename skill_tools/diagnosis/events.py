@@ -103,7 +103,7 @@ def full_host(cause: str, rule: str, evidence: Evidence, change: tuple[str, ...]
 
 
 def fills_the_host(change: tuple[str, ...], evidence: Evidence) -> bool:
-    """Return whether a process that ended without a word was most likely killed for what the run's offload keeps."""
+    """Return whether a process that ended without a word was most likely killed for the memory of the run's offload."""
     return _OFFLOAD_LESS in change and bool(_kept_there(evidence))
 
 

@@ -83,9 +83,7 @@ _GAP = 6000  # characters between two frames of one traceback, others' lines amo
 _LONGEST = 4000  # characters of a line that are looked at
 _STEPS_OF_OTHERS = 3  # of others after an exception, as long as they need not wait for the failing rank
 _TAIL = 1200  # characters after an exception's first line that may belong to its text
-_LISTED = re.compile(
-    r"\d+ validation errors? for \S+$"
-)  # pydantic's, which says in the next lines what is wrong
+_LISTED = re.compile(r"\d+ validation errors? for \S+$")  # pydantic's, whose reason stands in the next lines
 _OF_A_LIST = 2  # lines of it that are read
 # The exceptions of the other ranks, the launcher and the garbage collector once a run has failed.
 _AFTERMATH = re.compile(

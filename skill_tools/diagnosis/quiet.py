@@ -167,7 +167,7 @@ def _possible(
 
 
 def _still(log: Log, evidence: Evidence) -> Iterator[Suspect]:
-    """Yield the work that a run had begun at its log's last line, and what a script lets one rank alone do."""
+    """Yield the work that a run had begun at its log's last line, and the calls that a script leaves to one rank."""
     last = log.text[-_LAST:].rstrip().replace("\r", "\n").rpartition("\n")[2]
     for entry in knowledge.index()["quiet"]["ends"]:
         if any(text in last for text in named(entry["text"])):

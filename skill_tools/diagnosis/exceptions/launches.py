@@ -55,7 +55,7 @@ _OF_FSDP = r"(?:model\w*\.state_dict|model\w*\.save_pretrained)\("  # ZeRO-3 giv
 
 
 def slip(evidence: Evidence) -> Slip | None:
-    """Return what is wrong with the launch of a run that had no room, or met an empty weight."""
+    """Return the slip in the launch of a run that had no room, or met an empty weight."""
     ran_out = evidence.out_of_memory is not None
     host = any(each.message.kind in HOST_RAN_OUT for each in evidence.seen)
     if (ran_out or _is_empty(evidence)) and (found := _one_process(evidence)):

@@ -102,7 +102,7 @@ def refusal(failure: Failure, said: str, texts: Iterable[tuple[str, str]]) -> Sa
 
 
 def _names_an_owner(words: str) -> bool:
-    """Return whether `words` name a library with an offload of its own, or one that shards what is offloaded."""
+    """Return whether `words` name a library with an offload of its own, or one that shards the offloaded tensors."""
     owners = (offload.name.partition("'s ") for offload in load_offloads().values())
     return any(owned and owner.lower() in words.lower() for owner, owned, _ in owners)
 
