@@ -59,8 +59,10 @@ def test_it_carries_the_facts_and_nothing_for_contributors(wheel: Path) -> None:
     knowledge = root() / "skill_tools" / "knowledge"
     for path in knowledge.rglob("*.*"):
         if path.suffix in {".yaml", ".json", ".txt"}:
-            # The index has the rules; the YAML that they are compiled from is an eighth of a wheel.
-            assert (path.relative_to(root()).as_posix() in names) == (path.parent != knowledge / "rules")
+            # The index has rules and faults; the YAML that they are compiled from is an eighth of a wheel.
+            assert (path.relative_to(root()).as_posix() in names) == (
+                path.parent not in (knowledge / "rules", knowledge / "fixes")
+            )
     for package in ("cpu_offloading", "offload_arithmetic", "offload_watch", "reference_impl", "skill_tools"):
         assert f"{package}/py.typed" in names
     assert not [name for name in names if name.startswith(("tests/", "evals/", "docs/"))]

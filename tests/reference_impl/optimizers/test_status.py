@@ -421,7 +421,7 @@ def test_a_forward_where_no_model_is_attached_waits_or_is_refused(device, monkey
     model, data = twins(device)[0], batches(device.torch_device, 2)
     plain = reference(device, data, **updating)
     if not waits:
-        monkeypatch.setattr(engine, "let_wait", lambda *_: None)
+        monkeypatch.setattr(engine, "let_wait", lambda *_, **__: None)
     with hybrid(model, **updating) as optimizer:
         model(data[0]).backward()
         with monkeypatch.context() as patch:
