@@ -46,6 +46,7 @@ class Added(NamedTuple):
 
     `bits` are those of a weight of the base. `rank` is None if computed. `recomputes`, `offloads_inputs` and
     `sequence_len` are None without a setting of Unsloth's. `asked_for`: the launch has an option called after adapters.
+    `four_bits_if`: the unreadable condition under which the base has 4 bits in place of 16.
     """
 
     place: Place
@@ -56,6 +57,7 @@ class Added(NamedTuple):
     offloads_inputs: bool | None = None
     sequence_len: int | None = None
     asked_for: bool = False
+    four_bits_if: str = ""
 
     @property
     def counts(self) -> bool:
@@ -104,13 +106,13 @@ def _by_launch(launch: Launch, script: Source) -> Added | None:
 
 
 def question(config: Config, switch: str = "use_peft") -> Question | None:
-    """Return the question of adapters, if a script adds them under an unreadable condition.
+    """Return the question of adapters, if a script adds them under an unreadable condition, or of their base's bits.
 
     `switch` is the setting that says them: TRL's, or the rank of a script without such a switch.
     """
     found = added(config) if config.value(switch) is None else None
     if found is None or not found.condition:
-        return None
+        return _of_bits(config, found) if found is not None and switch == "use_peft" else None
     adapted: dict[str, object] = {switch: found.rank or UNKNOWN_RANK}
     if switch == "use_peft":
         adapted = {switch: True, "load_in_4bit": found.bits == 4, "load_in_8bit": found.bits == 8}
@@ -122,6 +124,17 @@ def question(config: Config, switch: str = "use_peft") -> Question | None:
     ]
     text = f"{found.place} adds adapters only if {found.condition}"
     return Question(text, dict(reversed(answers) if found.asked_for else answers))
+
+
+def _of_bits(config: Config, found: Added) -> Question | None:
+    """Return the question of the base's bits, if a script computes them."""
+    if not found.four_bits_if or config.value("load_in_4bit") is not None:
+        return None
+    answers: dict[str, dict[str, object]] = {
+        "in 4 bits (--overrides load_in_4bit=true)": {"load_in_4bit": True},
+        "in 16 bits": {"load_in_4bit": False},
+    }
+    return Question(f"the base of {found.place}'s adapters has 4 bits only if {found.four_bits_if}", answers)
 
 
 class _Script:
@@ -143,7 +156,8 @@ class _Script:
             if conditions is None:
                 continue
             place = Place(self._source.name, call.lineno, call.col_offset + 1)
-            found = Added(place, " and ".join(conditions), self._rank(call), bits)
+            open_bits = self._four_bits_if() if bits == 16 else ""
+            found = Added(place, " and ".join(conditions), self._rank(call), bits, four_bits_if=open_bits)
             return self._by_unsloth(found, call, unsloth) if unsloth is not None else found
         return None
 
@@ -259,6 +273,20 @@ class _Script:
             four = self._given(load, "load_in_4bit", _is_unsloths(load) and not other) is True
             bits = min(bits, 4 if four else 8 if eight else 16)
         return bits
+
+    def _four_bits_if(self) -> str:
+        """Return the unreadable condition under which a load has 4 bits; "" if each says surely whether it has."""
+        for load in self._calls_of(*_LOADERS):
+            conditions = self._open_conditions(load)
+            given = next((value for key, value in self._keywords(load) if key == "load_in_4bit"), None)
+            if conditions is None or given is None:
+                continue
+            known = self._known(given)
+            if known is UNREADABLE:
+                conditions = [*conditions, _shown(given)]
+            if known and conditions:
+                return " and ".join(conditions)
+        return ""
 
     def _by_unsloth(self, found: Added, call: ast.expr, loader: ast.Call) -> Added:
         """Return `found` with the checkpointing and the sequence of Unsloth's calls."""

@@ -165,7 +165,7 @@ def _adapter(config: Config, shape: ModelShape, assumptions: list[Assumption]) -
     stated, by_script = fields.flag(config, "use_peft"), python_adapters.added(config)
     if stated is None and by_script is not None and by_script.counts:
         rank = by_script.rank or fields.count(config, "lora_r") or python_adapters.UNKNOWN_RANK
-        base = python_adapters.BASE_BYTES[by_script.bits]
+        base = python_adapters.BASE_BYTES[4 if four else 8 if eight else by_script.bits]
         where = f", which {by_script.place} adds"
     elif stated or four or eight:
         rank, where = (

@@ -193,3 +193,37 @@ def test_where_it_cannot_be_seen_both_answers_are_given(
     assert "fits as it is" in said
     document = json.loads(plan(tmp_path / "train.py", "args.lora", capsys, "--format", "json"))
     assert list(document["question"]["answers"])[1] == "without adapters"
+
+
+@for_each(
+    [
+        # the load of the base; the condition of its 4 bits
+        ("BitsAndBytesConfig(load_in_4bit=bits == 4)", "bits == 4"),
+        ("BitsAndBytesConfig(load_in_4bit=True) if args.qlora else None", "args.qlora"),
+        ("BitsAndBytesConfig(load_in_4bit=args.four) if args.qlora else None", "args.qlora and args.four"),
+        ("BitsAndBytesConfig(load_in_4bit=True)", ""),
+        ("BitsAndBytesConfig(load_in_4bit=False)", ""),
+        ("BitsAndBytesConfig(load_in_8bit=True)", ""),
+    ],
+    str,
+)
+def test_bits_that_are_computed_are_asked(entry: tuple[str, str]) -> None:
+    load, condition = entry
+    found = of(f"{_PEFT}quantization = {load}\n{_WRAP}")
+    assert found is not None
+    assert found.four_bits_if == condition
+
+
+def test_a_base_of_computed_bits_is_answered_both_ways(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = SCRIPT.format("True")
+    path = tmp_path / "train.py"
+    path.write_text(f"quantization = BitsAndBytesConfig(load_in_4bit=bits == 4)\n{script}", encoding="utf-8")
+    main(["plan", str(path), "--gpu", "4090"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("adapters has 4 bits only if bits == 4, which cannot be read here")
+    assert lines[2].startswith("  in 4 bits (--overrides load_in_4bit=true): fits")
+    assert lines[3].startswith("  in 16 bits: fits as it is: ")
+    main(["plan", str(path), "--gpu", "4090", "--overrides", "load_in_4bit=true"])
+    assert "cannot be read" not in capsys.readouterr().out
