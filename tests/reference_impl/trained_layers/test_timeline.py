@@ -7,12 +7,12 @@ before both, would be wrong on a GPU: here it is found, though every copy is mad
 """
 
 from collections import defaultdict
-from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from live_stream import LiveStream
 from torch import nn
 
 from reference_impl import TrainableLayerStreamer
@@ -82,7 +82,7 @@ class Ranges:
         return [self._known[page] for page in range(start >> 12, ((stop - 1) >> 12) + 1)]
 
 
-class Clocks(CpuTwin):
+class Clocks(LiveStream, CpuTwin):
     """Streams as clocks, in milliseconds."""
 
     def __init__(self):
@@ -94,17 +94,6 @@ class Clocks(CpuTwin):
         self.ranges = Ranges()
         self.copied = {"h2d": 0, "d2h": 0, "weights": 0}
         self.update_ms = 0.01
-
-    def current_stream(self):
-        return self.stream
-
-    @contextmanager
-    def on(self, stream):
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
 
     def run(self, what, duration, *, reads=(), writes=()):
         begin = max(self.now[self.stream], self.issued)

@@ -4,10 +4,10 @@
 from pathlib import Path
 
 import pytest
+from diagnosed import AS_IT_READS, FULL, PYTHON, TRACE, answer
 
 from skill_tools.__main__ import main
 
-PYTHON = "/e/site-packages"
 TWO_DEVICES = (
     "Expected all tensors to be on the same device, but found at least two devices, cpu and cuda:0! "
     "(when checking argument for argument mat1 in method wrapper_CUDA_addmm)"
@@ -38,14 +38,6 @@ ON_GPUS = (
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def answer(capsys: pytest.CaptureFixture[str], log: str, files: dict[str, str] | None = None) -> str:
-    """Return what `diagnose` prints about a log and files; something failed."""
-    for name, text in {"train.log": log, **(files or {})}.items():
-        Path(name).write_text(text, encoding="utf-8")
-    assert main(["diagnose", "train.log", *(files or ())]) == 1
-    return capsys.readouterr().out
 
 
 def test_an_error_of_torch_s_that_a_logger_wrote_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,51 +255,6 @@ def test_a_save_that_gathers_the_optimizer_is_an_owner_of_host_memory(
     assert "no dist-ckpt-optim-fully-reshardable, if a resume keeps" in told
 
 
-WAITS = (
-    "step 499 loss 0.079\n[rank1]:[E416 10:10:09.10 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught collective "
-    "operation timeout: WorkNCCL(SeqNum=32102, OpType=_ALLGATHER_BASE, Timeout(ms)=600000)\n"
-    "terminate called after throwing an instance of 'c10::DistBackendError'\n"
-)
-ALONE = "for step, batch in enumerate(loader):\n    train(batch)\n    if step % 500 == 0 and {check}:\n        {line}\n"
-
-
-@pytest.mark.parametrize(
-    ("check", "line", "is_slip"),
-    [
-        ("accelerator.is_main_process", 'accelerator.save_state(f"{out}/{step}")', True),
-        ("dist.get_rank() == 0", "dist.barrier()", True),
-        ("rank == 0", 'torch.save(model.state_dict(), "m.pt")', True),
-        ("rank == 0", "print(loss.item())", False),
-        ("not accelerator.is_main_process", "dist.barrier()", False),
-        ("rank != 0", "dist.barrier()", False),
-        ("last", 'accelerator.save_state(f"{out}/{step}")', False),
-    ],
-)
-def test_a_collective_that_one_rank_alone_enters_is_why_the_others_wait(
-    capsys: pytest.CaptureFixture[str], check: str, line: str, is_slip: bool
-) -> None:
-    script = ALONE.replace("{check}", check).replace("{line}", line)
-    files = {"train.py": script, "fsdp.yaml": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1}\n"}
-    told = answer(capsys, WAITS, files)
-    assert ("(train.py:4) stands under `if step % 500 == 0 and" in told) is is_slip
-    assert "one rank was late for a collective" in told
-
-
-def test_what_stands_behind_the_check_is_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    script = ALONE.replace("{check}", "rank == 0").replace("{line}", "print(step)") + "    dist.barrier()\n"
-    assert "stands under" not in answer(capsys, WAITS, {"train.py": script})
-
-
-def test_a_run_that_stands_at_a_save_is_told_what_one_rank_does_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    Path("train.log").write_text("step 500 loss 0.08\nSaving checkpoint\n", encoding="utf-8")
-    script = "model = FSDP(model)\nif is_main_process:\n    model.save_pretrained('out')\n"
-    Path("train.py").write_text(script, encoding="utf-8")
-    assert main(["diagnose", "train.log", "train.py"]) == 0
-    assert "model.save_pretrained() (train.py:3) stands under `if is_main_process`" in capsys.readouterr().out
-
-
 def test_a_quantized_model_on_another_gpu_is_put_on_this_process_s(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -328,70 +275,6 @@ def test_a_value_that_is_refused_beside_an_offload_is_changed(capsys: pytest.Cap
     )
     told = answer(capsys, log, {"run.toml": "dataloader_threads = 4\nlayer_offload_fraction = 0.4\n"})
     assert "dataloader_threads at most 1, or no layer offloading" in told
-
-
-FULL = (
-    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 112.00 MiB. GPU 0 has a total capacity of 23.65 GiB "
-    "of which 55.44 MiB is free. Including non-PyTorch memory, this process has 23.50 GiB memory in use.\n"
-)
-TRACE = "Traceback (most recent call last):\n"
-AS_IT_READS = f'{TRACE}  File "{PYTHON}/transformers/modeling_utils.py", line 39, in from_pretrained\n{FULL}'
-AS_IT_TRAINS = f'{TRACE}  File "{PYTHON}/transformers/trainer.py", line 33, in training_step\n{FULL}'
-READ = 'model = AutoModelForCausalLM.from_pretrained("m/m-70b")\n'
-MADE = 'args = SFTConfig(output_dir="out", per_device_train_batch_size=1)\n'
-ZERO_3 = "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, zero3_init_flag: true}\nnum_processes: 2\n"
-
-
-@pytest.mark.parametrize(
-    ("script", "is_slip"),
-    [
-        (f"from trl import SFTConfig, SFTTrainer\n{READ}{MADE}", True),
-        (f"from trl import SFTConfig, SFTTrainer\n{MADE}{READ}", False),
-        (f"from trl import (\n    SFTConfig,\n)\n{MADE}{READ}", False),
-        (f"args = parser.parse_args_into_dataclasses()\n{READ}", False),
-        (READ, False),
-    ],
-)
-def test_a_model_that_is_read_before_its_arguments_is_not_sharded_as_it_is_read(
-    capsys: pytest.CaptureFixture[str], script: str, is_slip: bool
-) -> None:
-    told = answer(capsys, AS_IT_READS, {"train.py": script, "zero3.yaml": ZERO_3})
-    assert ("stands before SFTConfig" in told) is is_slip
-    assert "stands before" not in answer(capsys, AS_IT_READS, {"train.py": script, "zero3.yaml": "a: 1\n"})
-
-
-@pytest.mark.parametrize(
-    ("launch", "is_slip"),
-    [
-        ("CUDA_VISIBLE_DEVICES=0,1 python train.py\n", True),
-        ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 train.py\n", False),
-        ("CUDA_VISIBLE_DEVICES=0 python train.py\n", False),
-        ("export CUDA_VISIBLE_DEVICES=0,1\naccelerate launch train.py  # not python train.py\n", False),
-    ],
-)
-def test_one_process_for_several_gpus_shards_over_one(
-    capsys: pytest.CaptureFixture[str], launch: str, is_slip: bool
-) -> None:
-    script = f"from trl import SFTConfig\n{MADE}{READ}deepspeed = {{'zero_optimization': {{\"stage\": 3}}}}\n"
-    told = answer(capsys, AS_IT_TRAINS, {"run.sh": launch, "train.py": script})
-    assert ("begins one process, though there are several GPUs" in told) is is_slip
-
-
-def test_zero_3_on_one_gpu_needs_a_launcher_in_llama_factory(capsys: pytest.CaptureFixture[str]) -> None:
-    log = (
-        "Instantaneous batch size per device = 4\n"
-        "Total train batch size (w. parallel, distributed & accumulation) = {}\n"
-        "Gradient Accumulation steps = 1\nTraceback (most recent call last):\n"
-        f"  File \"{PYTHON}/torch/nn/functional.py\", line 2233, in embedding\nRuntimeError: 'weight' must be 2-D\n"
-    )
-    config = "stage: sft\nfinetuning_type: lora\ndeepspeed: examples/deepspeed/ds_z3_config.json\n"
-    for total, launch, is_slip in (
-        (4, "llamafactory-cli train run.yaml\n", True),
-        (8, "llamafactory-cli train run.yaml\n", False),
-        (4, "FORCE_TORCHRUN=1 llamafactory-cli train run.yaml\n", False),
-    ):
-        told = answer(capsys, log.replace("{}", str(total)), {"run.sh": launch, "run.yaml": config})
-        assert ("FORCE_TORCHRUN=1 in front of llamafactory-cli" in told) is is_slip
 
 
 def test_a_notebook_without_memory_at_a_merge_keeps_the_adapters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -437,47 +320,6 @@ def test_a_run_killed_as_states_are_made_was_past_its_options_and_its_weights(
     assert "as each rank of the node reads it" not in told
     assert "the limit was another's" not in told
     assert "parameters back on the GPU" not in told  # where they are
-
-
-def test_gradients_of_an_offload_meet_a_value_of_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    log = (
-        f'{TRACE}  File "{PYTHON}/mytrainer/scaling.py", line 26, in scale_grads\n    p.grad *= scaler\n'
-        f'  File "{PYTHON}/torch/distributed/tensor/_dispatch.py", line 215, in dispatch\n'
-        "    local_results = op_call(*local_tensor_args, **op_info.local_kwargs)\n"
-        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!\n"
-    )
-    told = answer(capsys, log, {"run.yaml": "fsdp_cpu_offload: True\n"})
-    assert "scale_grads (scaling.py:26) combines gradients with another value (p.grad *= scaler)" in told
-    read = log.replace("p.grad *= scaler", "x = p * scaler")
-    assert "combines gradients" not in answer(capsys, read, {"run.yaml": "fsdp_cpu_offload: True\n"})
-
-
-def test_a_step_that_copies_the_masters_to_the_gpu_is_told_by_its_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    log = (
-        f'{TRACE}  File "{PYTHON}/mytrainer/optim.py", line 18, in step\n'
-        f"    fp32_partition.to(get_accelerator().current_device_name()).data)\n{FULL}"
-    )
-    config = '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
-    told = answer(capsys, log, {"ds.json": config})
-    assert "copies fp32_partition, which the offload keeps on the host, to the GPU at once" in told
-    back = log.replace("get_accelerator().current_device_name()", '"cpu"')
-    assert "at once" not in answer(capsys, back, {"ds.json": config})
-
-
-def test_a_module_that_an_option_of_the_script_took_off_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    log = (
-        f'{TRACE}  File "/u/train_lora.py", line 41, in main\n    latents.append(vae.encode(batch["pixel_values"]))\n'
-        f'  File "{PYTHON}/torch/nn/modules/conv.py", line 712, in _conv_forward\n    return F.conv3d(\n'
-        "RuntimeError: Input type (CUDABFloat16Type) and weight type (CPUBFloat16Type) should be the same\n"
-    )
-    launch = "accelerate launch train_lora.py --gradient_checkpointing --cache_latents --offload --rank=4\n"
-    told = answer(capsys, log, {"run.sh": launch})
-    assert "vae is on the CPU when train_lora.py:41 calls it; --offload (run.sh:1)" in told
-    assert "the offload of activations" not in told
-    told = answer(capsys, log, {"run.sh": launch.replace("--offload ", "")})
-    assert "so it was never moved to the GPU" in told
 
 
 def test_an_option_called_after_the_library_whose_code_refused_is_named(
@@ -618,36 +460,6 @@ def test_a_finished_run_that_saved_shares_is_told_so_first(capsys: pytest.Captur
     assert main(["diagnose", "train.log", "ds.json"]) == 0
     told = capsys.readouterr().out
     assert told.partition("look first at:")[0].endswith("if its saved files are empty or cannot be read, ")
-
-
-STEPS_ON_TWO = (
-    f'{TRACE}  File "/u/train.py", line 9, in <module>\n    optimizer.step()\n'
-    f'  File "{PYTHON}/torch/optim/adamw.py", line 470, in _multi_tensor_adamw\n'
-    "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!\n"
-)
-BUILT_STATES = "optimizer = torch.optim.AdamW(model.parameters())\n"
-LOADED_STATES = "optimizer.load_state_dict(checkpoint['optimizer'])\n"
-PARKED = "for state in optimizer.state.values():\n    for key, value in state.items():\n        state[key] = value.{}\n"
-
-
-@pytest.mark.parametrize(
-    ("script", "what"),
-    [
-        (
-            f"{BUILT_STATES}{LOADED_STATES}model.to(device)\n",
-            "model.to(device) (train.py:4) moves the parameters alone",
-        ),
-        (f"model.to(device)\n{BUILT_STATES}{LOADED_STATES}model.to(device)\n", ""),
-        (PARKED.format("cpu()"), "nothing behind it brings them back before the step"),
-        (PARKED.format("cpu()") + PARKED.format("to(device)"), ""),
-    ],
-)
-def test_states_that_a_script_leaves_on_the_cpu(
-    capsys: pytest.CaptureFixture[str], script: str, what: str
-) -> None:
-    told = answer(capsys, STEPS_ON_TWO, {"train.py": f"import torch\n{script}optimizer.step()\n"})
-    assert what in told
-    assert ("cause: not known" in told) is (not what)
 
 
 @pytest.mark.parametrize(

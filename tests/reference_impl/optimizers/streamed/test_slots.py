@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-from contextlib import contextmanager
 
 import torch
+from live_stream import LiveStream
 
 from reference_impl.device import REACHED, Device
 from reference_impl.memory.ledger import Ledger
@@ -76,7 +76,7 @@ def test_an_extra_slot_is_freed_once_nobody_reads_it(device):
         assert slots.extra_bytes == 0
 
 
-class Streams:
+class Streams(LiveStream):
     """A device of two streams, which notes who waits for what."""
 
     torch_device = torch.device("cpu")
@@ -86,17 +86,6 @@ class Streams:
 
     def record(self):
         return REACHED
-
-    def current_stream(self):
-        return self.stream
-
-    @contextmanager
-    def on(self, stream):
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
 
     def wait(self, event):
         self.waits.append((self.stream, event))
