@@ -142,7 +142,7 @@ class CheckpointOffloader(Offloader):
 
         # The caller holds the layer's input while the layer runs, so it takes no further memory to wait for its copy.
         with self.engine.saving(layer, self._share), self.engine.headroom.allowing(input_bytes):
-            return recomputed(body, *leaves, layer=layer)
+            return recomputed(body, *leaves, layer=layer, goes_on=self.engine.going_on())
 
     def _save(self, tensor: torch.Tensor) -> KeptTensor | MovedTensor:
         return self.engine.save(tensor, self._share)

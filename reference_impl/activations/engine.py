@@ -130,6 +130,10 @@ class SavedTensorEngine:
         hooks = torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), _restore)
         return hooks if self.tape is None else _both(hooks, self.tape)
 
+    def going_on(self) -> Callable[[], None]:
+        """Return the call by which backward of the running forward tells that it goes on in a recomputed layer."""
+        return self._run.go_on
+
     def save(self, tensor: torch.Tensor, policy: Policy) -> KeptTensor | MovedTensor:
         """Return a token for `tensor`, as `saving` would give autograd."""
         return self._pack(tensor, policy)

@@ -2,7 +2,9 @@
 """The headroom: the bytes that may be on the device while they wait for their copy out, or prefetched.
 
 Too many raise the peak, too few stall the compute stream. So the first step runs with as few as possible, and is
-measured in segments: from one saved storage or block to the next, the loss, from one restored storage to the next.
+measured in segments: from one saved storage or block to the next, the loss, from one restored storage to the next. In a
+layer that is computed again a segment also ends where backward takes one of its tensors, because the layer's peak may
+be long over when its last storage is in use.
 Memory below the step's peak that a segment leaves free costs nothing. From then on as many bytes may be in flight or
 prefetched: the loss usually needs gigabytes for an instant, free during the rest.
 
@@ -16,7 +18,7 @@ Explained in docs/activation-offloading.md.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -45,6 +47,8 @@ class MeasuredStep:
         self.peak_bytes = 0
         self.seen_peak_bytes = start_bytes
         self.needs: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
+        # The segment of backward in which each storage was asked for.
+        self.asked_in: list[int] = []
         mark_peak(device)
 
     def is_about(self, run: ForwardPass) -> bool:
@@ -109,6 +113,9 @@ class Headroom:
         self._is_ahead = is_ahead
         self._measuring: MeasuredStep | None = None
         self._free: dict[Phase, list[int]] = {"forward": [], "loss": [], "backward": []}
+        self._asked_in: list[int] = []
+        # Segments of backward that begin with more free memory than the ones before.
+        self._rises: frozenset[int] = frozenset()
         self._segment = 0
         self._in_flight_bytes = in_flight_bytes
         self._ceiling_bytes: int | None = None
@@ -149,6 +156,7 @@ class Headroom:
         self._ceiling_bytes = ceiling_bytes
         self._measured = self._measuring = None
         self._free = {"forward": [], "loss": [], "backward": []}
+        self._asked_in, self._rises = [], frozenset()
         self.start_run(run)
 
     def hold(self, run: ForwardPass, copied: Event, original: torch.Tensor) -> None:
@@ -191,11 +199,22 @@ class Headroom:
 
     def on_request(self, run: ForwardPass) -> None:
         """Note that backward asks for the next storage, the end of a segment."""
-        if self._measuring is not None and self._measuring.phase != "backward":
-            # Nobody said when backward began: the segment before the first storage is empty.
-            self.start_backward(run)
+        self._be_in_backward(run)
+        if self._measuring is not None and self._measuring.is_about(run):
+            self._measuring.asked_in.append(len(self._measuring.needs["backward"]))
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
+
+    def goes_on(self, run: ForwardPass, asked: int, passed: int) -> bool:
+        """Note that backward of `run` goes on in a layer; return whether memory for prefetches has become free.
+
+        `asked` storages were asked for, and backward has gone on `passed` times since.
+        """
+        if self._measuring is not None and self._measuring.is_about(run):
+            self._be_in_backward(run)
+            with self._letting_go(run, "backward"):
+                return False
+        return bool(self._rises) and self._segment_of(asked, passed) in self._rises
 
     def prefetched(self, run: ForwardPass) -> None:
         """Note that all prefetches of the running segment have been started: their memory is taken."""
@@ -211,12 +230,27 @@ class Headroom:
         """Allow that much less in every segment."""
         self._free = {phase: [free - by_bytes for free in frees] for phase, frees in self._free.items()}
 
-    def free_bytes(self, first: int, last: int) -> int | None:
-        """Return how many bytes may be on the device early while `first` to `last` storages were asked for."""
-        free = self._free["backward"]
-        if not self._is_ahead or last >= len(free):
+    def free_bytes(self, asked: int, passed: int, last: int) -> int | None:
+        """Return how many bytes may be on the device early until storage number `last` is asked for; None if unknown.
+
+        `asked` storages were asked for, and backward has gone on `passed` times in a layer since.
+        """
+        if not self._is_ahead or last >= len(self._asked_in):
             return None
-        return min(free[first : last + 1]) - self.in_flight.size_bytes
+        segments = slice(self._segment_of(asked, passed), self._asked_in[last] + 1)
+        return min(self._free["backward"][segments]) - self.in_flight.size_bytes
+
+    def _segment_of(self, asked: int, passed: int) -> int:
+        """Return the running segment of backward; a run that goes on more often is in the last one before a request."""
+        before = self._asked_in[asked - 1] + 1 if 0 < asked <= len(self._asked_in) else 0
+        if asked < len(self._asked_in):
+            return min(before + passed, self._asked_in[asked])
+        return before + passed
+
+    def _be_in_backward(self, run: ForwardPass) -> None:
+        if self._measuring is not None and self._measuring.phase != "backward":
+            # Nobody said when backward began: the segment before is empty.
+            self.start_backward(run)
 
     def _movable_bytes(self, run: ForwardPass) -> int:
         return self.in_flight.size_bytes + run.ahead_bytes
@@ -246,4 +280,17 @@ class Headroom:
         if self._ceiling_bytes is not None:
             top_bytes = self._ceiling_bytes - step.start_bytes
         self._free = {phase: [top_bytes - need for need in needs] for phase, needs in step.needs.items()}
+        self._asked_in, self._rises = step.asked_in, _falls(step.needs["backward"])
         self._measured, self._measuring = step, None
+
+
+def _falls(needs: Sequence[int]) -> frozenset[int]:
+    """Return the places where `needs` are lower by a sixteenth of their range than at the place or peak before."""
+    least_bytes = (max(needs, default=0) - min(needs, default=0)) // 16
+    found, level = [], 0
+    for place, need in enumerate(needs):
+        if need < level - least_bytes:
+            found.append(place)
+            level = need
+        level = max(level, need)
+    return frozenset(found)

@@ -27,16 +27,22 @@ from reference_impl.activations.stacks import stacks_as_before
 from reference_impl.memory.compiler import uncompiled
 
 
-def recomputed(function: Callable[..., Any], *inputs: Any, layer: nn.Module | None = None) -> Any:
+def recomputed(
+    function: Callable[..., Any],
+    *inputs: Any,
+    layer: nn.Module | None = None,
+    goes_on: Callable[[], None] | None = None,
+) -> Any:
     """Return `function(*inputs)`: only its inputs are kept for backward, and it is called again there.
 
     Tensors among `inputs` are saved as an operation of torch's saves them, by the hooks that are active outside. The
     second call has the random numbers, autocast and default device of the first, and the state of `layer`, which it
-    does not change. Backward raises RuntimeError if it saves other tensors than the first: fewer, or of other sizes.
+    does not change. Backward calls `goes_on` before it takes each further tensor of the second call. It raises
+    RuntimeError if that call saves other tensors than the first: fewer, or of other sizes.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return uncompiled(_first_call)(function, inputs, layer)
+    return uncompiled(_first_call)(function, inputs, layer, goes_on)
 
 
 def repeatable(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
@@ -94,8 +100,13 @@ def refuse_caches(module: nn.Module, values: Sequence[Any]) -> None:
             )
 
 
-def _first_call(function: Callable[..., Any], inputs: Sequence[Any], layer: nn.Module | None) -> Any:
-    return _Recomputation(function, inputs, layer).first(inputs)
+def _first_call(
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    layer: nn.Module | None,
+    goes_on: Callable[[], None] | None,
+) -> Any:
+    return _Recomputation(function, inputs, layer, goes_on).first(inputs)
 
 
 class _AllComputedError(Exception):
@@ -109,8 +120,14 @@ class _Recomputation:
     garbage collector, which would otherwise walk through thousands of objects a step.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any], layer: nn.Module | None) -> None:
-        self._function = function
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        layer: nn.Module | None,
+        goes_on: Callable[[], None] | None,
+    ) -> None:
+        self._function, self._goes_on = function, goes_on
         self._state = None if layer is None else ChangedState(layer)
         self._inputs = _Inputs(inputs)
         self._surroundings = Surroundings(inputs)
@@ -139,6 +156,8 @@ class _Recomputation:
         if tensor is None:
             self._again = self._call_again()
             tensor = self._again[number]
+        elif self._goes_on is not None:
+            self._goes_on()
         self._again[number] = None
         assert tensor is not None
         return tensor

@@ -114,8 +114,11 @@ class PrefetchHeadroom(Protocol):
     def prefetched(self, run: ForwardPass) -> None:
         """Note that all prefetches after a request have been started."""
 
-    def free_bytes(self, first: int, last: int) -> int | None:
-        """Return the bytes that may be prefetched between the requests number `first` and `last`; None if unknown."""
+    def goes_on(self, run: ForwardPass, asked: int, passed: int) -> bool:
+        """Note that backward of `run` has gone on `passed` times since request `asked`; return if memory fell."""
+
+    def free_bytes(self, asked: int, passed: int, last: int) -> int | None:
+        """Return the bytes that may be prefetched from there until request number `last`; None if unknown."""
 
 
 class Observer(Protocol):
@@ -359,6 +362,8 @@ class ForwardPass:
         self._ordered_length = -1
         self._next = 0
         self._reached = 0
+        # How often backward has gone on in a layer since the last request.
+        self._passed = 0
         self._round = 0
         # Bytes on the device that backward has not asked for yet.
         self.ahead_bytes = 0
@@ -415,9 +420,16 @@ class ForwardPass:
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0
+        self._passed = 0
         # A storage saved by several operations is asked for again later; this is no step back.
         self._reached = max(self._reached, self._rank.get(index, -1) + 1)
         self._next = max(self._next, self._reached)
+
+    def go_on(self) -> None:
+        """Note that backward takes a tensor of a layer that was computed again, and has freed others before."""
+        self._passed += 1
+        if self._headroom.goes_on(self, self._reached, self._passed):
+            self._prefetch()
 
     def prefetch(self, *, after_copy: bool) -> None:
         """Start the copies of the next storages; `after_copy`: the last one came by a copy, not by computation."""
@@ -451,7 +463,7 @@ class ForwardPass:
             saved = self._pending(self._next)
             if saved is not None and not saved.is_held:
                 # A prefetched storage lies there through all segments up to its use.
-                free_bytes = self._headroom.free_bytes(self._reached, self._next)
+                free_bytes = self._headroom.free_bytes(self._reached, self._passed, self._next)
                 # Holding an original that waits for its copy out takes no further memory.
                 if not self._fits(0 if saved.is_on_device else saved.size_bytes, free_bytes):
                     break

@@ -3,9 +3,12 @@
 
 import pytest
 import torch
+from torch import nn
 
-from reference_impl.activations import ActivationOffloader
+from reference_impl.activations import ActivationOffloader, CheckpointOffloader
+from reference_impl.activations.headroom import Headroom, _falls
 from reference_impl.activations.run import BackwardOrders, SavedStorage
+from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 
 SMALL = {"min_bytes": 1024}
@@ -96,3 +99,60 @@ def test_orders_are_kept_by_length_and_the_oldest_goes():
     assert list(orders.of(99)) == list(range(99))
     assert list(orders.of(1)) == [0]
     assert list(orders.of(5)) == [4, 3, 2, 1, 0]
+
+
+class Late(nn.Module):
+    """A layer whose backward has its peak first, in its wide part, and then goes on in a narrow one."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = nn.Linear(64, 256)
+        self.wide = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64))
+
+    def forward(self, x):
+        x = x + self.kept(x).unflatten(1, (64, 4)).sum(2).sin()
+        return x + self.wide(x)
+
+
+def test_a_layers_tensors_come_while_the_layer_above_is_past_its_peak(device, monkeypatch):
+    torch.manual_seed(0)
+    # Frozen, so that each layer's backward takes the same memory.
+    model = nn.Sequential(*(Late() for _ in range(5))).requires_grad_(False).to(device.torch_device)
+    x = torch.randn(512, 64, device=device.torch_device)
+    asked, late, peaks = [], [], []
+    real, load = SavedStorage.fetch, SavedStorage.load
+    monkeypatch.setattr(
+        SavedStorage, "fetch", lambda saved, token: (asked.append(saved), real(saved, token))[1]
+    )
+    monkeypatch.setattr(
+        SavedStorage, "load", lambda saved: (late.append(asked[-1:] == [saved]), load(saved))[1]
+    )
+    with (
+        CheckpointOffloader(model, layers=list(model), keep=["kept"], **SMALL),
+        Ledger(device, track=model.parameters()) as ledger,
+    ):
+        for _ in range(3):
+            late.clear()
+            ledger.reset_peak()
+            model(x.detach().requires_grad_()).sum().backward()
+            peaks.append(ledger.peak_device_bytes)
+    # Two storages a layer: the input, and the result that is kept. The last layer's first one is asked for at once.
+    assert len(late) == 10
+    assert sum(late) == 1
+    assert peaks[-1] <= peaks[0]
+
+
+def test_a_layer_that_goes_on_more_often_than_in_the_first_step_is_before_its_next_request():
+    headroom = Headroom(Device.of("cpu"))
+    headroom._asked_in, headroom._free["backward"] = [1, 3, 4], [7, 6, 5, 9, 4]
+    run = [
+        (asked, passed, last)
+        for asked, passed, last in [(0, 0, 0), (0, 9, 0), (1, 0, 1), (1, 1, 1), (1, 9, 2)]
+    ]
+    assert [headroom.free_bytes(*each) for each in run] == [6, 6, 5, 9, 4]
+    assert headroom.free_bytes(2, 0, 3) is None
+
+
+def test_memory_is_found_free_where_the_need_has_fallen_by_a_part_of_its_range():
+    assert _falls([]) == frozenset()
+    assert _falls([160, 159, 150, 149, 0, 100, 0]) == {3, 4, 6}
