@@ -197,8 +197,15 @@ class Headroom:
         with self._letting_go(run, "backward"):
             self.in_flight.drain()
 
-    def on_request(self, run: ForwardPass) -> None:
-        """Note that backward asks for the next storage, the end of a segment."""
+    def on_request(self, run: ForwardPass, asked: int, passed: int) -> None:
+        """Note that backward asks for the next storage, the end of a segment.
+
+        `asked` storages were asked for before, and backward has gone on `passed` times since.
+        """
+        if self._rises and passed != self._segment_of(asked + 1, 0) - self._segment_of(asked, 0) - 1:
+            # Layers go on more or less often than in the measured step, as where each expert has its own tensors:
+            # nothing says any more where in a layer the memory is free.
+            self._rises = frozenset()
         self._be_in_backward(run)
         if self._measuring is not None and self._measuring.is_about(run):
             self._measuring.asked_in.append(len(self._measuring.needs["backward"]))
@@ -237,8 +244,9 @@ class Headroom:
         """
         if not self._is_ahead or last >= len(self._asked_in):
             return None
-        segments = slice(self._segment_of(asked, passed), self._asked_in[last] + 1)
-        return min(self._free["backward"][segments]) - self.in_flight.size_bytes
+        end = self._asked_in[last]
+        begin = min(self._segment_of(asked, passed), end)
+        return min(self._free["backward"][begin : end + 1]) - self.in_flight.size_bytes
 
     def _segment_of(self, asked: int, passed: int) -> int:
         """Return the running segment of backward; a run that goes on more often is in the last one before a request."""

@@ -108,8 +108,8 @@ class BackwardOrders:
 class PrefetchHeadroom(Protocol):
     """Says how many bytes may be prefetched; `headroom` has the implementation."""
 
-    def on_request(self, run: ForwardPass) -> None:
-        """Note that backward of `run` asks for one more storage."""
+    def on_request(self, run: ForwardPass, asked: int, passed: int) -> None:
+        """Note that backward of `run` asks for one more storage, having gone on `passed` times since number `asked`."""
 
     def prefetched(self, run: ForwardPass) -> None:
         """Note that all prefetches after a request have been started."""
@@ -415,8 +415,8 @@ class ForwardPass:
     def ask(self, index: int, round_: int) -> None:
         """Note that backward asks for storage `index` in its `round_`."""
         if round_ == 0 and index not in self._trace:
+            self._headroom.on_request(self, len(self._trace), self._passed)
             self._trace[index] = None
-            self._headroom.on_request(self)
         self._recall_order()
         if round_ > self._round:
             self._round, self._next, self._reached = round_, 0, 0
@@ -428,7 +428,7 @@ class ForwardPass:
     def go_on(self) -> None:
         """Note that backward takes a tensor of a layer that was computed again, and has freed others before."""
         self._passed += 1
-        if self._headroom.goes_on(self, self._reached, self._passed):
+        if self._headroom.goes_on(self, self._asked, self._passed):
             self._prefetch()
 
     def prefetch(self, *, after_copy: bool) -> None:
@@ -452,6 +452,11 @@ class ForwardPass:
         self._in_flight.keep_until(self.device.record(), flat)
         return copy
 
+    @property
+    def _asked(self) -> int:
+        """How many storages this backward has asked for."""
+        return self._reached if self._round else len(self._trace)
+
     def _recall_order(self) -> None:
         if self._ordered_length != len(self._storages):
             self._ordered_length = len(self._storages)
@@ -463,7 +468,7 @@ class ForwardPass:
             saved = self._pending(self._next)
             if saved is not None and not saved.is_held:
                 # A prefetched storage lies there through all segments up to its use.
-                free_bytes = self._headroom.free_bytes(self._reached, self._passed, self._next)
+                free_bytes = self._headroom.free_bytes(self._asked, self._passed, self._next)
                 # Holding an original that waits for its copy out takes no further memory.
                 if not self._fits(0 if saved.is_on_device else saved.size_bytes, free_bytes):
                     break

@@ -7,7 +7,7 @@ from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
 from reference_impl.activations.headroom import Headroom, _falls
-from reference_impl.activations.run import BackwardOrders, SavedStorage
+from reference_impl.activations.run import BackwardOrders, ForwardPass, SavedStorage
 from reference_impl.device import Device
 from reference_impl.memory.ledger import Ledger
 
@@ -151,6 +151,17 @@ def test_a_layer_that_goes_on_more_often_than_in_the_first_step_is_before_its_ne
     ]
     assert [headroom.free_bytes(*each) for each in run] == [6, 6, 5, 9, 4]
     assert headroom.free_bytes(2, 0, 3) is None
+
+
+@pytest.mark.parametrize(("passed", "are_alike"), [([0, 1, 0], True), ([0, 0, 0], False), ([0, 2, 0], False)])
+def test_nothing_comes_within_a_layer_once_layers_go_on_in_other_numbers(device, passed, are_alike):
+    headroom, run = Headroom(device), ForwardPass(device, BackwardOrders(), None, None)
+    headroom._asked_in, headroom._free["backward"] = [0, 2, 3], [0, 0, 9, 0, 9]
+    headroom._rises = frozenset({2, 4})
+    assert headroom.goes_on(run, 1, 1)
+    for asked, each in enumerate(passed):
+        headroom.on_request(run, asked, each)
+    assert headroom.goes_on(run, 1, 1) is are_alike
 
 
 def test_memory_is_found_free_where_the_need_has_fallen_by_a_part_of_its_range():
