@@ -106,10 +106,14 @@ def replaced(places: Sequence[Place]) -> Iterator[None]:
             held[name] = tensor
 
 
-def refuse_other_leaves(name: str, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Raise RuntimeError where the graph of `outputs` has other leaves: their gradients would be lost."""
+def refuse_other_leaves(name: str, ends: Iterable[Any], sources: Sequence[torch.Tensor]) -> None:
+    """Raise RuntimeError where the graph behind the nodes `ends` has other leaves: their gradients would be lost."""
     known = {id(source) for source in sources}
-    others = [leaf for leaf in leaves_of(outputs) if id(leaf) not in known]
+    others = [
+        node.variable
+        for node in nodes_of(ends)
+        if hasattr(node, "variable") and id(node.variable) not in known
+    ]
     if others:
         shapes = ", ".join(sorted(str(tuple(each.shape)) for each in others))
         raise RuntimeError(
@@ -120,14 +124,20 @@ def refuse_other_leaves(name: str, outputs: Sequence[torch.Tensor], sources: Seq
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves that the graph of `outputs` ends in."""
-    pending = [output.grad_fn for output in outputs]
+    for node in nodes_of(output.grad_fn for output in outputs):
+        if hasattr(node, "variable"):
+            yield node.variable
+
+
+def nodes_of(ends: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of the graph behind the nodes `ends`, these among them."""
+    pending = list(ends)
     seen = set(pending)
     while pending:
         node = pending.pop()
         if node is None:
             continue
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         pending += new

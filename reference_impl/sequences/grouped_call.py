@@ -14,6 +14,7 @@ Explained in docs/long-sequences.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from reference_impl.sequences.divided import Division, KernelCalls, forgetting_s
 from reference_impl.sequences.gradients import Joint, Place, Sum, refuse_other_leaves, replaced
 from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.positions import TENSOR, Leading
+from reference_impl.sequences.unneeded_products import UnneededProducts
 
 # Of one call of a kernel: its name, and its results.
 Kernel = tuple[str, tuple[Any, ...]]
@@ -46,7 +48,9 @@ class GroupedCall:
         structure: TreeSpec,
         leading: Leading,
         division: Division,
+        unneeded: UnneededProducts,
     ) -> None:
+        self._unneeded = unneeded
         self._name, self._module, self._forward = name, module, forward
         self._structure, self._leading, self._division = structure, leading, division
         weights = list(module.parameters())
@@ -129,7 +133,9 @@ class GroupedCall:
         of_inputs = [Sum(each) for each in tensors]
         with A_PART.entered():
             for group in range(self._division.groups):
-                self._differentiate(group, gradient, tensors, kernels, of_inputs, of_weights)
+                is_done = False
+                while not is_done:
+                    is_done = self._differentiate(group, gradient, tensors, kernels, of_inputs, of_weights)
         return [each.result() for each in (*of_inputs, *of_weights.values())]
 
     def _differentiate(
@@ -140,8 +146,8 @@ class GroupedCall:
         kernels: Sequence[Kernel],
         of_inputs: Sequence[Sum],
         of_weights: dict[torch.Tensor, Sum],
-    ) -> None:
-        """Add a group's gradients."""
+    ) -> bool:
+        """Add a group's gradients; return False where the group has to be computed once more."""
         leaves = self._leaves(tensors)
         places, wanted = self._weights(group, of_weights)
         wanted += (
@@ -153,18 +159,21 @@ class GroupedCall:
             replaced(places),
             self._surroundings.again(),
             self._state.again(),
-            torch.enable_grad(),
             handed,
         ):
-            made = [each for each in tree_flatten(self._call(leaves))[0] if isinstance(each, torch.Tensor)]
+            ends = self._unneeded.ends(self._module, partial(self._call, leaves))
+        if ends is None:
+            return False
+        edges = [end.edge for end in ends if end is not None]
         sources = [source for source, _, _ in wanted]
         if group == 0:
-            refuse_other_leaves(self._name, made, sources)
+            refuse_other_leaves(self._name, [edge.node for edge in edges], sources)
         del leaves, handed
-        found = torch.autograd.grad(made, sources, [gradient], allow_unused=True)
+        found = torch.autograd.grad(edges, sources, [gradient], allow_unused=True)
         for (_, sum_, part), each in zip(wanted, found, strict=True):
             if each is not None:
                 sum_.add(each, part)
+        return True
 
     def _weights(
         self, group: int, of_weights: dict[torch.Tensor, Sum]

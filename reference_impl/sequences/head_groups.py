@@ -26,6 +26,7 @@ from reference_impl.sequences.divided import Division, division_of
 from reference_impl.sequences.grouped_call import GroupedCall
 from reference_impl.sequences.inside import A_PART, Inside
 from reference_impl.sequences.positions import Leading
+from reference_impl.sequences.unneeded_products import UnneededProducts
 
 _USUAL_GROUPS = 4
 
@@ -88,6 +89,7 @@ class HeadGroups(DividedCalls):
         self._divisions: dict[object, Division | None] = {}
         self._grouped: set[nn.Module] = set()
         self._a_call = Inside()
+        self._unneeded = UnneededProducts()
         super().__init__(model, modules, longer_than=longer_than)
 
     @property
@@ -123,7 +125,7 @@ class HeadGroups(DividedCalls):
         self._grouped.add(module)
         # In forward modules inside run as they are, or in tiles.
         forward = self._a_call.around(forward)
-        call = GroupedCall(name, module, forward, leaves, structure, leading, division)
+        call = GroupedCall(name, module, forward, leaves, structure, leading, division, self._unneeded)
         return partial(uncompiled(call.run), leaves)
 
     def _division(

@@ -104,10 +104,10 @@ class Joined:
 
 
 def part_of_gradient(
-    leading: Leading, gradient: torch.Tensor, tile: slice, output: torch.Tensor
+    leading: Leading, gradient: torch.Tensor, tile: slice, shape: torch.Size
 ) -> torch.Tensor:
-    """Return a tile's part of an output's gradient, in the shape of the tile's `output`."""
+    """Return a tile's part of an output's gradient, in the `shape` of the tile's output."""
     count = tile.stop - tile.start
-    if leading.is_flattened(output.shape, count):
+    if leading.is_flattened(shape, count):
         gradient = gradient.unflatten(0, leading.shape(leading.count))
-    return gradient.narrow(leading.dim, tile.start, count).reshape(output.shape)
+    return gradient.narrow(leading.dim, tile.start, count).reshape(shape)

@@ -14,6 +14,7 @@ Explained in docs/long-sequences.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from reference_impl.activations.changed_state import ChangedState
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.gradients import Sum, of_input, refuse_other_leaves, stand_ins
 from reference_impl.sequences.positions import TENSOR, Joined, Leading, part_of_gradient
+from reference_impl.sequences.unneeded_products import UnneededProducts
 
 
 class TiledCall:
@@ -39,10 +41,11 @@ class TiledCall:
         structure: TreeSpec,
         leading: Leading,
         tile_tokens: int,
+        unneeded: UnneededProducts,
     ) -> None:
         self._name, self._module, self._forward = name, module, forward
         self._structure = structure
-        self._leading = leading
+        self._leading, self._unneeded = leading, unneeded
         self._tiles = list(leading.tiles(tile_tokens))
         weights = list(module.parameters())
         self._trained = [weight for weight in weights if weight.requires_grad]
@@ -117,8 +120,10 @@ class TiledCall:
         ]
         with stand_ins(self._module, self._trained) as weights:
             for tile, surroundings, state in zip(self._tiles, self._surroundings, self._states, strict=True):
-                with surroundings.again(), state.again():
-                    self._differentiate(leaves, weights, tile, gradients, sums)
+                is_done = False
+                while not is_done:
+                    with surroundings.again(), state.again():
+                        is_done = self._differentiate(leaves, weights, tile, gradients, sums)
         return [each.result() for each in sums]
 
     def _differentiate(
@@ -128,29 +133,32 @@ class TiledCall:
         tile: slice,
         gradients: Sequence[torch.Tensor | None],
         sums: Sequence[Sum],
-    ) -> None:
-        """Add a tile's gradients to `sums`."""
+    ) -> bool:
+        """Add a tile's gradients to `sums`; return False where the tile has to be computed once more."""
         inputs = [
             self._leading.cut(leaf.detach(), tile).requires_grad_(leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
             else leaf
             for leaf in leaves
         ]
-        with torch.enable_grad():
-            made = [each for each in tree_flatten(self._call(inputs))[0] if isinstance(each, torch.Tensor)]
+        ends = self._unneeded.ends(self._module, partial(self._call, inputs))
+        if ends is None:
+            return False
         pairs = [
-            (output, part_of_gradient(self._leading, gradient, tile, output))
-            for output, gradient in zip(made, gradients, strict=True)
-            if gradient is not None and output.requires_grad
+            (end.edge, part_of_gradient(self._leading, gradient, tile, end.shape))
+            for end, gradient in zip(ends, gradients, strict=True)
+            if gradient is not None and end is not None
         ]
         sources = [*(inputs[place] for place in self._places), *weights]
         wanted = [(source, sum_) for source, sum_ in zip(sources, sums, strict=True) if source.requires_grad]
         if not pairs:
-            return
+            return True
         if tile.start == 0:
-            refuse_other_leaves(self._name, [output for output, _ in pairs], [source for source, _ in wanted])
+            refuse_other_leaves(
+                self._name, [edge.node for edge, _ in pairs], [source for source, _ in wanted]
+            )
         found = torch.autograd.grad(
-            [output for output, _ in pairs],
+            [edge for edge, _ in pairs],
             [source for source, _ in wanted],
             [gradient for _, gradient in pairs],
             allow_unused=True,
@@ -158,6 +166,7 @@ class TiledCall:
         for (_, sum_), gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 sum_.add(gradient, tile)
+        return True
 
 
 class _Inputs(torch.autograd.Function):

@@ -26,6 +26,7 @@ from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.position_wise import gains_by_tiles, refuse_mixing
 from reference_impl.sequences.positions import Leading
 from reference_impl.sequences.tiled_call import TiledCall
+from reference_impl.sequences.unneeded_products import UnneededProducts
 
 # A norm takes a few bytes a position, and its kernels less time than the host needs to launch a tile of them.
 _TILES_OF_NORMS = 4
@@ -81,6 +82,7 @@ class SequenceTiles(DividedCalls):
         self._finds, self._in_blocks = tiles is None, frozenset(in_blocks)
         # Whether each tried module runs in tiles; a named one does.
         self._runs_in_tiles: dict[nn.Module, bool] = {}
+        self._unneeded = UnneededProducts()
         self._named = 0 if tiles is None else len(modules)
         super().__init__(model, modules, longer_than=tile_tokens)
 
@@ -113,7 +115,8 @@ class SequenceTiles(DividedCalls):
         if not self._tries(name, forward, module, leaves, structure, leading):
             return None
         tile_tokens = self._tile_tokens_of(module, leading)
-        call = TiledCall(name, module, A_PART.around(forward), leaves, structure, leading, tile_tokens)
+        forward = A_PART.around(forward)
+        call = TiledCall(name, module, forward, leaves, structure, leading, tile_tokens, self._unneeded)
         return partial(uncompiled(call.run), leaves)
 
     def _tile_tokens_of(self, module: nn.Module, leading: Leading) -> int:
