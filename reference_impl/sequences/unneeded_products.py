@@ -121,6 +121,11 @@ class _Following(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # No compiled code runs under it; keeping the compiler out would import it, which takes seconds.
+        return False
+
     def __init__(self, spared: frozenset[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._spared = spared
