@@ -174,9 +174,10 @@ class _Following(TorchDispatchMode):
                 numbers = self.numbers
         if numbers:
             for each in _tensors((result,)):
-                if not each.is_floating_point():
-                    # A place in another tensor.
+                # Of whole numbers, a place in another tensor; a sparse one, whose memory is elsewhere.
+                if not (each.is_floating_point() and torch._C._has_storage(each)):
                     self._need(numbers)
+                    continue
                 storage = each.untyped_storage()
                 self._dependent[storage._cdata] = StorageWeakRef(storage), numbers
         return result
@@ -190,13 +191,15 @@ class _Following(TorchDispatchMode):
         """Return the numbers of products that an operation's arguments depend on."""
         found = _NONE
         for each in _tensors((*args, *kwargs.values())):
-            dependent = self._dependent.get(each.untyped_storage()._cdata)
-            if dependent is not None:
-                found |= dependent[1]
+            if torch._C._has_storage(each):
+                dependent = self._dependent.get(each.untyped_storage()._cdata)
+                if dependent is not None:
+                    found |= dependent[1]
         return found
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield tensors, also of lists."""
     for each in values:
         if isinstance(each, torch.Tensor):
             yield each

@@ -8,10 +8,11 @@ import torch
 from for_each import for_each
 from grouped_attention import HIDDEN, TOKENS, Grouped, groups_of, model_of
 from grouped_attention import gradients as of_attention
-from long_decoder import Experts, Mlp
+from long_decoder import TILED, Experts, LongDecoder, Mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reference_impl import CheckpointOffloader, HeadGroups
 from reference_impl.device import Device
 from reference_impl.sequences import SequenceTiles, unneeded_products
 from reference_impl.verification.model import LoraLinear
@@ -348,3 +349,33 @@ def test_a_compiled_function_in_a_tile_runs_compiled():
             calls.clear()
             model(torch.randn(1, 48, 16)).sum().backward()
     assert calls == [False] * 3 + [True] * 3
+
+
+@for_each([False, True])
+def test_a_decoder_with_attention_kept(bf16):
+    """Tiles, groups and layers that are computed again leave out two products of a layer, in each part."""
+    torch.manual_seed(0)
+    model = LongDecoder(layers=2).to(torch.bfloat16 if bf16 else torch.float64)
+    ids = torch.randint(64, (1, 160))
+
+    def trained():
+        found = []
+        with (
+            SequenceTiles(model, TILED, tile_tokens=64),
+            HeadGroups(model, ["attention"], groups=2, longer_than=64),
+            CheckpointOffloader(model, keep_attention=True, min_bytes=1),
+        ):
+            for _ in range(3):
+                model.zero_grad()
+                loss = model(ids).sin().sum()
+                with Products() as products:
+                    loss.backward()
+                found.append(([each.grad for each in model.parameters()], products.count))
+        return found
+
+    with nothing_left_out():
+        expected = trained()
+    found = trained()
+    assert all(same(ours, theirs) for (ours, _), (theirs, _) in zip(found, expected, strict=True))
+    # Of each layer three tiles and two groups, but for the first of either.
+    assert [theirs - ours for (_, ours), (_, theirs) in zip(found, expected, strict=True)] == [6, 10, 10]
