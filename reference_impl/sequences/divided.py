@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The division of attention into groups of heads: found by the operations of a call, and tried before its use.
 
-The linear layers of queries, keys and values are the last ones before attention's kernel: no other one before it
-computes with their results. Each group has some of their rows. The linear layers of attention's output are the first
-ones behind the kernel; each group has some of their columns, and their outputs add up. Every group has all else whole
-(norms of a head, projections to a latent, an adapter's first matrix).
-
-The division is tried with random weights on a few positions of a real call: the results of all groups must add up to
-that of the module. This detects a norm over all heads, a projection with interleaved heads, and a fixed number of
-heads.
+Each group has some rows of the last linear layers before attention's kernel: no other one before it computes with
+their results. It has some columns of the first ones behind the kernel, and all else whole.
 
 Explained in docs/long-sequences.md.
 """

@@ -6,8 +6,6 @@ Backward computes queries, keys and values of one group again, hands that group'
 in place of a second forward, and adds up the gradients of the inputs. So the queries, keys, values and gradients of one
 group live.
 
-Where the kernel's results are kept while a layer is computed again, the part before the kernel is not computed there.
-
 Explained in docs/long-sequences.md.
 """
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HeadGroups`: attention's backward takes some of its heads at a time, each with its part of the projections.
 
-Unnamed attention is found by its operations: the outermost modules of a block that run a kernel of attention and
-compute each head by itself.
-
 Explained in docs/long-sequences.md.
 """
 
@@ -40,19 +37,12 @@ class HeadGroups(DividedCalls):
     Backward of attention takes one group of key-value heads at a time, with the queries that belong to them. It
     computes the group's queries, keys and values, and differentiates the group: only its tensors live. Forward is the
     module's own; the output and logsumexp of attention's kernel are kept for backward, which does not run it again.
-    Beside `keep_attention=True` they wait on the host, and a layer that is computed again leaves out its part before
-    the kernel.
-
-    Gradients of the inputs, and of weights that all heads share, add up in fp32 and are rounded once. The formula
-    of a head is attention's; kernels may round otherwise for other sizes. The gradient of a gradient is
-    refused.
 
     Evaluation, a call of no more than `longer_than` positions and torch.func's transforms run as they are.
 
     The first longer call of each kind of attention tries whether its heads are computed by themselves. If not, it
-    raises ValueError before anything is computed: for a norm over all heads, one projection for queries, keys and
-    values, dropout, packed weights, written-out attention. Backward raises RuntimeError if the module computes with a
-    trained tensor beyond its parameters.
+    raises ValueError before anything is computed. Backward raises RuntimeError if the module computes with a trained
+    tensor beyond its parameters, and for the gradient of a gradient.
 
     Args:
         model: any module.

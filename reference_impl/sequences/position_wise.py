@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a module is position-wise: tried on a few positions of a real call before it runs in tiles.
 
-One position's input is changed, then that of the first half: no other position's output may. The halves are computed
-apart: their results must equal both halves' together. So it finds a normalisation over the batch, a router that ranks
-tokens, attention, a convolution, and a count of positions. It does not find a router's capacity beyond these few
-tokens.
-
 Kernels round otherwise for other shapes, so unequal results must agree to half the digits of its dtype, and to four
 units of a 16-bit one.
 

@@ -5,9 +5,6 @@ Two nodes of autograd's graph make the call. The first saves the inputs before a
 of the layer around it ends there if nothing behind the module saves, and the module is not computed a third time. The
 second makes the outputs, and hands their gradients to the first.
 
-Weights of backward's tiles are stand-ins for the module's own: a hook on a weight's gradient hears of it once, when all
-tiles have added up. They do so in fp32, and the sum is rounded once.
-
 Explained in docs/long-sequences.md.
 """
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SequenceTiles`: modules without mixing between positions run a tile of the sequence at a time.
 
-Unnamed modules are found by their operations, in the blocks and beside them: the outermost position-wise modules that
-save more than their inputs. Attention is not one of them; the norms inside it are.
-
 Explained in docs/long-sequences.md.
 """
 
@@ -40,17 +37,13 @@ class SequenceTiles(DividedCalls):
     ...     train(model)
 
     A module that is named or found runs `tile_tokens` positions at a time, forward and backward: only one tile's
-    intermediates are alive. Backward computes each tile again, with its own random numbers and autocast, as
-    recomputation of a layer does. Gradients of weights add up in fp32 and are rounded once; the gradient of a gradient
-    is refused. The formula of a position is the module's without tiles; kernels may round otherwise for other sizes.
-    Dropout takes other random numbers than without tiles.
+    intermediates are alive. Backward computes each tile again. Gradients of weights add up in fp32 and are rounded
+    once. Evaluation runs in tiles too.
 
-    A call of no more positions than a tile runs as it is, and so do torch.func's transforms. Evaluation runs in tiles.
-
-    The first call longer than a tile tries on up to 64 of its positions whether the module is position-wise. It
-    raises ValueError before anything is computed for any other module, for a returned tensor without positions (a
-    loss), and for a hook that keeps an inner tensor. Backward raises RuntimeError if the module computes with a
-    trained tensor beyond its parameters.
+    The first call longer than a tile tries whether the module is position-wise. It raises ValueError before anything
+    is computed for any other module, for a returned tensor without positions (a loss), and for a hook that keeps an
+    inner tensor. Backward raises RuntimeError if the module computes with a trained tensor beyond its parameters, and
+    for the gradient of a gradient.
 
     Args:
         model: any module.

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products that a part's second forward leaves out: its graph needs their nodes, and nobody their values.
+"""Matrix products that a part's second forward leaves out: backward needs their nodes, nobody their values.
 
-The last product of an MLP is one. Backward multiplies by its weight and its input; its result went on to the layer.
-
-Results are followed through a first forward that computes everything. A product is needed where an operation beyond a
-few that keep no values meets its result, or where something that depends on it is alive when the outputs are let go:
-a tensor saved for backward, an attribute of an autograd function. Later forwards have memory without values in the
-place of other products' results. They follow it likewise: if it is needed after all, the part is computed again.
-
-Explained in docs/long-sequences.md.
+The last product of an MLP is one. A first forward computes everything and follows the results. A product is needed
+where an operation beyond a few that keep no values meets its result, or where something that depends on it is alive
+when the outputs are let go, as a tensor saved for backward is. Later forwards have memory without values in place of
+the others' results, and follow it likewise: if one is needed after all, the part is computed again.
 """
 
 from __future__ import annotations
@@ -35,27 +31,11 @@ def _overloads(*names: str) -> frozenset[Any]:
 
 
 # The place of the first matrix among their arguments; the second follows it.
-_FIRST_MATRIX = {
-    _ATEN.mm.default: 0,
-    _ATEN.bmm.default: 0,
-    _ATEN.addmm.default: 1,
-    _ATEN.baddbmm.default: 1,
-}
-# They neither read values into Python, nor have shapes that depend on values, nor save their own results.
+_FIRST_MATRIX = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1}
+# They read no values into Python, have no shapes that depend on values, and do not save their results.
 _PASSES_ON = _overloads(
-    *(
-        "view",
-        "_unsafe_view",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "squeeze",
-        "unsqueeze",
-        "slice",
-        "split",
-    ),
-    *("clone", "_to_copy", "cat", "add", "add_", "sub", "mul", "mul_", "div", "index_add", "index_add_"),
+    *("view", "_unsafe_view", "transpose", "clone", "_to_copy"),
+    *("add", "add_", "mul", "mul_", "index_add", "index_add_"),
 )
 # A kernel that torch does not see may write to their results.
 _UNWRITTEN = _overloads(
@@ -66,32 +46,35 @@ _NONE: frozenset[int] = frozenset()
 
 
 class End(NamedTuple):
-    """Where backward of a tensor begins, and its shape."""
+    """Where backward of an output begins, and its shape."""
 
     edge: GradientEdge
     shape: torch.Size
 
 
 class UnneededProducts:
-    """What is known of modules whose calls are computed again."""
+    """Of each module, by their numbers in a call; none of a module where one was needed after all."""
 
     def __init__(self) -> None:
-        # By their numbers in a call. Of a module that was wrong once, none.
         self._of: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
     def ends(self, module: nn.Module, call: Callable[[], Any]) -> list[End | None] | None:
-        """Return the ends of the graph that `call()` of `module` makes, one for each tensor, None without a gradient.
+        """Return the ends of the graph of `call()` of `module`, None for an output without a gradient.
 
-        Returns None where a product was left out that is needed: another call of this method computes everything.
+        Returns None where a product was left out that is needed: the next time everything is computed.
         """
         spared = _NONE if _has_compiled() else self._of.get(module)
         following = None if spared == _NONE else _Following(spared)
         try:
             with torch.enable_grad(), following or nullcontext():
-                found = _ends(call())
+                found = [
+                    End(get_gradient_edge(each), each.shape) if each.requires_grad else None
+                    for each in tree_flatten(call())[0]
+                    if isinstance(each, torch.Tensor)
+                ]
         except Exception:
-            # The module's own code may have wrapped the error in another.
-            if following is None or not following.is_wrong:
+            # Perhaps of the module, around ours.
+            if not (spared and following and following.met):
                 raise
         if following is None:
             return found
@@ -104,55 +87,40 @@ class UnneededProducts:
         return found
 
 
-def _ends(made: Any) -> list[End | None]:
-    return [
-        End(get_gradient_edge(each), each.shape) if each.requires_grad else None
-        for each in tree_flatten(made)[0]
-        if isinstance(each, torch.Tensor)
-    ]
-
-
 class _NeededError(Exception):
-    """Ends a forward in which the result of a product that was left out is needed."""
+    """Ends a forward that needs what was left out."""
 
 
 class _Following(TorchDispatchMode):
-    """Follows results of products through a forward: of those `spared`, or of all with None, which are computed."""
+    """Follows results of products: of those `spared`, or with None of all, which are computed."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # No compiled code runs under it; keeping the compiler out would import it, which takes seconds.
+        # True would import the compiler, which takes seconds.
         return False
 
     def __init__(self, spared: frozenset[int] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._spared = spared
         self._count = 0
-        # Of memory that depends on products, by its address: it is not used again while a reference is there.
+        # By the address of memory that depends on products: it is not used again while there is a reference.
         self._dependent: dict[int, tuple[StorageWeakRef, frozenset[int]]] = {}
-        self._needed: set[int] = set()
-        # Of the products that are followed.
+        # Of the products that are followed, and of those that an operation needs.
         self.numbers: frozenset[int] = _NONE
-
-    @property
-    def is_wrong(self) -> bool:
-        """Whether the result of a product that was left out is needed."""
-        return self._spared is not None and bool(self._needed)
+        self.met: set[int] = set()
 
     def needed(self) -> set[int]:
-        """Return the numbers of products that are needed, when the forward's outputs have been let go."""
-        for storage, numbers in self._dependent.values():
-            if not storage.expired():
-                self._needed |= numbers
-        return self._needed
+        """Return the numbers of products that are needed, when the outputs have been let go."""
+        alive = (numbers for storage, numbers in self._dependent.values() if not storage.expired())
+        return self.met.union(*alive)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Not inside an autograd function, which may keep what it likes, nor of a tensor that computes in its own way.
+        # Not inside an autograd function, which may keep anything, nor of a tensor with its own operations.
         is_plain = not types and torch.is_grad_enabled()
         numbers = self._numbers(args, kwargs) if self.numbers else _NONE
         if numbers and not (is_plain and func in _PASSES_ON):
@@ -164,14 +132,12 @@ class _Following(TorchDispatchMode):
             if self._spared is None or number in self._spared:
                 numbers = frozenset((number,))
                 self.numbers |= numbers
-            if self._spared is not None and numbers:
-                result = args[first].new_empty((*args[first].shape[:-1], args[first + 1].shape[-1]))
-            else:
-                result = func(*args, **kwargs)
+        elif types or func in _UNWRITTEN:
+            numbers = self.numbers
+        if first is not None and numbers and self._spared is not None:
+            result = args[first].new_empty((*args[first].shape[:-1], args[first + 1].shape[-1]))
         else:
             result = func(*args, **kwargs)
-            if types or func in _UNWRITTEN:
-                numbers = self.numbers
         if numbers:
             for each in _tensors((result,)):
                 # Of whole numbers, a place in another tensor; a sparse one, whose memory is elsewhere.
@@ -183,12 +149,12 @@ class _Following(TorchDispatchMode):
         return result
 
     def _need(self, numbers: frozenset[int]) -> None:
-        self._needed |= numbers
+        self.met |= numbers
         if self._spared is not None:
             raise _NeededError
 
     def _numbers(self, args: Any, kwargs: dict[str, Any]) -> frozenset[int]:
-        """Return the numbers of products that an operation's arguments depend on."""
+        """Return the numbers of products that arguments depend on."""
         found = _NONE
         for each in _tensors((*args, *kwargs.values())):
             if torch._C._has_storage(each):
@@ -199,7 +165,6 @@ class _Following(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield tensors, also of lists."""
     for each in values:
         if isinstance(each, torch.Tensor):
             yield each
@@ -208,6 +173,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _has_compiled() -> bool:
-    """Whether this process has compiled code: under a mode it would run as it was written, and for ever after."""
+    """Whether this process has compiled code, which would not run compiled under a mode, nor ever after."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and dynamo.counters["frames"]["total"] > 0
