@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs around the calls of a model's modules that are divided into parts, from its construction to `close()`.
 
-Tiles and groups of heads attach alike: modules are named by their endings or found in the model's blocks, each has a
-wrapper, and the first longer call of each tries how it is divided before anything is computed.
-
 Explained in docs/long-sequences.md.
 """
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the positions of a call lie in its tensors: how they are cut into tiles, and their results joined.
 
-The first floating-point tensor of two or more dimensions says: three and more begin with (batch, positions), two with
-(positions,). Every other tensor with that beginning is cut alike, also with a batch of 1; tensors without it go to
-every tile whole.
-
 Explained in docs/long-sequences.md.
 """
 

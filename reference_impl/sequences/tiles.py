@@ -49,9 +49,9 @@ class SequenceTiles(DividedCalls):
         model: any module.
         tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
             positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
-            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them, such as a final
-            norm. Each is tried at its first training call with more positions than a tile. A module that is not
-            position-wise, or saves no more than its inputs, runs as it is, and the modules inside it are tried.
+            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them. Each is tried at
+            its first longer training call. One that is not position-wise, or saves no more than its inputs, runs as it
+            is, and the modules inside it are tried.
         tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
             matrices, as norms, have up to four times as many, where they still have four tiles.
 

@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
@@ -241,6 +241,19 @@ def load(path: str | Path) -> Source:
     """
     name, _, recipe = str(path).partition("::")
     return Source(name, read_text(name), Path(name).parent, recipe or None)
+
+
+def only_script(
+    sources: Sequence[Source], overrides: Sequence[str], reader: str, expected: str, *, one: str = "script"
+) -> Source:
+    """Return the one Python file that `reader` is read from; raises `UnusableInput` for anything else."""
+    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
+        raise UnusableInput(
+            f"{', '.join(source.name for source in sources) or 'overrides'}: {reader} is read from one Python {one}",
+            expected=f"the {one} {expected}",
+            attempt=f"that {one} alone, without --overrides and --compose",
+        )
+    return sources[0]
 
 
 def find(path: str, folders: Iterable[Path]) -> Source | None:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from skill_tools.configs.config import Config, UnknownKey
 from skill_tools.configs.draft import Draft
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source, only_script
 from skill_tools.dialects.base import NONE, Dialect, Evidence
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:
     from skill_tools.configs.keys import Key
@@ -42,16 +41,11 @@ class XTuner(Dialect):
         """Read one file; of several objects nobody knows which one trains."""
         from skill_tools.configs.python.constructions import constructions
 
-        if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
-            raise UnusableInput(
-                f"{', '.join(source.name for source in sources) or 'overrides'}: XTuner is read from one Python file",
-                expected="the file behind --config",
-                attempt="that file alone, without --overrides and --compose",
-            )
+        source = only_script(sources, overrides, "XTuner", "behind --config", one="file")
         draft = Draft(XTUNER)
         draft.complete = True
-        draft.take(sources[0])
-        made = constructions(sources[0], (_CLASS,))
+        draft.take(source)
+        made = constructions(source, (_CLASS,))
         if len(made) != 1 or made[0].is_open:
             draft.may_be_set()
         for name, value, place in made[0].values() if len(made) == 1 else ():

@@ -11,10 +11,9 @@ from skill_tools.configs.config import Config, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.syntax import dotted_name, last_name
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source, only_script
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.fsdp1 import FSDP1, OFFLOAD, WRAPPER
-from skill_tools.errors import UnusableInput
 
 _POSITION_OF_OFFLOAD = 3  # among the positional arguments of the wrapper, the module first
 _CLIP = "clip_grad_norm_"
@@ -33,13 +32,7 @@ def wraps(text: str) -> bool:
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read the one script; raises `UnusableInput` for anything else."""
-    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
-        raise UnusableInput(
-            f"{', '.join(source.name for source in sources) or 'overrides'}: FSDP1 is read from one Python script",
-            expected=f"the script that calls {WRAPPER}",
-            attempt="that script alone, without --overrides and --compose",
-        )
-    (source,) = sources
+    source = only_script(sources, overrides, "FSDP1", f"that calls {WRAPPER}")
     draft = Draft(FSDP1)
     draft.complete = True
     draft.take(source)

@@ -13,10 +13,9 @@ from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.syntax import dotted_name, last_name
 from skill_tools.configs.python.values import Section, plain
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source, only_script
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.fsdp2 import FSDP2, POLICY, SHARDS
-from skill_tools.errors import UnusableInput
 
 _GROUP, _CLIP = "init_process_group", "clip_grad_norm_"
 _HOOK = "register_post_accumulate_grad_hook"
@@ -27,13 +26,7 @@ _THREADS = ("OMP_NUM_THREADS", "set_num_threads")
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read the one script; raises `UnusableInput` for anything else."""
-    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
-        raise UnusableInput(
-            f"{', '.join(source.name for source in sources) or 'overrides'}: FSDP2 is read from one Python script",
-            expected="the script that calls fully_shard",
-            attempt="that script alone, without --overrides and --compose",
-        )
-    (source,) = sources
+    source = only_script(sources, overrides, "FSDP2", "that calls fully_shard")
     draft = Draft(FSDP2)
     draft.complete = True
     draft.take(source)

@@ -15,7 +15,7 @@ from skill_tools.configs.config import Config, Fault, Place, Setting
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.values import Section, plain
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source, only_script
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects.deepspeed import DEEPSPEED, section
 from skill_tools.dialects.deepspeed.python_script import write_literal
@@ -150,13 +150,7 @@ def recipes(source: Source) -> dict[str, Construction]:
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read the one script; raises `UnusableInput` for anything else, and for several Trainers without a choice."""
-    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
-        raise UnusableInput(
-            f"{', '.join(source.name for source in sources) or 'overrides'}: Lightning is read from one Python script",
-            expected="the script that makes the Trainer",
-            attempt="that script alone, without --overrides and --compose",
-        )
-    (source,) = sources
+    source = only_script(sources, overrides, "Lightning", "that makes the Trainer")
     draft = Draft(LIGHTNING, embeds=EMBEDDED)
     draft.complete = True
     draft.take(source)

@@ -12,11 +12,10 @@ from skill_tools.configs.config import Config, Fault, Place
 from skill_tools.configs.draft import Draft
 from skill_tools.configs.python.constructions import Construction, constructions
 from skill_tools.configs.python.syntax import last_name
-from skill_tools.configs.source import Kind, Source
+from skill_tools.configs.source import Source, only_script
 from skill_tools.configs.values import UNREADABLE
 from skill_tools.dialects import fields
 from skill_tools.dialects.unsloth import EMBEDDED, LOAD, PEFT, UNSLOTH
-from skill_tools.errors import UnusableInput
 
 if TYPE_CHECKING:  # a lint builds no run
     from skill_tools.dialects.run import TrainingRun
@@ -33,16 +32,11 @@ _NOT_TAKEN = ("paged_", "adamw_torch_8bit", "adamw_torch_4bit")  # us-states-pag
 
 def compose(sources: Sequence[Source], overrides: Sequence[str]) -> Config:
     """Read the one script; raises `UnusableInput` for anything else."""
-    if len(sources) != 1 or sources[0].kind is not Kind.PYTHON or overrides:
-        raise UnusableInput(
-            f"{', '.join(source.name for source in sources) or 'overrides'}: Unsloth is read from one Python script",
-            expected="the script that calls FastLanguageModel.from_pretrained",
-            attempt="that script alone, without --overrides and --compose",
-        )
+    source = only_script(sources, overrides, "Unsloth", "that calls FastLanguageModel.from_pretrained")
     draft = Draft(UNSLOTH, embeds=EMBEDDED)
     draft.complete = True
-    draft.take(sources[0])
-    write_calls(draft, sources[0])
+    draft.take(source)
+    write_calls(draft, source)
     return draft.finish()
 
 
