@@ -21,7 +21,7 @@ from reference_impl.optimizers.guarded import GuardedTensor
 from reference_impl.optimizers.layout import MASTER, STEP, Member
 from reference_impl.optimizers.saved_checks import check_state
 from reference_impl.optimizers.step import Failures, in_turn
-from reference_impl.optimizers.writes.module_load import note_loaded
+from reference_impl.optimizers.writes.module_load import note_loaded, set_weight
 
 
 class StateParts(Protocol):
@@ -340,6 +340,8 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         for name in self._algorithm_of(member).moments:
             target[name] = values.get(name, torch.zeros(()))
         if MASTER in values:
+            # In front: a packed master writes its weight itself, as it rounds.
+            set_weight(member, values[MASTER])
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
             # It is its own master, and only copies have to follow it: the CPU's, and the streamed part of a split one.
@@ -347,7 +349,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             finished([member]).follow_weight(member)
         else:
             target[MASTER] = member.weight
-        note_loaded(member, values.get(MASTER))
+        note_loaded(member, has_master=MASTER in values)
         finished([member]).note_weight(member)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from reference_impl.distributed.mesh import local_of
 from reference_impl.memory.absent import is_absent, unanswered
 from reference_impl.memory.closing import register_first, register_undoably
 from reference_impl.optimizers.layout import Member
@@ -160,12 +161,31 @@ def written_on_its_way(member: Member) -> RuntimeError:
     )
 
 
-def note_loaded(member: Member, master: Any) -> None:
-    """Note that `master` was loaded, or None; it belongs to the weight if it rounds to it."""
+def set_weight(member: Member, master: torch.Tensor) -> None:
+    """Set the weight to a loaded `master`, rounded. One that is parked follows in the next step.
+
+    Until then a forward, a write or a load of the model would meet a weight of before, which is no write of other code.
+    """
+    if not _is_settable(member) or _rounds_to_weight(master, member):
+        return
+    member.weight.copy_(local_of(master))
+    if member.home is None:
+        # No graph of before may use it.
+        torch.autograd.graph.increment_version([member.param_local])
+
+
+def note_loaded(member: Member, *, has_master: bool) -> None:
+    """Note that the member's state was loaded, and whether with a master: then the weight is this, rounded."""
     member.note_weight()
-    belongs = member.dtype != torch.float32 and _rounds_to_weight(master, member)
-    member.is_apart = isinstance(master, torch.Tensor) and member.dtype != torch.float32 and not belongs
-    member.loaded_version = _version(member) if belongs else None
+    has_own = has_master and member.dtype != torch.float32
+    member.is_apart = has_own and not _is_settable(member)
+    member.loaded_version = _version(member) if has_own and not member.is_apart else None
+
+
+def _is_settable(member: Member) -> bool:
+    return member.home is not None or not (
+        is_absent(member.param_local) or member.param_local.is_inference()
+    )
 
 
 def _is_kept(member: Member, value: Any) -> bool:
