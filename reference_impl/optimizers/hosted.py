@@ -104,8 +104,6 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             overlaps_forward=overlaps_forward,
         )
         self._failures = self._engine._failures
-        # Wrapped optimizers' states of parameters without states here yet.
-        self._states_of_frozen: dict[torch.Tensor, Any] = {}
         super().__init__(params, defaults)
         note_owner(self, self._engine)
         self._states = OptimizerState(
@@ -146,7 +144,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             if wrapped is not None:
                 self.param_groups, self._formulas = wrapped.groups, wrapped.formulas
                 self._group_counts = wrapped.group_counts
-            self._states_of_frozen = {param: state for each in given for param, state in each.items()}
+            self.state.waiting = {param: state for each in given for param, state in each.items()}
             self._admit()
             for each in optimizers:
                 self.take_place_of(each, each.param_groups)
@@ -254,8 +252,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         self._admitted(members)
         self._trained.add(members)
         self._trained.note_idle(self.param_groups)
-        for param in [member.param for member in members if member.param in self._states_of_frozen]:
-            self.state[param] = self._states_of_frozen.pop(param)
+        self.state.take_waiting(members)
 
     def _admitted(self, members: Sequence[Member]) -> None:
         """Hear of members to come, complete with states; again if a signal came before they were members."""
@@ -422,13 +419,14 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
         checks.check_thread(self._engine.stepped_by)
         check_document(state_dict)
         document = passed_through(self._optimizer_load_state_dict_pre_hooks, self, dict(state_dict))
-        groups, states = checked(document, self.param_groups, self._formulas, self.state)
+        groups, states, waiting = checked(document, self.param_groups, self._formulas, self.state)
         self._engine.finish_for_loading()
         engine = self._engine
         write = partial(self.state.write, finished=lambda members: engine.open)
         engine.writes.replace(
             [
                 partial(self.__setstate__, {"param_groups": groups}),
+                partial(setattr, self.state, "waiting", waiting),
                 *(partial(write, *each) for each in states.items()),
             ]
         )

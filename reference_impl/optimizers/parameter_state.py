@@ -265,6 +265,8 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self.members = members
         self.algorithm = algorithm
         self.lists_everyone = False
+        # States of parameters that are none of the members yet, as they were loaded.
+        self.waiting: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._finished = finished
         self._failures = failures
         self._shows_steps = shows_steps
@@ -310,8 +312,18 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             param: self.checked(f"the state of a parameter of shape {tuple(param.shape)}", param, values)
             for param, values in states.items()
         }
+        self.waiting = {}
         for param in self.members:
             self.write(param, checked.get(param, {}))
+
+    def take_waiting(self, members: Iterable[Member]) -> None:
+        """Give new `members` the states that have waited for them; masters follow the weights of now."""
+        for member in [each for each in members if each.param in self.waiting]:
+            values = self.waiting[member.param]
+            if MASTER in values and member.dtype != torch.float32:
+                values = {**values, MASTER: _following(member, values[MASTER])}
+            self[member.param] = values
+            del self.waiting[member.param]
 
     def checked(self, label: str, param: torch.Tensor, values: Any) -> dict[str, Any]:
         """Return `values` as `write` takes them, see `check_state`; KeyError for a parameter that is not trained."""
@@ -320,7 +332,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         if self._passed_over and isinstance(values, Mapping):
             known = (STEP, *algorithm.moments, MASTER)
             values = {name: value for name, value in values.items() if name in known}
-        return check_state(label, values, member, algorithm)
+        return check_state(label, values, param, algorithm)
 
     def write(
         self, param: torch.Tensor, values: Mapping[str, Any], *, finished: FinishedParts | None = None
@@ -360,9 +372,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             target.write_in_place(MASTER, member.weight)
             self._finished([member]).follow_weight(member)
         else:
-            master = local_of(target.copied(MASTER))
-            weight = member.weight.to(master.device)
-            target[MASTER] = torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
+            target[MASTER] = _following(member, target.copied(MASTER))
         member.note_weight()
         self._finished([member]).note_weight(member)
 
@@ -398,3 +408,10 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             counts = torch.stack([step for _, step in listed]).tolist()
             found.update(member for (member, _), count in zip(listed, counts, strict=True) if count > 0)
         return found
+
+
+def _following(member: Member, master: torch.Tensor) -> torch.Tensor:
+    """Return `master`, with the weight as it is where this is not the master rounded."""
+    master = local_of(master)
+    weight = member.weight.to(master.device)
+    return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from reference_impl.distributed.mesh import local_of
 from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
 from reference_impl.optimizers.checks import check_group
-from reference_impl.optimizers.layout import MASTER, STEP, Member
+from reference_impl.optimizers.layout import MASTER, STEP
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -67,7 +68,7 @@ def check_groups(saved: Groups, groups: Groups, algorithms: Sequence[AnyAlgorith
             raise ValueError(f"in param_groups[{index}]: {error}") from None
 
 
-def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm) -> dict[str, Any]:
+def check_state(label: str, saved: Any, param: torch.Tensor, algorithm: AnyAlgorithm) -> dict[str, Any]:
     """Return the states of one parameter as they are to be written; nothing for a parameter without a step."""
     if not isinstance(saved, Mapping):
         raise ValueError(
@@ -91,7 +92,7 @@ def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm)
             )
     for name in (*algorithm.moments, MASTER):
         if name in saved:
-            check_values(f"{label}[{name!r}]", saved[name], member)
+            check_values(f"{label}[{name!r}]", saved[name], param)
     if MASTER in saved and saved[MASTER].dtype != torch.float32:
         raise ValueError(
             f"{label}[{MASTER!r}] is of dtype {saved[MASTER].dtype}; expected float32, which torch's own optimizers "
@@ -107,8 +108,8 @@ def check_state(label: str, saved: Any, member: Member, algorithm: AnyAlgorithm)
     return {**saved, STEP: step}
 
 
-def check_values(label: str, value: Any, member: Member) -> None:
-    """Refuse all but a dense floating-point tensor of a member's shape, or of its shard."""
+def check_values(label: str, value: Any, param: torch.Tensor) -> None:
+    """Refuse all but a dense floating-point tensor of a parameter's shape, or of its shard."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{label} is of type {type(value).__name__}; expected a tensor")
     if value.dtype not in _DTYPES:
@@ -118,8 +119,7 @@ def check_values(label: str, value: Any, member: Member) -> None:
         )
     if value.is_meta or value.layout != torch.strided:
         raise ValueError(f"{label} is a tensor without dense values; expected its values")
-    param, local = member.param, member.param_local
-    shape, expected = value.shape, local.shape
+    shape, expected = value.shape, local_of(param).shape
     if isinstance(value, DTensor):
         if not isinstance(param, DTensor) or value.placements != param.placements:
             raise ValueError(

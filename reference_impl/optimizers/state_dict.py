@@ -16,7 +16,7 @@ import torch
 
 from reference_impl.optimizers.algorithms import AnyAlgorithm, group_defaults
 from reference_impl.optimizers.parameter_state import OptimizerState
-from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups
+from reference_impl.optimizers.saved_checks import Groups, check_document, check_groups, check_state
 
 
 def saved(groups: Groups, algorithms: Iterable[AnyAlgorithm], state: OptimizerState) -> dict[str, Any]:
@@ -35,7 +35,9 @@ def saved(groups: Groups, algorithms: Iterable[AnyAlgorithm], state: OptimizerSt
                 "params": [keys[param] for param in group["params"]],
             }
         )
-    return {"state": {keys[param]: state.packed(param) for param in state}, "param_groups": listed}
+    packed = {keys[param]: state.packed(param) for param in state}
+    waiting = {keys[param]: copy.deepcopy(values) for param, values in state.waiting.items() if param in keys}
+    return {"state": {**packed, **waiting}, "param_groups": listed}
 
 
 def checked(
@@ -43,13 +45,16 @@ def checked(
     groups: Groups,
     formulas: Iterable[AnyAlgorithm],
     state: OptimizerState,
-) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Any]]:
-    """Return the groups of a state_dict, to be taken over under `formulas`, and the states to write by parameter.
+) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Any], dict[torch.Tensor, Any]]:
+    """Return the groups of a state_dict, to be taken over under `formulas`, and by parameter the states to write.
+
+    States of frozen parameters, which have none here, wait for their first gradient: they come last.
 
     Raises ValueError with the name of an entry that cannot be loaded exactly.
     """
     saved_groups, states = check_document(document)
-    check_groups(saved_groups, groups, list(formulas))
+    formulas = list(formulas)
+    check_groups(saved_groups, groups, formulas)
     params = dict(_keyed(groups, saved_groups))
     for key in states:
         if key not in params:
@@ -57,7 +62,13 @@ def checked(
                 f"state[{key!r}] belongs to no parameter of param_groups; expected one of {len(params)} keys; try the "
                 "checkpoint of this model"
             )
-    # A frozen parameter has a key but no state here.
+    waiting = {
+        param: copy.deepcopy(states[key])
+        for theirs, ours, algorithm in zip(saved_groups, groups, formulas, strict=True)
+        for key, param in zip(theirs["params"], ours["params"], strict=True)
+        if param not in state.members
+        and check_state(f"state[{key!r}]", states.get(key, {}), param, algorithm)
+    }
     found = {
         param: state.checked(f"state[{key!r}]", param, states.get(key, {}))
         for key, param in params.items()
@@ -70,7 +81,7 @@ def checked(
     for group, ours in zip(taken_over, groups, strict=True):
         if "param_names" in ours:
             group.setdefault("param_names", ours["param_names"])
-    return taken_over, found
+    return taken_over, found, waiting
 
 
 def take_over(groups: Sequence[dict[str, Any]], loaded: Groups, algorithms: Iterable[AnyAlgorithm]) -> None:

@@ -279,7 +279,7 @@ def test_states_of_other_optimizers_of_torch_are_refused(device, build):
 
 
 @BOTH
-def test_a_frozen_parameter_may_have_a_state_in_the_document(device, build):
+def test_the_state_of_a_frozen_parameter_in_the_document_waits_for_its_first_gradient(device, build):
     layer = nn.Linear(64, 64, device=device.torch_device)
     plain = copy.deepcopy(layer)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
@@ -287,6 +287,14 @@ def test_a_frozen_parameter_may_have_a_state_in_the_document(device, build):
     theirs.step()
     layer.bias.requires_grad_(requires_grad=False)
     with build(layer) as optimizer:
+        damaged = copy.deepcopy(theirs.state_dict())
+        damaged["state"][1]["exp_avg"].resize_(3)
+        with pytest.raises(ValueError, match=r"state\[1\]\['exp_avg'\] has shape \(3,\); expected \(64,\)"):
+            optimizer.load_state_dict(damaged)
         optimizer.load_state_dict(theirs.state_dict())
-        assert list(optimizer.state_dict()["state"]) == [0]
+        saved = optimizer.state_dict()["state"]
+        assert list(saved) == [0, 1]
+        torch.testing.assert_close(saved[1], theirs.state_dict()["state"][1], rtol=0, atol=0)
         assert isinstance(optimizer.state[layer.weight], Mapping)
+        optimizer.state.clear()
+        assert list(optimizer.state_dict()["state"]) == []
