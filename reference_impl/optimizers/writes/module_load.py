@@ -183,9 +183,7 @@ def note_loaded(member: Member, *, has_master: bool) -> None:
 
 
 def _is_settable(member: Member) -> bool:
-    return member.home is not None or not (
-        is_absent(member.param_local) or member.param_local.is_inference()
-    )
+    return member.home is not None or not (is_absent(member.param_local) or member.param_local.is_inference())
 
 
 def _is_kept(member: Member, value: Any) -> bool:
