@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of a call differentiated in parts: summed up, or written to a part's own place.
 
-Weights of a part are stand-ins for the module's own, so a hook on a weight's gradient hears of it once, when all parts
-have added up. They do so in fp32, and the sum is rounded once.
+Weights of a part are stand-ins for the module's own, so a hook on a weight's gradient hears of it once.
 
 Explained in docs/long-sequences.md.
 """

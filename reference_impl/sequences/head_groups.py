@@ -35,8 +35,7 @@ class HeadGroups(DividedCalls):
     ...     train(model)
 
     Backward of attention takes one group of key-value heads at a time, with the queries that belong to them. It
-    computes the group's queries, keys and values, and differentiates the group: only its tensors live. Forward is the
-    module's own; the output and logsumexp of attention's kernel are kept for backward, which does not run it again.
+    computes the group's queries, keys and values, and differentiates the group: only its tensors live.
 
     Evaluation, a call of no more than `longer_than` positions and torch.func's transforms run as they are.
 
@@ -47,11 +46,9 @@ class HeadGroups(DividedCalls):
     Args:
         model: any module.
         attention: endings of names of modules: `self_attn`. By default they are found inside the model's blocks (its
-            outermost `nn.ModuleList`), each when it is first called for training with so many positions; one that
-            cannot be divided runs as it is.
+            outermost `nn.ModuleList`); one that cannot be divided runs as it is.
         groups: of heads; a divisor of the number of heads of keys and values, or for found attention the next one.
-            By default a group's tensors are no larger than all heads' tensors for `longer_than` positions: twice as
-            many positions have two groups, eight times as many eight.
+            By default twice as many positions as `longer_than` have two groups, eight times as many eight.
         longer_than: positions of a sequence.
 
     Raises ValueError for an ending that matches nothing, a model without blocks to find attention in, `groups` below 2
