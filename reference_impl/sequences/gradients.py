@@ -121,6 +121,15 @@ def refuse_other_leaves(name: str, ends: Iterable[Any], sources: Sequence[torch.
         )
 
 
+def refuse_second_derivatives(name: str, parts: str) -> None:
+    """Raise RuntimeError in a backward whose own graph is asked for."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"a gradient of a gradient was asked for through {name}, which runs in {parts} (create_graph=True); "
+            f"expected first derivatives; try leaving it out of {parts}"
+        )
+
+
 def leaves_of(outputs: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the leaves that the graph of `outputs` ends in."""
     for node in nodes_of(output.grad_fn for output in outputs):

@@ -25,7 +25,14 @@ from reference_impl.activations.changed_state import ChangedState
 from reference_impl.activations.kept_results import ATTENTION, attention_handed_back, operation_of
 from reference_impl.activations.recompute import Surroundings
 from reference_impl.sequences.divided import Division, KernelCalls, forgetting_saved, merged
-from reference_impl.sequences.gradients import Joint, Place, Sum, refuse_other_leaves, replaced
+from reference_impl.sequences.gradients import (
+    Joint,
+    Place,
+    Sum,
+    refuse_other_leaves,
+    refuse_second_derivatives,
+    replaced,
+)
 from reference_impl.sequences.inside import A_PART
 from reference_impl.sequences.positions import TENSOR, Leading
 from reference_impl.sequences.unneeded_products import UnneededProducts
@@ -162,7 +169,7 @@ class GroupedCall:
             ends = self._unneeded.ends(self._module, partial(self._call, leaves))
         if ends is None:
             return False
-        edges = [end.edge for end in ends if end is not None]
+        edges = [end[0] for end in ends if end is not None]
         sources = [source for source, _, _ in wanted]
         if group == 0:
             refuse_other_leaves(self._name, [edge.node for edge in edges], sources)
@@ -209,8 +216,7 @@ class _Grouped(torch.autograd.Function):
         ctx.kernels = [
             (operation, tuple(_numbered(each, saved) for each in results)) for operation, results in kernels
         ]
-        # Weights too: their keeper elsewhere hears of their use. Frozen ones have no version: peft's adapters of
-        # experts register a parametrization in each forward, which counts as a write.
+        # Weights too, as of tiles.
         ctx.save_for_backward(*saved, *tensors, *(weight.data for weight in call.frozen))
         ctx.saved_results = len(saved)
         (output,) = (each for each in outputs if isinstance(each, torch.Tensor))
@@ -218,11 +224,7 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"a gradient of a gradient was asked for through {ctx.call._name}, which runs in groups of heads "
-                "(create_graph=True); expected first derivatives; try leaving it out of groups"
-            )
+        refuse_second_derivatives(ctx.call._name, "groups of heads")
         tensors = ctx.saved_tensors
         kernels = [
             (operation, tuple(tensors[each.place] if isinstance(each, _Saved) else each for each in results))

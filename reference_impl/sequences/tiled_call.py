@@ -21,7 +21,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from reference_impl.activations.attach import Forward
 from reference_impl.activations.changed_state import ChangedState
 from reference_impl.activations.recompute import Surroundings
-from reference_impl.sequences.gradients import Sum, of_input, refuse_other_leaves, stand_ins
+from reference_impl.sequences.gradients import (
+    Sum,
+    of_input,
+    refuse_other_leaves,
+    refuse_second_derivatives,
+    stand_ins,
+)
 from reference_impl.sequences.positions import TENSOR, Joined, Leading, part_of_gradient
 from reference_impl.sequences.unneeded_products import UnneededProducts
 
@@ -142,7 +148,7 @@ class TiledCall:
         if ends is None:
             return False
         pairs = [
-            (end.edge, part_of_gradient(self._leading, gradient, tile, end.shape))
+            (end[0], part_of_gradient(self._leading, gradient, tile, end[1]))
             for end, gradient in zip(ends, gradients, strict=True)
             if gradient is not None and end is not None
         ]
@@ -197,10 +203,6 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"a gradient of a gradient was asked for through {ctx.call._name}, which runs in tiles "
-                "(create_graph=True); expected first derivatives; try leaving it out of tiles"
-            )
+        refuse_second_derivatives(ctx.call._name, "tiles")
         ctx.call.take_gradients(gradients)
         return torch.empty(0, device=ctx.device), None, None

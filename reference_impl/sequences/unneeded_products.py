@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,11 +45,8 @@ _UNWRITTEN = _overloads(
 _NONE: frozenset[int] = frozenset()
 
 
-class End(NamedTuple):
-    """Where backward of an output begins, and its shape."""
-
-    edge: GradientEdge
-    shape: torch.Size
+# Where backward of an output begins, and its shape.
+End = tuple[GradientEdge, torch.Size]
 
 
 class UnneededProducts:
@@ -68,7 +65,7 @@ class UnneededProducts:
         try:
             with torch.enable_grad(), following or nullcontext():
                 found = [
-                    End(get_gradient_edge(each), each.shape) if each.requires_grad else None
+                    (get_gradient_edge(each), each.shape) if each.requires_grad else None
                     for each in tree_flatten(call())[0]
                     if isinstance(each, torch.Tensor)
                 ]
