@@ -42,7 +42,7 @@ def refuse_mixing(name: str, module: nn.Module, call: Call, leaves: Sequence[Any
 
     `call` calls `module`, named `name` in its model. It is made six times, without a graph, on up to 64 positions;
     state and random numbers are then as before. Raises ValueError too if an output depends on what an earlier call has
-    left, or if a hook, or a module inside `module`, keeps a result: it would be of one tile and without a graph.
+    left, or if a hook, or a module inside `module`, keeps a result.
     """
     probe = Leading(leading.batch, min(leading.count, _PROBED))
     few = [leading.cut(leaf, slice(0, probe.count)) for leaf in leaves]
@@ -99,10 +99,8 @@ def gains_by_tiles(name: str, module: nn.Module, call: Call, leaves: Sequence[An
     """Return whether `call(leaves)` is position-wise and saves more bytes for backward than it has inputs.
 
     A module that changes its own state, such as a mean of what it has seen, is not.
-    A module that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has
-    no positions (the boundaries of packed sequences, a mask) is not tried: a kernel might read beyond these few
-    positions. Nor is one with an object of another kind: trials would add to a cache of keys and values before the call
-    itself.
+    One that saves less, as a linear layer does, would be computed again for nothing. A call with a tensor that has no
+    positions is not tried: a kernel might read beyond these few. Nor is one with an object of another kind, as a cache.
     """
     if not all(
         leading.is_cut(each) if isinstance(each, torch.Tensor) else _is_plain(each) for each in leaves
