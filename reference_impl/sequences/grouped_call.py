@@ -3,8 +3,7 @@
 
 Forward is the module's own; kept for backward are its inputs, and the output and logsumexp of attention's kernel.
 Backward computes queries, keys and values of one group again, hands that group's output to the kernel's own backward
-in place of a second forward, and adds up the gradients of the inputs. So the queries, keys, values and gradients of one
-group live.
+in place of a second forward, and adds up the gradients of the inputs.
 
 Explained in docs/long-sequences.md.
 """

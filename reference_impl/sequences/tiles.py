@@ -47,13 +47,12 @@ class SequenceTiles(DividedCalls):
 
     Args:
         model: any module.
-        tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. Their first tensor is (batch,
-            positions, ...) or (positions, features); a tensor of the same beginning beside it is cut alike. By default
-            they are found inside the model's blocks (its outermost `nn.ModuleList`) and beside them. Each is tried at
-            its first longer training call. One that is not position-wise, or saves no more than its inputs, runs as it
-            is, and the modules inside it are tried.
-        tile_tokens: positions of a tile, of every sequence of the batch; the last tile may be shorter. Modules without
-            matrices, as norms, have up to four times as many, where they still have four tiles.
+        tiles: endings of names of modules: `mlp`, `input_layernorm`, `self_attn.q_norm`. By default they are found
+            inside the model's blocks (its outermost `nn.ModuleList`) and beside them. Each is tried at its first longer
+            training call. One that is not position-wise, or saves no more than its inputs, runs as it is, and the
+            modules inside it are tried.
+        tile_tokens: positions of a tile, of every sequence of the batch; of modules without matrices up to four times
+            as many.
 
     Raises ValueError for an ending without a match, a module without a forward, one named module inside another, a
     model without blocks to search, or `tile_tokens` below 1.
