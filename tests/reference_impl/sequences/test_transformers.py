@@ -9,6 +9,7 @@ pytest.importorskip("transformers.modeling_utils", reason="transformers is not i
 
 import transformers
 from for_each import for_each
+from left_out import Products, nothing_left_out
 
 from reference_impl import FrozenLayerStreamer
 from reference_impl.activations import CheckpointOffloader
@@ -90,6 +91,31 @@ def test_gradients_are_those_without_tiles(name):
         for found in (alone, in_groups):
             assert float((found[key] - value).norm() / value.norm()) < 2**-19, key
         assert torch.equal(alone[key], kept[key]), key
+
+
+@for_each([("Llama", False), ("Llama", True), ("DeepseekV3", False)])
+def test_products_that_nobody_needs_are_left_out(case):
+    """To the bit: the last of each MLP and attention, with an adapter the base's and the adapter's second."""
+    name, adapted = case
+    model = made(name)
+    if adapted:
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    found = []
+    for computes_all in (True, False):
+        with (
+            nothing_left_out(computes_all),
+            SequenceTiles(model, ["mlp"], tile_tokens=32),
+            HeadGroups(model, groups=2, longer_than=32),
+        ):
+            for _ in range(2):
+                with Products() as products:
+                    each = {key: value.clone() for key, value in gradients(model).items()}
+            found.append((each, products.count))
+    (expected, all_of_them), (ours, fewer) = found
+    assert all(torch.equal(ours[key], value) for key, value in expected.items())
+    # Of two layers five tiles and two groups; the shared experts' product is the last of a mixture.
+    assert all_of_them - fewer == 2 * (5 + 2) * (1 + adapted)
 
 
 @for_each(MODELS)

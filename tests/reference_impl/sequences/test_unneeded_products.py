@@ -1,50 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products that backward of a tile or a group leaves out: how many, and that no result is another for it."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 from for_each import for_each
 from grouped_attention import HIDDEN, TOKENS, Grouped, groups_of, model_of
 from grouped_attention import gradients as of_attention
+from left_out import Products, nothing_left_out
 from long_decoder import TILED, Experts, LongDecoder, Mlp
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_impl import CheckpointOffloader, HeadGroups
 from reference_impl.device import Device
 from reference_impl.sequences import SequenceTiles, unneeded_products
 from reference_impl.verification.model import LoraLinear
 
-pytestmark = pytest.mark.usefixtures("nothing_compiled")
-CPU = Device.of("cpu")
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nothing_compiled():
     """Have other tests' compiled code forgotten."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in PRODUCTS
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def nothing_left_out():
-    """Have backward compute everything."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unneeded_products, "_has_compiled", lambda: True)
-        yield
+CPU = Device.of("cpu")
 
 
 class Held(nn.Module):
