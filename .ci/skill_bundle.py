@@ -88,7 +88,7 @@ OF_A_CHECKOUT = re.compile(
 EVIDENCE = re.compile(r"^(## (?:Measured|How it is shown)\n).*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 ELSEWHERE = "\nIn this page of the repository; the rows to quote are in [measured](measured.md).\n\n"
 HINT = "; 3 % fewer with `pip install zopflipy`"
-SPLIT_BYTES = 10_000
+SPLIT_BYTES = 5_000
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 
 
@@ -125,7 +125,7 @@ def opened(archive: Path) -> zipfile.ZipFile:
     """Return a zip file to write to, with the hardest deflate that is installed."""
     if ZipFile is None:
         return zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
-    return ZipFile(archive, "w", zipfile.ZIP_DEFLATED, iterations=5)
+    return ZipFile(archive, "w", zipfile.ZIP_DEFLATED, iterations=15)
 
 
 def options(path: Path) -> dict[str, bool]:

@@ -42,7 +42,7 @@ from skill_tools.diagnosis.model_in_log import Parameters
 from skill_tools.diagnosis.phases import Phase
 from skill_tools.diagnosis.quiet import Complaint
 from skill_tools.diagnosis.residency import moments
-from skill_tools.diagnosis.series import anomalies, around, inert, numbers
+from skill_tools.diagnosis.series import anomalies, around, inert, numbers, own_runs
 from skill_tools.diagnosis.steps import StepPattern
 from skill_tools.dialects import registry
 from skill_tools.rules.finding import Finding, Severity
@@ -226,7 +226,9 @@ def diagnose(
         releases=releases,
     )
     parameters = model_in_log.parameters(log)
-    conclusion = ways_around.with_what_is_left(own_files.told(conclude(evidence), evidence), evidence)
+    conclusion = ways_around.with_what_is_left(
+        own_runs.told(own_files.told(conclude(evidence), evidence), log, evidence), evidence
+    )
     unknown = failure is not None and conclusion is not None and not conclusion.is_known
     where = code.of(failure) if failure is not None and unknown else None
     return Diagnosis(

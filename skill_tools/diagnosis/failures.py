@@ -73,6 +73,7 @@ _PROGRESS = re.compile(
     re.MULTILINE,
 )
 _OF_TORCH = re.compile(r"-packages/torch/")
+_HEADING = re.compile(r"^(?:#+|-{3,}) ?\w", re.MULTILINE)
 # Bars that count no steps of a training.
 _OTHER_BARS = re.compile(
     r"Loading|Fetching|Downloading|Map\b|Filter|Tokeniz|Generating|Saving|Evaluat|Prediction|Packing|Dropping|[Mm]erging"
@@ -218,7 +219,17 @@ def ended_by(log: Log, found: Sequence[Failure]) -> Failure | None:
     # Another rank may report its running step; one with later reports has had the rank's gradients.
     others_went_on = steps[-_STEPS_OF_OTHERS][1] if len(steps) >= _STEPS_OF_OTHERS else -1
     ending = [each for each in found if each.raised_at > max(last_of.get(each.rank, -1), others_went_on)]
-    final = {each.rank: each for each in ending if not each.is_aftermath}
+    final: dict[str, Failure] = {}
+    for each in ending:
+        before = final.get(each.rank)
+        # A line below a heading of the user's own is of what was tried afterwards.
+        if not each.is_aftermath and not (
+            before
+            and before.frames
+            and not each.frames
+            and _HEADING.search(log.text, before.raised_at, each.raised_at)
+        ):
+            final[each.rank] = each
     if final:
         return min(final.values(), key=lambda each: each.raised_at)
     return next((each for each in ending if "Died" not in each.error), None)

@@ -104,7 +104,7 @@ def folded(names: Iterable[str]) -> str:
 
 
 def names(vocabulary: str) -> tuple[str, ...]:
-    """Return the names in a vocabulary of the index, in the order of its file; none where there is no such file."""
+    """Return the names in a vocabulary of the index, sorted; none where there is no such file."""
     found, before = [], ""
     for line in index()["vocabulary"].get(vocabulary, "").splitlines():
         kept = 0 if line[0] == _WHOLE else len(before) - ord(line[0]) + _NONE_FALLS

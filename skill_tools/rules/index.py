@@ -22,6 +22,7 @@ from skill_tools.rules.knowledge import compiled, read_rule_files
 
 # Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
 _SMALL_BYTES, _SHARED_BYTES = 32_000, 120_000
+_RECENT = 3  # vocabularies that a zip still sees, 32 KiB back
 
 
 def build() -> dict[str, Any]:
@@ -36,7 +37,7 @@ def build() -> dict[str, Any]:
         "releases": releases,
         "keys": keys,
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
-        "vocabulary": {path.stem: _names_in(path, spellings) for path in vocabulary},
+        "vocabulary": _by_kin({path.stem: _names_in(path, spellings) for path in vocabulary}),
         "models": {name: _without(entry, "source", "read_in") for name, entry in models["models"].items()},
         "model_names": {part: models[part] for part in ("neutral", "untold", "counted")},
         "traces": {
@@ -76,13 +77,23 @@ def build() -> dict[str, Any]:
 
 
 def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
-    """Return the names in a file without the spellings of keys: readers of a vocabulary join both.
+    """Return the names in a file, sorted, without the spellings of keys: readers of a vocabulary join both.
 
     One whose comments say "kept whole" is asked for its names alone, too.
     """
     text = path.read_text(encoding="utf-8")
     spelt = {} if "kept whole" in text else spellings.get(path.stem.replace("_", "-"), {})
-    return knowledge.folded(name for name in knowledge.words(text) if name not in spelt)
+    return knowledge.folded(sorted(name for name in knowledge.words(text) if name not in spelt))
+
+
+def _by_kin(vocabularies: Mapping[str, str]) -> dict[str, str]:
+    """Return the vocabularies, the longest first, each behind those with most of its lines, which a zip finds again."""
+    lines = {name: set(text.splitlines()) for name, text in vocabularies.items()}
+    order = [max(lines, key=lambda name: len(vocabularies[name]))]
+    while left := [name for name in lines if name not in order]:
+        recent = set().union(*(lines[name] for name in order[-_RECENT:]))
+        order.append(max(left, key=lambda name: len(lines[name] & recent)))
+    return {name: vocabularies[name] for name in order}
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,14 @@ def test_of_one_rank_the_last_exception_counts() -> None:
     assert found.text == "ValueError: end"
 
 
+def test_a_line_below_a_heading_of_the_users_own_is_of_what_was_tried_afterwards() -> None:
+    found = ending(
+        f"{raised('AssertionError: first')}# printing a tensor afterwards:\nRuntimeError: second\n"
+    )
+    assert found is not None
+    assert found.text == "AssertionError: first"
+
+
 def test_an_exception_after_which_training_went_on_ended_nothing() -> None:
     assert ending(raised("ValueError: caught") + STEP.format(7)) is None
     assert ending(STEP.format(7) + "\n" + raised("ValueError: end")) is not None
