@@ -70,6 +70,17 @@ LEFT_OUT = (
             "builds",
         )
     ),
+    # For type checkers of a program that installs the packages, which takes the wheel.
+    *(
+        f"{package}/py.typed"
+        for package in (
+            "cpu_offloading",
+            "offload_arithmetic",
+            "offload_watch",
+            "reference_impl",
+            "skill_tools",
+        )
+    ),
     # Pictures are for people; the text beside them says the same.
     "docs/figures",
     # How it is built, for contributors.
@@ -125,7 +136,7 @@ def opened(archive: Path) -> zipfile.ZipFile:
     """Return a zip file to write to, with the hardest deflate that is installed."""
     if ZipFile is None:
         return zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
-    return ZipFile(archive, "w", zipfile.ZIP_DEFLATED, iterations=15)
+    return ZipFile(archive, "w", zipfile.ZIP_DEFLATED, iterations=20)
 
 
 def options(path: Path) -> dict[str, bool]:

@@ -8,6 +8,7 @@ writes the index; a test fails when it is stale.
 """
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from skill_tools.rules.knowledge import compiled, read_rule_files
 
 # Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
 _SMALL_BYTES, _SHARED_BYTES = 32_000, 120_000
-_RECENT = 3  # vocabularies that a zip still sees, 32 KiB back
+_TINY_BYTES = 8_000  # of a group of several frameworks, each of which loads the shared file for it
+_RECENT = 2  # vocabularies that a zip still sees, 32 KiB back
 
 
 def build() -> dict[str, Any]:
@@ -87,13 +89,16 @@ def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:
 
 
 def _by_kin(vocabularies: Mapping[str, str]) -> dict[str, str]:
-    """Return the vocabularies, the longest first, each behind those with most of its lines, which a zip finds again."""
+    """Return the vocabularies in the order that a zip makes least of: each behind those with most of its lines."""
     lines = {name: set(text.splitlines()) for name, text in vocabularies.items()}
-    order = [max(lines, key=lambda name: len(vocabularies[name]))]
-    while left := [name for name in lines if name not in order]:
-        recent = set().union(*(lines[name] for name in order[-_RECENT:]))
-        order.append(max(left, key=lambda name: len(lines[name] & recent)))
-    return {name: vocabularies[name] for name in order}
+    orders = []
+    for first in lines:
+        order = [first]
+        while left := [name for name in lines if name not in order]:
+            recent = set().union(*(lines[name] for name in order[-_RECENT:]))
+            order.append(max(left, key=lambda name: len(lines[name] & recent)))
+        orders.append({name: vocabularies[name] for name in order})
+    return min(orders, key=lambda order: len(zlib.compress("".join(order.values()).encode())))
 
 
 def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,13 +137,14 @@ def _files(groups: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[list[st
     names: list[str] = []
     shared: list[dict[str, Any]] = []
     for group, entries in sorted(groups.items()):
-        if len(text := _lines(entries)) >= _SMALL_BYTES or "+" in group:
+        least = _TINY_BYTES if "+" in group else _SMALL_BYTES
+        if len(text := _lines(entries)) >= least:
             yield [group], text
             continue
         if shared and len(_lines(shared)) + len(text) > _SHARED_BYTES:
             yield names, _lines(shared)
             names, shared = [], []
-        names.append(group)
+        names = list(dict.fromkeys((*names, *group.split("+"))))
         shared += entries
     if shared:
         yield names, _lines(shared)

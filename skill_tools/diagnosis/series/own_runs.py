@@ -82,7 +82,7 @@ _SNAPSHOTS = (
 
 
 class Trial(NamedTuple):
-    """One run: its words, its line, its settings, the output below them, and whether it went well, if it says."""
+    """One run: its words, line and settings, the output below them, and whether it went well, if it says."""
 
     words: str
     line: int
@@ -279,7 +279,7 @@ def _is_of_the_run(name: str, value: str, evidence: Evidence) -> bool:
 
 
 def _better(name: str, values: tuple[str, str], differ: _Differ, evidence: Evidence) -> int:
-    """Return which run is the better one: without an option, not as complained about, of less, or the later one."""
+    """Return which run is better: without an option, unlike the files, with the smaller figure, or the later one."""
     if isinstance(differ.figures[0], bool):  # whether they fail
         return int(differ.figures[0])
     if values[0] == _OFF or values[1] == _ON:
