@@ -42,6 +42,9 @@ class StateParts(Protocol):
     def follow_weight(self, member: Member) -> None:
         """Set the streamed part of an fp32 parameter's master to the parameter: they are the same."""
 
+    def rounded(self, member: Member, master: torch.Tensor) -> torch.Tensor:
+        """Return `master`, laid out like the member, as its weight is rounded from it."""
+
     def note_weight(self, member: Member) -> None:
         """Note that the master equals the weight now: a later write is seen."""
 
@@ -321,7 +324,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         for member in [each for each in members if each.param in self.waiting]:
             values = self.waiting[member.param]
             if MASTER in values and member.dtype != torch.float32:
-                values = {**values, MASTER: _following(member, values[MASTER])}
+                values = {**values, MASTER: self._following(member, values[MASTER])}
             self[member.param] = values
             del self.waiting[member.param]
 
@@ -372,9 +375,16 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             target.write_in_place(MASTER, member.weight)
             self._finished([member]).follow_weight(member)
         else:
-            target[MASTER] = _following(member, target.copied(MASTER))
+            target[MASTER] = self._following(member, target.copied(MASTER))
         member.note_weight()
         self._finished([member]).note_weight(member)
+
+    def _following(self, member: Member, master: torch.Tensor) -> torch.Tensor:
+        """Return `master`, with the weight as it is where this is not the master rounded."""
+        weight = member.weight.to(master.device)
+        whole = torch.empty_like(weight, dtype=torch.float32).copy_(local_of(master))
+        is_same = self._finished([member]).rounded(member, whole) == weight
+        return torch.where(is_same, whole, weight.to(whole.dtype))
 
     def packed(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's states."""
@@ -408,10 +418,3 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             counts = torch.stack([step for _, step in listed]).tolist()
             found.update(member for (member, _), count in zip(listed, counts, strict=True) if count > 0)
         return found
-
-
-def _following(member: Member, master: torch.Tensor) -> torch.Tensor:
-    """Return `master`, with the weight as it is where this is not the master rounded."""
-    master = local_of(master)
-    weight = member.weight.to(master.device)
-    return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))

@@ -332,6 +332,13 @@ class Shares:
         if self._streamed is not None and self._streamed.split_weights(member) is not None:
             self._streamed.refresh_masters([member])
 
+    def rounded(self, member: Member, master: torch.Tensor) -> torch.Tensor:
+        """Return `master`, laid out like the member, as its weight is rounded from it."""
+        weight = master.to(member.dtype)
+        if self._streamed is not None:
+            self._streamed.round_packed(member, master, weight)
+        return weight
+
     def note_weight(self, member: Member) -> None:
         """Note that the master equals the weight now."""
         self.cpu.note_weight(member)

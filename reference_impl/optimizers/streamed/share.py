@@ -447,6 +447,10 @@ class StreamedShare:
             member, name, torch.empty_like(local, dtype=torch.float32, device=value.device).copy_(value)
         )
 
+    def round_packed(self, member: Member, master: torch.Tensor, weight: torch.Tensor) -> None:
+        """Round `master` to `weight`, both laid out like the member, where a format rounds in its own way."""
+        self._states.round_packed(member, master, weight)
+
     @torch.no_grad()
     def refresh_masters(self, members: Iterable[Member]) -> None:
         """Finish the step, then make the masters of `members` from the parameters as they are."""

@@ -51,6 +51,14 @@ class StreamedStates:
         for piece, chunk in self._chunks[member]:
             self._write(piece, chunk, name, flat[piece.start : piece.stop])
 
+    def round_packed(self, member: Member, master: torch.Tensor, weight: torch.Tensor) -> None:
+        """Round `master` to `weight` where it is compact: with ties away from zero."""
+        for piece, chunk in self._chunks.get(member, ()):
+            if chunk.compact and chunk.has(LOW):
+                part = slice(piece.start, piece.stop)
+                high, _ = compact.split(member.flat(master)[part].view(torch.int32), torch.int16)
+                member.flat(weight)[part] = high.view(torch.bfloat16)
+
     def refresh_master(self, member: Member) -> None:
         """Make the master from the parameter as it is; an fp32 parameter is its own."""
         self._weights.refresh(member)

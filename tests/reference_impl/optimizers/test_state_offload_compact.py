@@ -311,3 +311,23 @@ def test_a_kernel_that_finds_no_memory_to_be_loaded_into_is_launched_again(
         for net, taken in ((model, optimizer), (plain, other)):
             train(net, taken, data[2:])
         assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("states", ["compact-8", "compact-16"])
+def test_compact_masters_that_lie_between_two_weights_survive_a_load_of_the_model(device, states):
+    """Compact states round such ties away from zero, where other masters are rounded to even."""
+    data = batches(device.torch_device, 5)
+    model = fresh(device)
+    with build(model, states=states) as optimizer:
+        train(model, optimizer, data)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        masters = [state["master_param"] for state in saved[1]["state"].values()]
+        for master in masters:
+            # Every one: no run is long enough for ties of 16 bits.
+            master.view(torch.int32).bitwise_and_(-0x10000).bitwise_or_(0x8000)
+        optimizer.load_state_dict(saved[1])
+        expected = copy.deepcopy(optimizer.state_dict()["state"])
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        found = optimizer.state_dict()["state"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert all(map(torch.equal, masters, (state["master_param"] for state in found.values())))
