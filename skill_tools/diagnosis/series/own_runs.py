@@ -271,7 +271,7 @@ def _is_of_the_run(name: str, value: str, evidence: Evidence) -> bool:
     """Return whether the run that is complained about has that value."""
     written = {_ON: "(?:true|on|cpu|nvme|auto)", _OFF: f"(?:{_OFFS})"}.get(value, re.escape(value))
     device = r"(?:\{\s*[\"']device[\"']\s*:\s*)?"
-    line = rf"(?im)^(?!\s*#).*?{re.escape(name)}[\"']?[\s:=]+{device}[\"']?{written}\b"
+    line = rf"(?im)^(?!\s*#).*?{re.escape(name)}[\"']?[\s:=]+{device}[\"']?{written}(?!\.?\w)"
     stated = re.compile(line)  # in no comment
     flag = name if value == _ON and name.startswith("--") else "\0"
     texts = [text for _, text in evidence.texts]

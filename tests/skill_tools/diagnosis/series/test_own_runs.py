@@ -10,7 +10,7 @@ from skill_tools.__main__ import main
 from skill_tools.diagnosis.log import Log
 from skill_tools.diagnosis.series.own_runs import settings, trials
 
-ZERO3 = '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'
+ZERO3 = '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio_offload": 0.4}}}'
 
 
 def told(
@@ -107,6 +107,13 @@ def test_an_offload_without_which_memory_runs_out_is_not_switched_off(
     assert "offload_param on, as in your own run" in told(log, tmp_path, monkeypatch, capsys)
     works = "loss is nan\nWith offload_optimizer=true it works for 3 steps.\n"  # as ds.json has it
     assert "your own runs" not in told(works, tmp_path, monkeypatch, capsys)
+
+
+def test_a_part_that_the_run_offloads_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told("loss is nan\n# ratio_offload 0.0: trains\n", tmp_path, monkeypatch, capsys)
+    assert "without ratio_offload, as in your own run" in said
 
 
 def test_a_setting_that_the_failed_run_has_too_makes_no_difference(
