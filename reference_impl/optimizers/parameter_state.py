@@ -43,7 +43,7 @@ class StateParts(Protocol):
         """Set the streamed part of an fp32 parameter's master to the parameter: they are the same."""
 
     def rounded(self, member: Member, master: torch.Tensor) -> torch.Tensor:
-        """Return `master`, laid out like the member, as its weight is rounded from it."""
+        """Return `master` as the weight is rounded from it."""
 
     def note_weight(self, member: Member) -> None:
         """Note that the master equals the weight now: a later write is seen."""
@@ -268,7 +268,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self.members = members
         self.algorithm = algorithm
         self.lists_everyone = False
-        # States of parameters that are none of the members yet, as they were loaded.
+        # Loaded states of parameters that are no members yet.
         self.waiting: dict[torch.Tensor, Mapping[str, Any]] = {}
         self._finished = finished
         self._failures = failures
@@ -320,7 +320,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             self.write(param, checked.get(param, {}))
 
     def take_waiting(self, members: Iterable[Member]) -> None:
-        """Give new `members` the states that have waited for them; masters follow the weights of now."""
+        """Give new `members` their waiting states; masters follow the weights."""
         for member in [each for each in members if each.param in self.waiting]:
             values = self.waiting[member.param]
             if MASTER in values and member.dtype != torch.float32:
@@ -355,7 +355,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         for name in self._algorithm_of(member).moments:
             target[name] = values.get(name, torch.zeros(()))
         if MASTER in values:
-            # In front: a packed master writes its weight itself, as it rounds.
+            # In front: a packed master then writes its weight as it rounds.
             set_weight(member, values[MASTER])
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
@@ -380,7 +380,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self._finished([member]).note_weight(member)
 
     def _following(self, member: Member, master: torch.Tensor) -> torch.Tensor:
-        """Return `master`, with the weight as it is where this is not the master rounded."""
+        """Return `master`, or the weight where this is not the master rounded."""
         weight = member.weight.to(master.device)
         whole = torch.empty_like(weight, dtype=torch.float32).copy_(local_of(master))
         is_same = self._finished([member]).rounded(member, whole) == weight

@@ -333,7 +333,7 @@ class Shares:
             self._streamed.refresh_masters([member])
 
     def rounded(self, member: Member, master: torch.Tensor) -> torch.Tensor:
-        """Return `master`, laid out like the member, as its weight is rounded from it."""
+        """Return `master` as the weight is rounded from it."""
         weight = master.to(member.dtype)
         if self._streamed is not None:
             self._streamed.round_packed(member, master, weight)

@@ -46,9 +46,9 @@ def checked(
     formulas: Iterable[AnyAlgorithm],
     state: OptimizerState,
 ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, Any], dict[torch.Tensor, Any]]:
-    """Return the groups of a state_dict, to be taken over under `formulas`, and by parameter the states to write.
+    """Return the groups of a state_dict, to be taken over under `formulas`, and the states to write by parameter.
 
-    States of frozen parameters, which have none here, wait for their first gradient: they come last.
+    States of frozen parameters come last: they wait for a gradient.
 
     Raises ValueError with the name of an entry that cannot be loaded exactly.
     """

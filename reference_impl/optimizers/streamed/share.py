@@ -448,7 +448,7 @@ class StreamedShare:
         )
 
     def round_packed(self, member: Member, master: torch.Tensor, weight: torch.Tensor) -> None:
-        """Round `master` to `weight`, both laid out like the member, where a format rounds in its own way."""
+        """Round `master` to `weight` where it is compact."""
         self._states.round_packed(member, master, weight)
 
     @torch.no_grad()

@@ -52,7 +52,7 @@ class StreamedStates:
             self._write(piece, chunk, name, flat[piece.start : piece.stop])
 
     def round_packed(self, member: Member, master: torch.Tensor, weight: torch.Tensor) -> None:
-        """Round `master` to `weight` where it is compact: with ties away from zero."""
+        """Round `master` to `weight` where it is compact."""
         for piece, chunk in self._chunks.get(member, ()):
             if chunk.compact and chunk.has(LOW):
                 part = slice(piece.start, piece.stop)

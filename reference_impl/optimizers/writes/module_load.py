@@ -162,20 +162,16 @@ def written_on_its_way(member: Member) -> RuntimeError:
 
 
 def set_weight(member: Member, master: torch.Tensor) -> None:
-    """Set the weight to a loaded `master`, rounded. One that is parked follows in the next step.
-
-    Until then a forward, a write or a load of the model would meet a weight of before, which is no write of other code.
-    """
-    if not _is_settable(member) or _rounds_to_weight(master, member):
-        return
-    member.weight.copy_(local_of(master))
-    if member.home is None:
-        # No graph of before may use it.
-        torch.autograd.graph.increment_version([member.param_local])
+    """Set the weight to a loaded `master`, rounded. One that is parked follows in the next step."""
+    if _is_settable(member) and not _rounds_to_weight(master, member):
+        member.weight.copy_(local_of(master))
+        if member.home is None:
+            # No graph of before may use it.
+            torch.autograd.graph.increment_version([member.param_local])
 
 
 def note_loaded(member: Member, *, has_master: bool) -> None:
-    """Note that the member's state was loaded, and whether with a master: then the weight is this, rounded."""
+    """Note that a state was loaded, and whether with a master: the weight is this, rounded."""
     member.note_weight()
     has_own = has_master and member.dtype != torch.float32
     member.is_apart = has_own and not _is_settable(member)
