@@ -14,9 +14,10 @@ clipping and the loss in chunks: forward, backward with each layer recomputed, s
 `FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. `old` is `today`
 with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
 up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the
-driver; host memory is the pinned part. Losses are those of all steps: rows may differ by the rounding of kernels.
-With `--kernels` one more step runs under the profiler. It tells the number of kernels, and the time with at least one
-running: a faster host or link could reach it. The models are those of Transformers, with random weights.
+driver, without that of making the model; host memory is the pinned part. Losses are those of all steps: rows may differ
+by the rounding of kernels. With `--kernels` one more step runs under the profiler. It tells the number of kernels, and
+the time with at least one running: a faster host or link could reach it. The models are those of Transformers, with
+random weights.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ def measure(
 ) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
     device = setting.device
+    forget_caches(device)
     row = Row(
         form="lo8",
         inputs="host",
