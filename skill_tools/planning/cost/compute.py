@@ -61,8 +61,8 @@ class PassFlops(NamedTuple):
     mlp_forward: float
 
 
-def micro_batch_flops(run: TrainingRun) -> PassFlops:
-    """Count one micro-batch over the whole model, before it is divided over GPUs.
+def micro_batch_flops(run: TrainingRun, *, of_experts: float = 1.0) -> PassFlops:
+    """Count one micro-batch over the whole model, before it is divided over GPUs; those of experts `of_experts` times.
 
     A frozen base needs no weight gradients, so its linears' backward costs as much as their forward.
     """
@@ -70,7 +70,10 @@ def micro_batch_flops(run: TrainingRun) -> PassFlops:
     tokens = run.seq_length * run.micro_batch
     moe_layers = sum(1 for index in range(shape.num_layers) if shape.is_moe(index))
     dense = layer_flops(shape, run.seq_length, moe=False)
-    moe = layer_flops(shape, run.seq_length, moe=True) if moe_layers else dense
+    moe = dense
+    if moe_layers:
+        moe = layer_flops(shape, run.seq_length, moe=True)
+        moe = moe._replace(mlp=moe.mlp * of_experts)
     predicted = shape.mtp_layers
     counts = ((dense, shape.num_layers - moe_layers), (moe, moe_layers), (moe, predicted))
     linear = sum(count * (each.projections + each.mlp) for each, count in counts)
@@ -110,8 +113,11 @@ def pace(run: TrainingRun, machine: Machine, shard: int, *, measured_step_s: flo
     stages = run.layout.pipeline
     if run.traced is not None:
         return _traced_pace(run, run.traced, machine, shard, measured_step_s)
-    rate = machine.gemm * _share(run, constants) * run.layout.tensor * run.layout.context
-    counted = micro_batch_flops(run)
+    share = _share(run, constants)
+    rate = machine.gemm * share * run.layout.tensor * run.layout.context
+    counted = micro_batch_flops(
+        run, of_experts=share / constants["eager_experts_share"] if run.is_eager else 1.0
+    )
     each = 1 / rate / stages
     update = _gpu_update_s(run, machine, shard)
     bubble = (stages - 1) / run.layout.virtual_stages

@@ -87,6 +87,21 @@ def test_peaks_are_those_that_were_measured(case: tuple[int, int, bool, int]) ->
     assert 0.99 <= found.allocated_bytes / 1e9 / PEAKS[case] <= 1.07
 
 
+@pytest.mark.parametrize(
+    ("layers", "tokens", "step_s"),
+    [(48, 8192, 1.150), (8, 8192, 0.227), (8, 32768, 1.278), (48, 32768, 6.905)],
+)
+def test_steps_of_a_mixtures_adapters_are_those_that_were_measured(
+    layers: int, tokens: int, step_s: float
+) -> None:
+    """LoRA of Qwen3-30B-A3B on the GPU, layers computed again: experts' products run far below the rate of others."""
+    shape = known_models.shape("qwen3-30b-a3b")._replace(num_layers=layers)
+    run = pytorch_run.build(config(seq_length=tokens, fused_loss=True, lora_rank=16), shape, gpus=1)
+    chosen = Mode(recompute=Recompute(granularity="full"), activation_engine=ActivationEngine.OWN_INPUTS)
+    _, step = predicted(traces.with_what_ships(run), chosen)
+    assert step.total_s == pytest.approx(step_s, rel=0.1)
+
+
 @pytest.mark.parametrize(("groups", "peak_gb"), [(0, 17.56), (4, 15.73)])
 def test_peaks_of_adapters_are_those_that_were_measured(groups: int, peak_gb: float) -> None:
     """Three layers of Llama-3-8B that stream, 131,072 tokens: the rows of docs/long-sequences.md."""
