@@ -114,6 +114,7 @@ class HostedOptimizer(Shown, ClosedAtExit, torch.optim.Optimizer):
             shows_steps=shows_steps,
             masters_of_all=masters_of_all,
             passes_over_unknown=passes_over_unknown,
+            sets_weights=self._follows_writes,
         )
         self.register_step_pre_hook(_before_step)
         everything = [param for group in self.param_groups for param in group["params"]]

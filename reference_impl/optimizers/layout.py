@@ -41,8 +41,8 @@ class Member:
     has the event of its copy (`arrival`) and its stand-in on the parameter (`placeholder`). A new weight has the event
     of its copy back (`published`, `pending` until someone has waited for it). `is_compiled`: compiled code has read it
     since the last step, so its order is not known. `loaded_version` is the weight's version at the load of a master
-    that rounds to it: until it changes, they belong together. `is_apart`: the weight was parked at the load, and
-    follows the master. `watched` is the weight as autograd counts its writes, at `version` and
+    that rounds to it: until it changes, they belong together. `is_apart`: the weight was not set at the load, as a
+    parked one, and follows the master. `watched` is the weight as autograd counts its writes, at `version` and
     `address` when its master was the same; None if only the optimizer can write it. `home` belongs to a weight that
     only visits the device. `matrices` is the formula of its whole matrices, on the device alone; None for the
     optimizer's formula of elements. `cut` divides each of its matrices among ranks, None for whole ones. The states

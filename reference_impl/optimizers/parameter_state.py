@@ -252,6 +252,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         shows_steps: also where torch's class keeps no `step`: the noise of rounded moments depends on it.
         masters_of_all: fp32 parameters, their own masters, show a `master_param` too.
         passes_over_unknown: whether writing a name that is not known does nothing, instead of raising KeyError.
+        sets_weights: whether weights become loaded masters at once. Megatron loads empty memory, and writes later.
     """
 
     def __init__(
@@ -264,6 +265,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         shows_steps: bool,
         masters_of_all: bool,
         passes_over_unknown: bool,
+        sets_weights: bool,
     ) -> None:
         self.members = members
         self.algorithm = algorithm
@@ -275,6 +277,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         self._shows_steps = shows_steps
         self._masters_of_all = masters_of_all
         self._passed_over = passes_over_unknown
+        self._sets_weights = sets_weights
 
     def __getitem__(self, param: torch.Tensor) -> ParameterState:
         """Return a parameter's state, also before its first step."""
@@ -354,9 +357,10 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
         target[STEP] = values.get(STEP, 0)
         for name in self._algorithm_of(member).moments:
             target[name] = values.get(name, torch.zeros(()))
+        is_set = False
         if MASTER in values:
             # In front: a packed master then writes its weight as it rounds.
-            set_weight(member, values[MASTER])
+            is_set = self._sets_weights and set_weight(member, values[MASTER])
             target[MASTER] = values[MASTER]
         elif param.dtype == torch.float32:
             # It is its own master, and only copies have to follow it: the CPU's, and the streamed part of a split one.
@@ -364,7 +368,7 @@ class OptimizerState(Mapping[torch.Tensor, ParameterState]):
             finished([member]).follow_weight(member)
         else:
             target[MASTER] = member.weight
-        note_loaded(member, has_master=MASTER in values)
+        note_loaded(member, values.get(MASTER), is_set=is_set)
         finished([member]).note_weight(member)
 
     @torch.no_grad()

@@ -161,21 +161,25 @@ def written_on_its_way(member: Member) -> RuntimeError:
     )
 
 
-def set_weight(member: Member, master: torch.Tensor) -> None:
-    """Set the weight to a loaded `master`, rounded. One that is parked follows in the next step."""
-    if _is_settable(member) and not _rounds_to_weight(master, member):
+def set_weight(member: Member, master: torch.Tensor) -> bool:
+    """Set the weight to a loaded `master`, rounded; False for one that is parked, which follows in the next step."""
+    if not _is_settable(member):
+        return False
+    if not _rounds_to_weight(master, member):
         member.weight.copy_(local_of(master))
         if member.home is None:
             # No graph of before may use it.
             torch.autograd.graph.increment_version([member.param_local])
+    return True
 
 
-def note_loaded(member: Member, *, has_master: bool) -> None:
-    """Note that a state was loaded, and whether with a master: the weight is this, rounded."""
+def note_loaded(member: Member, master: Any, *, is_set: bool) -> None:
+    """Note that a state was loaded, with a `master` or None, and whether the weight `is_set` to it; else it follows."""
     member.note_weight()
-    has_own = has_master and member.dtype != torch.float32
-    member.is_apart = has_own and not _is_settable(member)
-    member.loaded_version = _version(member) if has_own and not member.is_apart else None
+    has_own = master is not None and member.dtype != torch.float32
+    belongs = has_own and (is_set or (_is_settable(member) and _rounds_to_weight(master, member)))
+    member.is_apart = has_own and not belongs
+    member.loaded_version = _version(member) if belongs else None
 
 
 def _is_settable(member: Member) -> bool:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import copy
 import io
 import json
 import os
@@ -291,6 +292,20 @@ def test_states_are_written_the_way_megatron_writes_them(device, ours):
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(optimizer.state[one]["master_param"].cpu(), other.detach().cpu())
         assert optimizer.state[one]["step"] == 5
+
+
+def test_weights_stay_where_states_are_loaded_from_empty_memory_first(ours):
+    """Megatron's distributed optimizer hands empty memory to `load_state_dict()`, and writes its values afterwards."""
+    model, optimizer = ours
+    train(model, optimizer, 1)
+    states, weights = copy.deepcopy(optimizer.state_dict()), weights_of(model)
+    empty = copy.deepcopy(states)
+    for state in empty["state"].values():
+        state["master_param"].fill_(3)
+    optimizer.load_state_dict(empty)
+    for param, state in zip(model.parameters(), states["state"].values(), strict=True):
+        optimizer.state[param]["master_param"] = state["master_param"]
+    assert all(map(torch.equal, weights_of(model), weights))
 
 
 def test_sub_optimizers_show_both_parts(ours):
