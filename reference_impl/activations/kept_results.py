@@ -6,6 +6,7 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ class KeptResults(TorchDispatchMode):
     for dropout, are skipped as its result is handed back.
     """
 
+    # Flex attention runs as it is.
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         save: Callable[[torch.Tensor], KeptTensor | MovedTensor],
@@ -64,6 +68,13 @@ class KeptResults(TorchDispatchMode):
         self._results: list[tuple[Any, Any, torch.Tensor | None]] = []
         self._passes = 0
         self._next = 0
+
+    def ignore_compile_internals(self) -> bool:  # type: ignore[override]
+        """Whether compiled code runs inside: it calls attention's kernels as they are, and others with `out=`.
+
+        A CUDA graph calls none. Elsewhere dynamo would skip the code, for ever.
+        """
+        return ATTENTION.issuperset(self._operations) and "torch._inductor.cudagraph_trees" not in sys.modules
 
     def start_pass(self) -> None:
         """Begin the layer's forward, or a recomputation of it."""

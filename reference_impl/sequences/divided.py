@@ -117,6 +117,14 @@ def merged(operation: str, output: torch.Tensor, leading: Leading) -> torch.Tens
 class KernelCalls(TorchDispatchMode):
     """Calls `heard` with (operation, arguments, result) of every attention kernel."""
 
+    # Of flex attention, which compiles itself.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let it."""
+        return True
+
     def __init__(self, heard: Callable[[Any, Sequence[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._heard = heard

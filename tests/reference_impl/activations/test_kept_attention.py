@@ -184,6 +184,69 @@ def test_random_numbers_behind_kept_attention_are_those_of_the_first_call(device
     assert counter.count == 3
 
 
+class CountInside(CountAttention):
+    """Counts the kernels of compiled code too."""
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+
+@pytest.fixture
+def compilers():
+    """No frame that another test has compiled or skipped."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters["frames"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_run_compiled_and_keep_their_attention(device, compilers, backend):
+    found = []
+    for keep_attention in (False, True, 2):
+        model, _ = attending(device)
+        for layer in model:
+            layer.compile(backend=backend)
+        with CheckpointOffloader(model, layers=list(model), keep_attention=keep_attention, **SMALL):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                model.zero_grad()
+                with CountInside() as counter:
+                    loss = model(torch.randn(2, 64, 32, device=device.torch_device)).square().mean()
+                    loss.backward()
+        found.append((loss, *(param.grad for param in model.parameters()), counter.count))
+    plain, *kept = found
+    assert compilers["ok"] > 0
+    assert compilers["ok"] == compilers["total"]
+    assert all(torch.equal(*pair) for each in kept for pair in zip(plain[:-1], each[:-1], strict=True))
+    assert [each[-1] for each in found] == [6, 3, 4]
+
+
+class Flexible(Attention):
+    """Flex attention, compiled as Transformers compiles it: unfused, it would hold all scores."""
+
+    def __init__(self, compiled):
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, x):
+        # A CPU has no backward of flex attention.
+        heads = self.qkv(x).detach()
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in heads.chunk(3, -1))
+        return self.out(self.compiled(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_flex_attention_runs_compiled_where_attention_is_kept(device, compilers):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, backend="eager")
+    model = nn.Sequential(*(Flexible(compiled) for _ in range(2))).to(device.torch_device)
+    with CheckpointOffloader(model, layers=list(model), keep_attention=True, **SMALL):
+        model(torch.randn(2, 64, 32, device=device.torch_device)).square().mean().backward()
+    assert compilers["ok"] == compilers["total"] == 1
+
+
 def test_attention_beside_kept_modules(trainee):
     expected = trainee.step()
     for keep in (["core_attention"], ["qkv", "gate"]):

@@ -17,6 +17,7 @@ from grouped_attention import (
 )
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
 from reference_impl import HeadGroups
 from reference_impl.device import Device
@@ -78,6 +79,18 @@ class WrittenOut(Grouped):
         return self.o_proj(((q @ k.transpose(1, 2)).softmax(-1) @ self.v_proj(x)).repeat(1, 1, 2))
 
 
+class Flexible(Grouped):
+    """Flex attention, a higher-order operator; a CPU has no backward of it."""
+
+    def forward(self, x):
+        q, k, v = (
+            each(x).detach().unflatten(-1, (-1, FEATURES)).transpose(1, 2)
+            for each in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        attended = flex_attention(q, k, v, enable_gqa=True)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
 class Parametrized(Grouped):
     """The weight of queries is the product of a direction and a length."""
 
@@ -93,6 +106,7 @@ REFUSED = {
     "parametrized": (Parametrized, r"inner computes a layer's weight from others, .* try leaving it out"),
     "dropping": (Dropping, r"inner takes random numbers, .*try a dropout of 0"),
     "written out": (WrittenOut, r"inner runs no kernel of attention; .* or leaving it out"),
+    "flexible": (Flexible, r"inner runs no kernel of attention"),
     "three groups": (Grouped, r"inner has 4 and 8 heads, which 3 groups do not divide"),
     "eight groups": (Grouped, r"inner has 4 and 8 heads, which 8 groups do not divide"),
 }
