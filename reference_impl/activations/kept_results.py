@@ -6,7 +6,6 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from reference_impl.activations.run import MovedTensor
 from reference_impl.activations.tokens import KeptTensor
+from reference_impl.device import compiled_code_is_replayed
 
 # Forward kernels that return the output and tensors for backward beside it, whoever calls them: torch's own
 # (native_functions.yaml), and flash-attn's (flash_attn_interface.py, since 2.7).
@@ -72,9 +72,9 @@ class KeptResults(TorchDispatchMode):
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Whether compiled code runs inside: it calls attention's kernels as they are, and others with `out=`.
 
-        A CUDA graph calls none. Elsewhere dynamo would skip the code, for ever.
+        Elsewhere dynamo would skip the code, for ever.
         """
-        return ATTENTION.issuperset(self._operations) and "torch._inductor.cudagraph_trees" not in sys.modules
+        return ATTENTION.issuperset(self._operations) and not compiled_code_is_replayed()
 
     def start_pass(self) -> None:
         """Begin the layer's forward, or a recomputation of it."""

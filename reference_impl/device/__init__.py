@@ -31,7 +31,7 @@ from reference_impl.device.base import (
     together,
 )
 from reference_impl.device.cpu_twin import CpuTwin
-from reference_impl.device.cuda import CudaDevice
+from reference_impl.device.cuda import CudaDevice, compiled_code_is_replayed
 
 __all__ = [
     "REACHED",
@@ -44,6 +44,7 @@ __all__ = [
     "Mark",
     "PinningError",
     "StagedCopies",
+    "compiled_code_is_replayed",
     "device_is_lost",
     "together",
 ]

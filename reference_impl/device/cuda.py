@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -98,6 +99,11 @@ class OnStream:
         # A stream of another device has made that one current.
         if self._device_index != self._stream.device_index:
             torch.cuda.set_device(self._device_index)
+
+
+def compiled_code_is_replayed() -> bool:
+    """Whether compiled code may run as a CUDA graph, which calls no operation."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 def _recorded(stream: torch.cuda.Stream, *, for_threads: bool = False) -> Event:
