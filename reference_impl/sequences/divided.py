@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from reference_impl.activations.changed_state import KeptState
 from reference_impl.activations.kept_results import ATTENTION, operation_of
 from reference_impl.activations.recompute import Surroundings
+from reference_impl.device import compiled_code_is_replayed
 from reference_impl.sequences.gradients import Place, leaves_of, replaced, stand_ins
 from reference_impl.sequences.position_wise import rounding
 from reference_impl.sequences.positions import TENSOR, Leading
@@ -122,8 +123,8 @@ class KernelCalls(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let it."""
-        return True
+        """Let it, unless a CUDA graph would call no kernel."""
+        return not compiled_code_is_replayed()
 
     def __init__(self, heard: Callable[[Any, Sequence[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
