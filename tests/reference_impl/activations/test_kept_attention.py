@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kept during its layer's recomputation: any kernel's, of whole and of packed sequences."""
 
+import sys
 from itertools import pairwise, starmap
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference_impl.activations import CheckpointOffloader
 from reference_impl.activations import checkpoint as module
+from reference_impl.sequences.divided import KernelCalls
 
 SMALL = {"min_bytes": 1024}
 
@@ -221,6 +223,23 @@ def test_compiled_layers_run_compiled_and_keep_their_attention(device, compilers
     assert compilers["ok"] == compilers["total"]
     assert all(torch.equal(*pair) for each in kept for pair in zip(plain[:-1], each[:-1], strict=True))
     assert [each[-1] for each in found] == [6, 3, 4]
+
+
+def test_no_compiled_code_runs_where_it_may_be_replayed(device, compilers, monkeypatch):
+    """A CUDA graph calls no kernel that could be kept, or heard of."""
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
+    model, step = attending(device)
+    expected = step()
+    for layer in model:
+        layer.compile(backend="eager")
+    with (
+        CheckpointOffloader(model, layers=list(model), keep_attention=True, **SMALL),
+        CountInside() as counter,
+    ):
+        assert all(map(torch.equal, step(), expected))
+    assert not compilers["ok"]
+    assert counter.count == 3
+    assert not KernelCalls(print).ignore_compile_internals()
 
 
 class Flexible(Attention):
