@@ -5,4 +5,4 @@ Imports no torch and writes no file unless told to. `reference_impl` is the pack
 passes between the two, a JSON document described by `schema/plan.schema.json`. Explained in docs/design.md.
 """
 
-__version__ = "0.9.0"
+__version__ = "0.10.0"
