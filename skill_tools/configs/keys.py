@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from skill_tools import knowledge
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
+# In a spelling of the index, its key's own name, and that name with dashes; no spelling and no name has these signs.
+OWN, DASHED = "*", "%"
 
 
 class Key(NamedTuple):
@@ -90,8 +92,15 @@ def key_table(keys: Iterable[Key]) -> KeyTable:
     return KeyTable(by_name, by_spelling, by_negative)
 
 
+def own_name(key: str) -> str:
+    """Return the name of a key without its framework: `training.mode` of `torchtitan.training.mode`."""
+    return key.partition(".")[2] or key
+
+
 def _key(entry: Mapping[str, Any]) -> Key:
     get, types = entry.get, entry["type"]
+    own = own_name(entry["key"])
+    dashed = own.replace("_", "-")
     aliases = get("aliases", _EMPTY)
     negatives = aliases.get("negative", ())
     if aliases:
@@ -102,7 +111,10 @@ def _key(entry: Mapping[str, Any]) -> Key:
         types if isinstance(types, dict) else {"default": types},
         get("unit"),
         tuple(get("choices", ())),
-        get("spelling", _EMPTY),
+        {
+            name: spelling.replace(OWN, own).replace(DASHED, dashed)
+            for name, spelling in get("spelling", _EMPTY).items()
+        },
         aliases,
         tuple(negatives),
         get("default", _EMPTY),

@@ -15,7 +15,7 @@ from typing import Any
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.keys import Key, key_table, keys_from_data
+from skill_tools.configs.keys import DASHED, OWN, Key, key_table, keys_from_data, own_name
 from skill_tools.configs.source import Kind
 from skill_tools.dialects import registry
 from skill_tools.knowledge import profiles
@@ -37,7 +37,7 @@ def build() -> dict[str, Any]:
     spellings = key_table(table.values()).by_spelling
     return {
         "releases": releases,
-        "keys": keys,
+        "keys": [_shortened(entry) for entry in keys],
         "rules": [_indexed(entry, compiled(entry, releases, table)) for entry in read_rule_files()],
         "vocabulary": _by_kin({path.stem: _names_in(path, spellings) for path in vocabulary}),
         "models": {name: _without(entry, "source", "read_in") for name, entry in models["models"].items()},
@@ -76,6 +76,18 @@ def build() -> dict[str, Any]:
             for kind in Kind
         },
     }
+
+
+def _shortened(key: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a key with signs in its spellings where they have its own name: most are that name, behind a section."""
+    if "spelling" not in key:
+        return dict(key)
+    own = own_name(key["key"])
+    dashed = own.replace("_", "-")
+    spelling = {
+        name: text.replace(own, OWN).replace(dashed, DASHED) for name, text in key["spelling"].items()
+    }
+    return {**key, "spelling": spelling}
 
 
 def _names_in(path: Path, spellings: Mapping[str, Mapping[str, Key]]) -> str:

@@ -11,7 +11,7 @@ from shipped import KEYS as KEYS_BY_NAME
 
 from skill_tools import knowledge
 from skill_tools.bundle import knowledge_path
-from skill_tools.configs.keys import Key, key_table, keys_from_data
+from skill_tools.configs.keys import Key, key_table, keys_from_data, load_keys
 from skill_tools.configs.values import typed
 from skill_tools.configs.vocabulary import load_vocabulary
 from skill_tools.dialects import registry
@@ -94,6 +94,10 @@ def test_what_a_value_stands_for_is_made_of_known_keys(key: Key) -> None:
     for fields in key.implies.values():
         for field, value in fields.items():
             assert typed(TABLE.by_name[field], value, "megatron-bridge", converts_text=False).expected is None
+
+
+def test_the_index_has_the_keys_as_the_files_spell_them() -> None:
+    assert dict(load_keys()) == KEYS_BY_NAME
 
 
 def test_the_index_has_the_names_of_every_file_sorted() -> None:
