@@ -164,6 +164,39 @@ class ChangedState:
                 vars(module).update(attributes)
 
 
+class KeptAttributes:
+    """The attributes of `modules` and what those that can change hold, which stay the same objects: others know them.
+
+    Of tensors those of less than 1 MiB; of buffers it knows which they are.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._attributes = [(each, dict(vars(each))) for each in modules]
+        self._held = [
+            (value, copied(value))
+            for each in modules
+            for name, value in vars(each).items()
+            if isinstance(value, (torch.Tensor, torch.Generator, *_CONTAINERS))
+            and (name == "_buffers" or (name not in _OF_TORCH and _is_state(value)))
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give everything back."""
+        for module, attributes in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for value, before in self._held:
+            if isinstance(value, torch.Generator):
+                value.set_state(before.get_state())
+            elif isinstance(value, torch.Tensor):
+                if not torch.equal(value, before):
+                    value.copy_(before)
+            else:
+                value.clear()
+                (value.update if isinstance(value, (dict, set)) else value.extend)(before)
+
+
 class KeptState:
     """Gives the state of `module` back at the end as it was, so that trials of a call leave nothing; a context manager.
 
@@ -174,21 +207,16 @@ class KeptState:
         self._modules = list(module.modules())
 
     def __enter__(self) -> KeptState:
-        """Return this object; from here on the module has copies of its attributes."""
+        """Return this object."""
         self._tensors = [
             (each, each.tensor.clone())
             for each in _places(self._modules)
             if each.is_buffer or each.tensor.nbytes < _LARGE_BYTES
         ]
         self._random = _random_states()
-        self._attributes = [dict(vars(each)) for each in self._modules]
-        copies = [_copies(each) for each in self._modules]
-        self._before = [
-            {**vars(each), "_parameters": dict(each._parameters), **copies_of_one}
-            for each, copies_of_one in zip(self._modules, copies, strict=True)
-        ]
-        for each, copies_of_one in zip(self._modules, copies, strict=True):
-            vars(each).update(copies_of_one)
+        self._attributes = KeptAttributes(self._modules)
+        self._before = [{**vars(each), "_parameters": dict(each._parameters)} for each in self._modules]
+        self._copies = [_copies(each) for each in self._modules]
         return self
 
     def has_moved(self) -> bool:
@@ -196,15 +224,13 @@ class KeptState:
         return (
             any(not torch.equal(each.tensor, before) for each, before in self._tensors)
             or _pickled(self._random) != _pickled(_random_states())
-            or any(map(_has_moved, self._modules, self._before, self._attributes))
+            or any(map(_has_moved, self._modules, self._before, self._copies))
         )
 
     def __exit__(self, *_: object) -> None:
         """Give everything back."""
         _set_random(self._random)
-        for module, attributes in zip(self._modules, self._attributes, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes)
+        self._attributes.restore()
         with torch.no_grad():
             for each, before in self._tensors:
                 if not torch.equal(each.tensor, before):

@@ -1,35 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves a model, its optimizer and all random generators before a trial, and restores them after it.
 
-The copies are on the host, one of each trained weight; frozen weights do not change. Explained in docs/fitting.md.
+The copies are on the host, one of each trained weight. Frozen ones are copied too where they are no larger together:
+a teacher that follows its student. Explained in docs/fitting.md.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from reference_impl.activations.changed_state import KeptAttributes
 from reference_impl.device import Device
 from reference_impl.memory.arena import ALIGNMENT_BYTES
 from reference_impl.memory.slab import Slab
 from reference_impl.verification.apply import Given, optimizers_in
+from reference_impl.verification.trace import tensors_in
 
 
 class Before:
-    """A model and its optimizers as they are now. Gradients are not part of it: `restore` drops them.
+    """A model, its optimizers and a batch as they are now. Gradients are not part of it: `restore` drops them.
 
     The optimizers' states move to the host until `give_back`, so that trials have the device's memory to themselves.
     Raises HostMemoryError where the host has no room for them and a copy of the weights; nothing has moved then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Given, device: Device) -> None:
+    def __init__(self, model: nn.Module, optimizer: Given, device: Device, batch: Any) -> None:
         self._device = device
-        self._tensors = list(_changing(model))
+        self._attributes = KeptAttributes(list(model.modules()))
+        self._tensors = list(_changing(model, batch))
         self._params = list(model.parameters())
         states = [
             (state, name, value)
@@ -38,18 +41,19 @@ class Before:
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.device.type != "cpu"
         ]
-        copies = copies_on_host([*self._tensors, *(value for _, _, value in states)], device)
+        copies = copies_on_host([*map(_once, self._tensors), *(value for _, _, value in states)], device)
         self._copies = copies[: len(self._tensors)]
         self._random = RandomState(device)
         self._were_on = [(state, name, value.device) for state, name, value in states]
         for (state, name, _), copy in zip(states, copies[len(self._tensors) :], strict=True):
             state[name] = copy
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def restore(self) -> None:
-        """Restore weights, buffers and random generators; drop all gradients."""
+        """Restore weights, buffers, attributes, the batch and random generators; drop all gradients."""
+        self._attributes.restore()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensor.copy_(copy)
+            _once(tensor).copy_(copy)
         for param in self._params:
             param.grad = None
         self._random.restore()
@@ -111,12 +115,18 @@ def _numpy_random() -> Any:
     return getattr(sys.modules.get("numpy"), "random", None)
 
 
-def _changing(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that training changes, each storage once: trained parameters, and all buffers."""
-    seen: set[int] = set()
-    trained = (param for param in model.parameters() if param.requires_grad)
-    for tensor in (*trained, *model.buffers()):
-        key = tensor.untyped_storage()._cdata
-        if key not in seen:
-            seen.add(key)
-            yield tensor
+def _changing(model: nn.Module, batch: Any) -> list[torch.Tensor]:
+    """Return the tensors that training may change, views of one storage too."""
+    params = list(dict.fromkeys(model.parameters()))
+    trained = [param for param in params if param.requires_grad]
+    frozen = [param for param in params if not param.requires_grad and type(param) is nn.Parameter]
+    follows = sum(param.nbytes for param in frozen) <= sum(param.nbytes for param in trained)
+    return [*trained, *(frozen if follows else ()), *model.buffers(), *tensors_in(batch)]
+
+
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of `tensor` without what is expanded, which cannot be written."""
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor

@@ -7,7 +7,7 @@ Explained in docs/fitting.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from reference_impl.device import Device
 from reference_impl.fitting.planner import Plan
 from reference_impl.fitting.trial import Loss
 from reference_impl.verification.apply import Given, optimizers_in
 from reference_impl.verification.plan_document import check_predicts, execute_section, read_document
-from reference_impl.verification.trace import check_callable_with, own_loss
+from reference_impl.verification.trace import check_callable_with, own_loss, tensors_in
 
 Budget = int | Literal["auto"]
 
@@ -156,8 +155,8 @@ def check_batch(batch: Any, device: Device, *, calls_itself: bool) -> None:
     """Raise ValueError for a batch elsewhere than on `device`, or in a form that no model call takes."""
     if calls_itself:
         check_callable_with(batch)
-    for leaf in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(leaf, torch.Tensor) and leaf.device != device.torch_device:
+    for leaf in tensors_in(batch):
+        if leaf.device != device.torch_device:
             raise ValueError(
                 f"the batch is on {leaf.device}, and the model runs on {device.torch_device}; expected both there; try "
                 f"batch.to({str(device.torch_device)!r})"
@@ -174,7 +173,7 @@ def check_budgets(**budgets: Budget) -> None:
 
 def size(batch: Any) -> tuple[int, int]:
     """Return sequences and tokens of `batch`, by its integers if there are any, else by its first tensor."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in tensors_in(batch) if leaf.dim()]
     ids = [tensor for tensor in tensors if not tensor.is_floating_point() and tensor.dim() >= 2]
     if not tensors:
         raise ValueError(

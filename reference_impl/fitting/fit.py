@@ -169,7 +169,7 @@ def fit(
         finally:
             # The trace runs the model's own code, which may take random numbers of any generator.
             random_state.restore()
-        before = Before(model, optimizer, on)
+        before = Before(model, optimizer, on, batch)
         try:
             budget_bytes, host_bytes = _budgets(tasks[0], gpu_budget, host_budget)
             sequences, tokens = checks.size(batch)

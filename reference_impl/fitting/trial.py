@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from reference_impl.activations.budget import BudgetError
 from reference_impl.device import Device, PinningError
@@ -28,6 +30,7 @@ from reference_impl.optimizers.gradients.stand_in import GradientStandIn
 from reference_impl.optimizers.step import WorkLostError
 from reference_impl.sequences import HeadGroups, SequenceTiles
 from reference_impl.verification.apply import AppliedPlan, Given, apply_plan, optimizers_in
+from reference_impl.verification.trace import tensors_in
 from reference_impl.verification.trace_ledger import allocated_bytes
 from reference_impl.weights.storages import move
 
@@ -125,22 +128,20 @@ class Task:
 
     def step(self, applied: AppliedPlan) -> None:
         """Train one step on the batch."""
-        self.loss(self.model, self.batch).backward()
+        # A loss may take its labels out of the batch.
+        batch = tree_map(lambda leaf: copy(leaf) if isinstance(leaf, MutableMapping) else leaf, self.batch)
+        self.loss(self.model, batch).backward()
         applied.optimizer.step()
         applied.optimizer.zero_grad()
 
     def tensors(self, plan: dict[str, Any]) -> list[torch.Tensor]:
         """Return the bytes on the device before `plan` is applied."""
         if self.on_host and streams_weights(plan):
-            return self._batch()
-        return [*self._tensors(), *self._batch()]
+            return list(tensors_in(self.batch))
+        return [*self._tensors(), *tensors_in(self.batch)]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
-
-    def _batch(self) -> list[torch.Tensor]:
-        leaves = torch.utils._pytree.tree_leaves(self.batch)
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def other_bytes(self) -> int:
         """Return the bytes that the device always holds beside the weights: buffers, the batch, tensors and workspaces.
@@ -150,7 +151,7 @@ class Task:
         buffers = _storage_bytes(self.model.buffers())
         allocator = self.device.allocator
         if allocator is None:
-            return buffers + _storage_bytes(self._batch())
+            return buffers + _storage_bytes(tensors_in(self.batch))
         _take_workspaces(self.device)
         if self.on_host:
             return allocator.live_bytes + buffers

@@ -146,7 +146,7 @@ def _traced(
     batch = _batch_on_meta(batch)
     blocks = blocks_or_none(copied) or []
     trained = [param for param in _distinct(copied.parameters()) if param.requires_grad]
-    ledger.resident([*copied.parameters(), *copied.buffers(), *_tensors(batch)])
+    ledger.resident([*copied.parameters(), *copied.buffers(), *tensors_in(batch)])
     watch = _BlockWatch(ledger, blocks)
     _name_modules(copied, ledger)
     if checkpointing:
@@ -212,14 +212,14 @@ class _BlockWatch:
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._enters.append(self._ledger.live_bytes)
         if module is self._blocks[0]:
-            for leaf in _tensors((args, kwargs)):
+            for leaf in tensors_in((args, kwargs)):
                 if leaf.requires_grad:
                     leaf.register_hook(lambda gradient: self._ledger.begin(_END_OF_BACKWARD))
 
     def _leaving(self, index: int) -> Callable[..., None]:
         def leave(module: nn.Module, args: Any, result: Any) -> None:
             self._end_bytes = self._ledger.live_bytes
-            leaves = [leaf for leaf in _tensors(result) if leaf.requires_grad]
+            leaves = [leaf for leaf in tensors_in(result) if leaf.requires_grad]
             if not leaves:
                 self.without_backward.append(index)
             for leaf in leaves:
@@ -253,7 +253,13 @@ def _name_modules(model: nn.Module, ledger: TraceLedger) -> None:
 def _on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of `model` whose parameters and buffers have no memory; ties stay ties."""
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    # Such as rotations that are no buffers. Of others the forward may ask for values.
+    attributes = [
+        each
+        for each in tensors_in([vars(module) for module in model.modules()])
+        if each.dim() and (each.is_floating_point() or each.is_complex())
+    ]
+    for tensor in [*model.parameters(), *model.buffers(), *attributes]:
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
@@ -288,12 +294,13 @@ def _is_padded(batch: Any) -> bool:
     return isinstance(mask, torch.Tensor) and not mask.is_meta and not bool(mask.all())
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a batch, those in mappings that pytrees do not know too."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, MutableMapping):
-            yield from _tensors(dict(leaf))
+            yield from tensors_in(dict(leaf))
 
 
 def check_callable_with(batch: Any) -> None:
