@@ -31,8 +31,9 @@ TAKEN = (
 LEFT_OUT = (
     # Sources of the index: each section's file or folder of YAML.
     *(
-        f"skill_tools/knowledge/{section.stem}{suffix}"
-        for section in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
+        f"skill_tools/knowledge/{section}{suffix}"
+        for compiled in (ROOT / "skill_tools" / "knowledge" / "index").iterdir()
+        for section in compiled.stem.split("+")
         for suffix in ("", ".yaml")
     ),
     *(

@@ -5,6 +5,7 @@ The facts are in `knowledge/keys.yaml` and `knowledge/keys/`; commands load them
 knows no rule. The framework may accept further spellings; `vocabulary` knows them.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -82,12 +83,12 @@ def keys_from_data(entries: Iterable[Mapping[str, Any]]) -> tuple[Key, ...]:
 def key_table(keys: Iterable[Key]) -> KeyTable:
     """Index `keys` by name and by spelling."""
     by_name = {key.name: key for key in keys}
-    by_spelling: dict[str, dict[str, Key]] = {}
+    by_spelling: dict[str, dict[str, Key]] = defaultdict(dict)
     for key in by_name.values():
         for framework, spelling in key.spelling.items():
-            by_spelling.setdefault(framework, {})[spelling] = key
+            by_spelling[framework][spelling] = key
         for framework, aliases in key.aliases.items():
-            by_spelling.setdefault(framework, {}).update(dict.fromkeys(aliases, key))
+            by_spelling[framework].update(dict.fromkeys(aliases, key))
     by_negative = {flag: key for key in by_name.values() for flag in key.negatives}
     return KeyTable(by_name, by_spelling, by_negative)
 
@@ -97,10 +98,20 @@ def own_name(key: str) -> str:
     return key.partition(".")[2] or key
 
 
+def _spelt(spellings: Mapping[str, str], key: str) -> dict[str, str]:
+    """Return the spellings of a key by framework, with its name for the signs."""
+    own, spelt = own_name(key), {}
+    for framework, spelling in spellings.items():
+        if OWN in spelling:
+            spelling = spelling.replace(OWN, own)
+        elif DASHED in spelling:
+            spelling = spelling.replace(DASHED, own.replace("_", "-"))
+        spelt[framework] = spelling
+    return spelt
+
+
 def _key(entry: Mapping[str, Any]) -> Key:
     get, types = entry.get, entry["type"]
-    own = own_name(entry["key"])
-    dashed = own.replace("_", "-")
     aliases = get("aliases", _EMPTY)
     negatives = aliases.get("negative", ())
     if aliases:
@@ -111,10 +122,7 @@ def _key(entry: Mapping[str, Any]) -> Key:
         types if isinstance(types, dict) else {"default": types},
         get("unit"),
         tuple(get("choices", ())),
-        {
-            name: spelling.replace(OWN, own).replace(DASHED, dashed)
-            for name, spelling in get("spelling", _EMPTY).items()
-        },
+        _spelt(entry["spelling"], entry["key"]) if "spelling" in entry else _EMPTY,
         aliases,
         tuple(negatives),
         get("default", _EMPTY),

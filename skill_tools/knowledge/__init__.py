@@ -8,9 +8,9 @@ here interprets a fact.
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), to detect misspelt ones
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
-- index: all of it as JSON, a file a section. A lint reads the rules of one framework, so rules have a file for each
-  group of frameworks (`index/rules/axolotl.json`); small ones share some. The rules' examples, which no lint needs,
-  are in `examples.json`
+- index: all of it as JSON, each file named for its sections: small ones that one command reads share some. A lint reads
+  the rules of one framework, so rules have a file for each group of frameworks (`index/rules/axolotl.json`), or for
+  several small ones. The rules' examples, which no lint needs, are in `examples.json`
 """
 
 import json
@@ -91,10 +91,11 @@ def folded(names: Iterable[str]) -> str:
     """Return names in half of the room, a line each: a sign says how many letters of the one before fall away.
 
     Not how many stay: sections of one form under names of different length then have the same lines, which a zip
-    compresses to nothing. A name that keeps nothing begins with `_WHOLE`.
+    compresses to nothing. A name that keeps nothing begins with `_WHOLE`. A flag has its words joined by underscores,
+    as keys of other frameworks have the same ones.
     """
     lines, before = [], ""
-    for name in names:
+    for name in map(_underscored, names):
         pairs = enumerate(zip(before, name, strict=False))
         shared = next((at for at, (old, new) in pairs if old != new), min(len(before), len(name)))
         fall = len(before) - shared
@@ -103,13 +104,24 @@ def folded(names: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def _underscored(name: str) -> str:
+    """Return a flag such as `--a-b` as `-a_b`, and any other name as it is; none of those begins with one dash."""
+    is_dashed = name.startswith("--") and "-" in name[2:] and "_" not in name
+    return f"-{name[2:].replace('-', '_')}" if is_dashed else name
+
+
+def _dashed(name: str) -> str:
+    """Return the flag that `_underscored` was given."""
+    return name if name[1] == "-" else f"-{name.replace('_', '-')}"
+
+
 def names(vocabulary: str) -> tuple[str, ...]:
     """Return the names in a vocabulary of the index, sorted; none where there is no such file."""
     found, before = [], ""
     for line in index()["vocabulary"].get(vocabulary, "").splitlines():
         kept = 0 if line[0] == _WHOLE else len(before) - ord(line[0]) + _NONE_FALLS
         before = before[:kept] + line[1:]
-        found.append(before)
+        found.append(_dashed(before) if before[0] == "-" else before)
     return tuple(found)
 
 
@@ -120,8 +132,10 @@ class Index(dict[str, Any]):
     """
 
     def __missing__(self, section: str) -> Any:
-        self[section] = found = _all_of(section)
-        return found
+        found = _read_for(section)
+        for name, content in found.items():
+            self.setdefault(name, content)
+        return found[section]
 
     def rules_about(self, dialects: Collection[str]) -> list[dict[str, Any]]:
         """Return the entries of the rules about any of `dialects` and of those about the input itself, by id."""
@@ -132,16 +146,19 @@ class Index(dict[str, Any]):
         return [rule for rule in _by_id(paths) if _is_about(rule, dialects)]
 
 
-def _all_of(section: str) -> Any:
+def _read_for(section: str) -> dict[str, Any]:
+    """Return a section by its name, with those that are in the same file."""
     match section:
         case "rules":
-            return _by_id(_rule_files())
+            return {section: _by_id(_rule_files())}
         case "vocabulary":
             # A line of a name begins with a sign, so no other line does with a bracket.
             text = knowledge_path("index", "vocabulary.txt").read_text(encoding="ascii")
             parts = (part.partition("]\n") for part in f"\n{text}".split("\n[")[1:])
-            return {name: folded.rstrip("\n") for name, _, folded in parts}
-    return _decoded(knowledge_path("index", f"{section}.json"))
+            return {section: {name: folded.rstrip("\n") for name, _, folded in parts}}
+    paths = knowledge_path("index").iterdir()
+    found: dict[str, Any] = _decoded(next(path for path in paths if section in path.stem.split("+")))
+    return found
 
 
 def _rule_files() -> list[Path]:

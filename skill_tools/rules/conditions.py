@@ -59,14 +59,19 @@ def build(tree: list[Any]) -> Condition:
     return Condition(_node(tree))
 
 
-def names_in(tree: list[Any]) -> Iterator[str]:
-    """Yield the names that a tree of `grammar` reads; building its condition would take ten times as long."""
-    if tree and tree[0] == "name":
-        yield tree[1]
-    elif tree and tree[0] != "value":
-        for part in tree[1:]:
-            if isinstance(part, list):
-                yield from names_in(part)
+def names_in(tree: list[Any]) -> list[str]:
+    """Return the names that a tree of `grammar` reads; building its condition would take ten times as long."""
+    names: list[str] = []
+    left = [tree] if tree else []
+    while left:
+        part = left.pop()
+        if part[0] == "name":
+            names.append(part[1])
+        elif part[0] == "call":
+            left += part[2:]
+        elif part[0] != "value":
+            left += part[1:]
+    return names
 
 
 def guard_of(tree: list[Any]) -> str:

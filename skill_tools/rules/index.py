@@ -24,6 +24,12 @@ from skill_tools.rules.knowledge import compiled, read_rule_files
 # Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
 _SMALL_BYTES, _SHARED_BYTES = 32_000, 120_000
 _TINY_BYTES = 8_000  # of a group of several frameworks, each of which loads the shared file for it
+# Small sections that share a file for the same reason: those of a diagnosis, of a plan, and of each command.
+_TOGETHER = (
+    ("builds", "changes", "code", "neighbours", "numbers", "offloads", "quiet", "residency", "symptoms"),
+    ("block_swap", "hardware", "host_buffers", "model_names", "models"),
+    ("marks", "releases"),
+)
 _RECENT = 2  # vocabularies that a zip still sees, 32 KiB back
 
 
@@ -137,7 +143,11 @@ def rendered() -> dict[Path, str]:
         groups.setdefault(knowledge.group_of(rule), []).append(rule)
     names = "".join(f"[{name}]\n{text}\n" for name, text in sections.pop("vocabulary").items())
     rules = {f"rules/{'+'.join(names)}.json": text for names, text in _files(groups)}
-    others = {f"{name}.json": _lines(content) for name, content in sections.items()}
+    together = {name: names for names in _TOGETHER for name in names}
+    files = dict.fromkeys(together.get(name, (name,)) for name in sections)
+    others = {
+        f"{'+'.join(names)}.json": _sectioned({name: sections[name] for name in names}) for names in files
+    }
     examples = {entry["id"]: entry["examples"] for entry in read_rule_files() if "examples" in entry}
     texts = {knowledge_path("index", name): text for name, text in {**others, **rules}.items()}
     texts[knowledge_path("index", "vocabulary.txt")] = names
@@ -174,6 +184,10 @@ def _lines(content: object) -> str:
     if isinstance(content, list):
         return "[\n" + ",\n".join(map(_json, content)) + "\n]\n"
     return f"{_json(content)}\n"
+
+
+def _sectioned(sections: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f'"{name}":{_lines(content)}' for name, content in sections.items()) + "}\n"
 
 
 def is_stale() -> bool:

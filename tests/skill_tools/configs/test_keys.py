@@ -112,6 +112,7 @@ def test_the_index_has_the_names_of_every_file_sorted() -> None:
     assert knowledge.folded(["a.b", "a.c", "a", "", "x" * 56, "y"]).split("\n") == [
         "#a.b", "$c", "%", "$", f"#{'x' * 56}", "!y",
     ]  # fmt: skip
+    assert knowledge.folded(["--a-b", "--a-c_d", "--a"]).split("\n") == ["#-a_b", "&-a-c_d", "'"]
     assert knowledge.names("no_such_framework") == ()
 
 
