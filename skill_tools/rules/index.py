@@ -125,7 +125,7 @@ def _indexed(entry: Mapping[str, Any], derived: Mapping[str, Any]) -> dict[str, 
     Its examples are in a file of their own, which no lint loads; the condition's tree says the same as its text. Fields
     that `compiled` leaves out are as for most rules.
     """
-    usual = {"quiet": [], "conditional": entry.get("versions", {}), "holds_today": True}
+    usual = {"quiet": entry["dialects"], "conditional": entry.get("versions", {}), "holds_today": True}
     told = {name: value for name, value in derived.items() if name not in usual or value != usual[name]}
     return {**_without(entry, "examples", "when"), "compiled": told}
 
@@ -149,6 +149,8 @@ def rendered() -> dict[Path, str]:
         f"{'+'.join(names)}.json": _sectioned({name: sections[name] for name in names}) for names in files
     }
     examples = {entry["id"]: entry["examples"] for entry in read_rule_files() if "examples" in entry}
+    # By framework: its configurations are alike, and a zip sees 32 KiB back.
+    examples = dict(sorted(examples.items(), key=lambda item: list(item[1])))
     texts = {knowledge_path("index", name): text for name, text in {**others, **rules}.items()}
     texts[knowledge_path("index", "vocabulary.txt")] = names
     return {**texts, knowledge_path("examples.json"): _lines(examples)}

@@ -191,7 +191,7 @@ def compiled(
     open_ends = conditional(entry.get("versions", {}), releases, lives=lives)
     return {
         "tree": tree,
-        "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else [],
+        "quiet": _quiet_in(condition, entry["dialects"], keys) if condition else entry["dialects"],
         "conditional": open_ends,
         "holds_today": holds_today(open_ends, releases),
     }
@@ -227,7 +227,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         tree=derived["tree"],
         guard=guard_of(derived["tree"]),
         keys=frozenset(map(key_of, names_in(derived["tree"]))),
-        quiet=frozenset(derived.get("quiet", ())),
+        quiet=frozenset(derived.get("quiet", entry["dialects"])),
         check=entry.get("check", ""),
         severity=Severity(entry["severity"]),
         effect=entry["effect"],
