@@ -304,11 +304,6 @@ def _several(entry: str, found: Any) -> None:
         raise _wrong(entry, found, "a whole number of at least 2", "4")
 
 
-def _is_said(entry: str, found: Any) -> None:
-    if not isinstance(found, bool):
-        raise _wrong(entry, found, "true or false", "true")
-
-
 def _all_or_count(entry: str, found: Any) -> None:
     if not isinstance(found, bool) and (not _is_whole(found) or not found):
         raise _wrong(entry, found, "true, false, or a whole number of layers, at least 1", "true")
