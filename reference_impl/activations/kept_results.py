@@ -111,7 +111,11 @@ class KeptResults(TorchDispatchMode):
         return func, tree_map(_restore_leaf, result)
 
     def _save_leaf(self, leaf: Any) -> Any:
-        return self._save(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # Compiled code, which runs without grad mode, may write its next results over this one.
+        may_change = self.ignore_compile_internals() and not torch.is_grad_enabled()
+        return self._save(leaf.clone() if may_change else leaf)
 
 
 def operation_of(func: Any) -> str:

@@ -225,6 +225,36 @@ def test_compiled_layers_run_compiled_and_keep_their_attention(device, compilers
     assert [each[-1] for each in found] == [6, 3, 4]
 
 
+class Frozen(nn.Module):
+    """Attention whose output no backward needs, so that compiled code writes its next results over it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.trained = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.qkv.requires_grad_(False)
+        self.out.requires_grad_(False)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.trained((x + self.out(attended.transpose(1, 2).flatten(2).sin())).square()).sin()
+
+
+@pytest.mark.slow
+def test_compiled_code_may_write_over_kept_attention(device, compilers):
+    found = []
+    for keep_attention in (False, True):
+        torch.manual_seed(5)
+        model = nn.Sequential(Frozen(), Frozen()).to(device.torch_device)
+        for layer in model:
+            layer.compile()
+        # So small a tensor stays where it is.
+        with CheckpointOffloader(model, layers=list(model), keep_attention=keep_attention, min_bytes=2**30):
+            model(torch.randn(2, 64, 32, device=device.torch_device)).square().mean().backward()
+        found.append([layer.trained.weight.grad for layer in model])
+    assert all(map(torch.equal, *found))
+
+
 def test_no_compiled_code_runs_where_it_may_be_replayed(device, compilers, monkeypatch):
     """A CUDA graph calls no kernel that could be kept, or heard of."""
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
