@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -147,11 +148,16 @@ class _Recomputation:
         self._has_returned = True
         return result
 
-    def _pack(self, tensor: torch.Tensor) -> int:
+    def _pack(self, tensor: torch.Tensor) -> int | torch.Tensor:
+        # A trace's, which uses it at once: uncompiled flex attention traces its derivative in each call.
+        if isinstance(tensor, FakeTensor):
+            return tensor
         self._numels.append(tensor.numel())
         return len(self._numels) - 1
 
-    def _unpack(self, number: int) -> torch.Tensor:
+    def _unpack(self, number: int | torch.Tensor) -> torch.Tensor:
+        if isinstance(number, torch.Tensor):
+            return number
         tensor = self._again[number] if number < len(self._again) else None
         if tensor is None:
             self._again = self._call_again()
@@ -177,7 +183,7 @@ class _Recomputation:
             # A tensor with its history would hold the layer's second graph, which holds the tensor.
             tensor = tensor.detach() if tensor.requires_grad else tensor
             # A layer that runs a backward of its own asks before its first call has saved everything.
-            if len(found) < len(expected):
+            if len(found) < len(expected) and not isinstance(tensor, FakeTensor):
                 if tensor.numel() != expected[len(found)]:
                     raise RuntimeError(
                         f"tensor {len(found)} that a layer saved when it was computed again has {tensor.numel()} "

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from reference_impl.activations.recompute import recomputed, repeatable
 
@@ -161,6 +162,18 @@ def test_a_backward_inside(linear, x):
         return inner * slope.detach() + inner.exp()
 
     assert same(gradients(recomputed(layer, x).sum(), x), gradients(layer(x).sum(), x))
+
+
+def test_a_derivative_that_is_traced_inside(linear, x):
+    def derivative(y):
+        return torch.autograd.grad((y.sin() * y).sum(), y)[0]
+
+    def layer(x):
+        traced = make_fx(derivative, tracing_mode="fake")(x.detach().requires_grad_())
+        return linear(x).sin() * traced(x.detach().requires_grad_()).detach()
+
+    expected = gradients(layer(x).sum(), x, linear.weight)
+    assert same(gradients(recomputed(layer, x).sum(), x, linear.weight), expected)
 
 
 def test_what_is_not_differentiated_is_called_once(linear, x):
