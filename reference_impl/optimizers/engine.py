@@ -218,7 +218,7 @@ class Engine:
             self._refused_in_between = False
             norm = None if plan.decision is None else plan.decision.norm
             self.grad_norm = norm if self.gradients.measures else None
-            count_own(members)
+            count_own(members, self.members.values())
         self.wait_in_step(self.aliased.take_noted()) if self.returns_early else self.wait_for_all()
 
     def _plan(self, gradients: Mapping[Member, torch.Tensor]) -> StepPlan:

@@ -3,21 +3,21 @@
 
 A parameter waits for its new weight (`awaited`). A tensor taken from it before (`p.data`, a view, a `state_dict()` that
 was kept) is a plain one. So `step()` waits for such weights itself, as without an attached model. How many tensors
-use a storage, torch counts; the optimizer's own are learnt when it makes the states.
+use a storage, torch counts; the optimizer's own are learnt when it makes the states. Slices of one buffer are found
+too: they have one counter of writes, so that a write to one may be a write to any.
 
 Explained in docs/optimizer-offloading.md, "Writing weights yourself".
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from reference_impl.memory.absent import storage_of, unanswered
+from reference_impl.memory.absent import unanswered
 from reference_impl.optimizers.layout import Member
 from reference_impl.optimizers.writes.awaited import AwaitedParameter
 
@@ -36,22 +36,16 @@ class AliasedWeights:
     def learning(self, members: Iterable[Member]) -> Iterator[None]:
         """Learn how many tensors of each of `members` are made inside, where their states are made."""
         listed = list(members)
-        before, sharing = _uses(listed), Counter(_memory(member) for member in _countable(listed))
+        before = _uses(listed)
         yield
         for member, uses in _uses(listed).items():
-            self._own[member] = (uses - before[member]) // sharing[_memory(member)]
+            self._own[member] = uses - before[member]
 
     def note(self, members: Iterable[Member]) -> None:
         """Note the `members` held by other code, before their update begins: the update makes tensors of them, too."""
-        found = {
-            member: uses for member, uses in _uses(members).items() if uses > 1 + self._own.get(member, 0)
-        }
-        if found:
-            # Parameters may be slices of one buffer.
-            expected: Counter[int] = Counter()
-            for member in _countable(self._own):
-                expected[_memory(member)] += 1 + self._own[member]
-            self._noted.update((m, None) for m, uses in found.items() if uses > expected[_memory(m)])
+        self._noted.update(
+            (member, None) for member, uses in _uses(members).items() if uses > 1 + self._own.get(member, 0)
+        )
 
     def take_noted(self) -> list[Member]:
         """Return the weights that were noted, and forget them."""
@@ -61,10 +55,6 @@ class AliasedWeights:
 
 def _countable(members: Iterable[Member]) -> Iterator[Member]:
     return (m for m in members if m.home is None and type(m.param) in (nn.Parameter, AwaitedParameter))
-
-
-def _memory(member: Member) -> int:
-    return int(storage_of(member.param)._cdata)
 
 
 def _uses(members: Iterable[Member]) -> dict[Member, int]:

@@ -137,19 +137,26 @@ def _written(members: Iterable[Member]) -> list[Member]:
     ]
 
 
-def count_own(members: Iterable[Member]) -> None:
+def count_own(members: Iterable[Member], all_members: Iterable[Member]) -> None:
     """Let autograd count that an update has begun to write the weights of `members`: no older graph may use them.
 
-    Weights that torch's fused kernel writes in place are not counted, as with torch's fused optimizers.
+    Weights that torch's fused kernel writes in place are not counted, as with torch's fused optimizers. Slices of one
+    buffer have one counter: it moves for those of `all_members` that are not updated too.
     """
+    unwritten = set(all_members).difference(written(all_members))
     counted = [
         (member, member.watched)
         for member in members
         if member.watched is not None and (member.pieces or member.dtype != torch.float32)
     ]
     torch.autograd.graph.increment_version([weight for _, weight in counted])
-    for member, weight in counted:
-        member.version = weight._version
+    unanswered(_note_versions, unwritten.union(member for member, _ in counted))
+
+
+def _note_versions(members: Iterable[Member]) -> None:
+    for member in members:
+        if member.watched is not None:
+            member.version = member.watched._version
 
 
 def written_on_its_way(member: Member) -> RuntimeError:
