@@ -27,7 +27,7 @@ from reference_impl.activations.attach import (
     named_layers,
     refuse_checkpointing,
 )
-from reference_impl.activations.kept_results import ATTENTION, EXPENSIVE, KeptResults
+from reference_impl.activations.kept_results import EXPENSIVE, KEPT_ATTENTION, KeptResults
 from reference_impl.activations.offloader import EngineOptions, Offloader
 from reference_impl.activations.policy import AtMost, EvenFraction
 from reference_impl.activations.recompute import recomputed, repeatable
@@ -64,8 +64,8 @@ class CheckpointOffloader(Offloader):
                 and attention are kept on the host and not computed again.
             keep_attention: keep the output and logsumexp of every attention kernel inside the layers, or inside so
                 many of them, spread evenly, on the host, and do not compute it again: `scaled_dot_product_attention`
-                by flash, efficient or cuDNN attention, or flash-attn. Flex attention and attention that is written
-                out are computed again.
+                by flash, efficient or cuDNN attention, flash-attn, or flex attention. Attention that is written out
+                is computed again.
             keep_last_bytes: bytes at the end of each forward that stay on the device.
             options: see `EngineOptions`.
 
@@ -123,11 +123,11 @@ class CheckpointOffloader(Offloader):
         self._largest_input_bytes = max(self._largest_input_bytes, input_bytes)
         # `attention` is active around all modules. An operation that both keep would be hidden from it by `results`.
         attention = (
-            KeptResults(self._save, ATTENTION, are_all=not self._keeps_others)
+            KeptResults(self._save, KEPT_ATTENTION, are_all=not self._keeps_others)
             if layer in self._attention_kept_in
             else None
         )
-        results = KeptResults(self._save, EXPENSIVE - ATTENTION if attention else EXPENSIVE)
+        results = KeptResults(self._save, EXPENSIVE - KEPT_ATTENTION if attention else EXPENSIVE)
 
         def body(*inputs: Any) -> Any:
             results.start_pass()

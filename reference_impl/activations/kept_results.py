@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from reference_impl.activations.run import MovedTensor
 from reference_impl.activations.tokens import KeptTensor
+from reference_impl.activations.triton_launches import flex_is_heard
 from reference_impl.device import compiled_code_is_replayed
 
 # Forward kernels that return the output and tensors for backward beside it, whoever calls them: torch's own
@@ -31,7 +32,10 @@ ATTENTION = {
     # torch.nn.attention.varlen, of packed documents.
     "torch_attn::_varlen_attn",
 }
-EXPENSIVE = ATTENTION | {
+# A higher-order operator, unless inductor has compiled it.
+FLEX = "flex_attention"
+KEPT_ATTENTION = ATTENTION | {FLEX}
+EXPENSIVE = KEPT_ATTENTION | {
     "aten::mm",
     "aten::addmm",
     "aten::bmm",
@@ -49,7 +53,6 @@ class KeptResults(TorchDispatchMode):
     for dropout, are skipped as its result is handed back.
     """
 
-    # Flex attention runs as it is.
     supports_higher_order_operators = True
 
     def __init__(
@@ -68,16 +71,20 @@ class KeptResults(TorchDispatchMode):
         self._results: list[tuple[Any, Any, torch.Tensor | None]] = []
         self._passes = 0
         self._next = 0
+        self._hears_flex = False
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Whether compiled code runs inside: it calls attention's kernels as they are, and others with `out=`.
 
         Elsewhere dynamo would skip the code, for ever.
         """
-        return ATTENTION.issuperset(self._operations) and not compiled_code_is_replayed()
+        return KEPT_ATTENTION.issuperset(self._operations) and not compiled_code_is_replayed()
 
     def start_pass(self) -> None:
         """Begin the layer's forward, or a recomputation of it."""
+        # A kernel that is compiled only in this pass is not heard, and runs in all others too.
+        if self._passes == 0:
+            self._hears_flex = FLEX in self._operations and flex_is_heard(_call_kernel)
         self._passes += 1
         self._next = 0
 
@@ -97,6 +104,17 @@ class KeptResults(TorchDispatchMode):
         if random is not None:
             _generator_of(args[0]).set_rng_state(random)
         return tree_map(_restore_leaf, result)
+
+    def call_kernel(self, launch: Callable[[], Any], outputs: Sequence[torch.Tensor]) -> None:
+        """Launch flex attention's kernel and keep its `outputs`, or write the kept ones there."""
+        if not self._hears_flex:
+            launch()
+        elif not self.hands_back:
+            launch()
+            self._results.append((FLEX, [self._save_leaf(output) for output in outputs], None))
+        else:
+            for output, kept in zip(outputs, self.take()[1], strict=True):
+                output.copy_(kept)
 
     @property
     def hands_back(self) -> bool:
@@ -131,13 +149,23 @@ def attention_handed_back() -> KeptResults | None:
     return None
 
 
+def _call_kernel(launch: Callable[[], Any], outputs: Sequence[torch.Tensor]) -> None:
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, KeptResults):
+            mode.call_kernel(launch, outputs)
+            return
+    launch()
+
+
 def _restore_leaf(leaf: Any) -> Any:
     return leaf.restore() if isinstance(leaf, KeptTensor | MovedTensor) else leaf
 
 
 def _argument(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return the argument `name` of a call, or its default, or None without one."""
-    for place, argument in enumerate(func._schema.arguments):
+    # A higher-order operator has none.
+    schema = getattr(func, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema else ()):
         if argument.name == name:
             return kwargs.get(name, args[place] if place < len(args) else argument.default_value)
     return None

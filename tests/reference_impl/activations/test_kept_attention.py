@@ -173,7 +173,7 @@ attend.register_autograd(
 
 def test_random_numbers_behind_kept_attention_are_those_of_the_first_call(device, monkeypatch):
     """The CPU's attention has no kernel with dropout, so one that takes random numbers stands in for it."""
-    monkeypatch.setattr(module, "ATTENTION", {"offload_test::attend"})
+    monkeypatch.setattr(module, "KEPT_ATTENTION", {"offload_test::attend"})
     model, step = attending(device, dropout=0.5)
     for layer in model:
         layer.out.register_forward_hook(lambda _, __, output: attend(output, 0.5))
@@ -270,30 +270,6 @@ def test_no_compiled_code_runs_where_it_may_be_replayed(device, compilers, monke
     assert not compilers["ok"]
     assert counter.count == 3
     assert not KernelCalls(print).ignore_compile_internals()
-
-
-class Flexible(Attention):
-    """Flex attention, compiled as Transformers compiles it: unfused, it would hold all scores."""
-
-    def __init__(self, compiled):
-        super().__init__()
-        self.compiled = compiled
-
-    def forward(self, x):
-        # A CPU has no backward of flex attention.
-        heads = self.qkv(x).detach()
-        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in heads.chunk(3, -1))
-        return self.out(self.compiled(q, k, v).transpose(1, 2).flatten(2))
-
-
-def test_flex_attention_runs_compiled_where_attention_is_kept(device, compilers):
-    from torch.nn.attention.flex_attention import flex_attention
-
-    compiled = torch.compile(flex_attention, backend="eager")
-    model = nn.Sequential(*(Flexible(compiled) for _ in range(2))).to(device.torch_device)
-    with CheckpointOffloader(model, layers=list(model), keep_attention=True, **SMALL):
-        model(torch.randn(2, 64, 32, device=device.torch_device)).square().mean().backward()
-    assert compilers["ok"] == compilers["total"] == 1
 
 
 def test_attention_beside_kept_modules(trainee):
