@@ -6,6 +6,8 @@ Explained in docs/activation-offloading.md.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -15,7 +17,6 @@ from torch.utils._pytree import tree_map
 
 from reference_impl.activations.run import MovedTensor
 from reference_impl.activations.tokens import KeptTensor
-from reference_impl.activations.triton_launches import flex_is_heard
 from reference_impl.device import compiled_code_is_replayed
 
 # Forward kernels that return the output and tensors for backward beside it, whoever calls them: torch's own
@@ -71,7 +72,7 @@ class KeptResults(TorchDispatchMode):
         self._results: list[tuple[Any, Any, torch.Tensor | None]] = []
         self._passes = 0
         self._next = 0
-        self._hears_flex = False
+        self.hears_flex = False
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         """Whether compiled code runs inside: it calls attention's kernels as they are, and others with `out=`.
@@ -84,7 +85,7 @@ class KeptResults(TorchDispatchMode):
         """Begin the layer's forward, or a recomputation of it."""
         # A kernel that is compiled only in this pass is not heard, and runs in all others too.
         if self._passes == 0:
-            self._hears_flex = FLEX in self._operations and flex_is_heard(_call_kernel)
+            self.hears_flex = FLEX in self._operations and _flex_is_heard()
         self._passes += 1
         self._next = 0
 
@@ -106,10 +107,8 @@ class KeptResults(TorchDispatchMode):
         return tree_map(_restore_leaf, result)
 
     def call_kernel(self, launch: Callable[[], Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Launch flex attention's kernel and keep its `outputs`, or write the kept ones there."""
-        if not self._hears_flex:
-            launch()
-        elif not self.hands_back:
+        """Launch a kernel and keep its `outputs`, or write the kept ones there."""
+        if not self.hands_back:
             launch()
             self._results.append((FLEX, [self._save_leaf(output) for output in outputs], None))
         else:
@@ -143,18 +142,55 @@ def operation_of(func: Any) -> str:
 
 def attention_handed_back() -> KeptResults | None:
     """Return the mode that hands attention's results, and no others, back to the layer under recomputation."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, KeptResults):
-            return mode if mode.hands_back and mode.are_all else None
-    return None
+    mode = _innermost()
+    return mode if mode is not None and mode.hands_back and mode.are_all else None
 
 
-def _call_kernel(launch: Callable[[], Any], outputs: Sequence[torch.Tensor]) -> None:
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, KeptResults):
-            mode.call_kernel(launch, outputs)
-            return
-    launch()
+def _innermost() -> KeptResults | None:
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, KeptResults)), None)
+
+
+def _flex_is_heard() -> bool:
+    """Whether launches of flex attention are heard, from now on: inductor makes it a Triton kernel, no operation.
+
+    Not where nothing has been compiled for Triton yet: its launcher is not imported here.
+    """
+    module = sys.modules.get("torch._inductor.runtime.triton_heuristics")
+    if module is None:
+        return False
+    _hear(module.CachingAutotuner)
+    return True
+
+
+@functools.cache
+def _hear(launcher: Any) -> None:
+    run = launcher.run
+
+    @functools.wraps(run)
+    def launched(kernel: Any, *args: Any, **options: Any) -> Any:
+        mode = _innermost() if torch._C._len_torch_dispatch_stack() else None
+        if mode is None or not mode.hears_flex or not (outputs := _flex_outputs(kernel, args)):
+            return run(kernel, *args, **options)
+        mode.call_kernel(functools.partial(run, kernel, *args, **options), outputs)
+        # A launch returns nothing.
+        return None
+
+    launcher.run = launched
+
+
+def _flex_outputs(kernel: Any, args: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors that flex attention's forward writes; none of another kernel.
+
+    Of torch's templates (torch/_inductor/kernel/flex/templates, 2.5 to 2.13) it alone has LSE without DO, a gradient.
+    """
+    names = kernel.triton_meta["signature"]
+    if "arg_LSE" not in names or "arg_DO" in names:
+        return []
+    # The scores' maxima have room, but are written only for a caller who asks for them.
+    has_maxima = kernel.inductor_meta.get("config_args", {}).get("OUTPUT_MAX", True)
+    written = ("arg_LSE", "arg_MAX") if has_maxima else ("arg_LSE",)
+    return [arg for name, arg in zip(names, args, strict=False) if name in written or "out_ptr" in name]
 
 
 def _restore_leaf(leaf: Any) -> Any:
