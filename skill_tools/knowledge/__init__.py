@@ -8,7 +8,7 @@ here interprets a fact.
 - key: a setting under its canonical name (`keys.yaml`, `keys/*.yaml`), with each framework's spelling, type and default
 - vocabulary: every name that a framework accepts (`vocabulary/NAME.txt`), to detect misspelt ones
 - rule: one fact about configurations (`rules/*.yaml`); docs/design.md describes its fields
-- index: all of it as JSON, each file named for its sections: small ones that one command reads share some. A lint reads
+- index: all of it as JSON, each file named for its sections: those that one command reads share one. A lint reads
   the rules of one framework, so rules have a file for each group of frameworks (`index/rules/axolotl.json`), or for
   several small ones. The rules' examples, which no lint needs, are in `examples.json`
 """

@@ -24,12 +24,15 @@ from skill_tools.rules.knowledge import compiled, read_rule_files
 # Groups of rules below this size share a file: apart, each costs a zip an entry, and words that the others have.
 _SMALL_BYTES, _SHARED_BYTES = 32_000, 120_000
 _TINY_BYTES = 8_000  # of a group of several frameworks, each of which loads the shared file for it
-# Small sections that share a file for the same reason: those of a diagnosis, of a plan, and of each command.
+# Sections that share a file for the same reason: those of a diagnosis, of a plan, and of each command.
 _TOGETHER = (
-    ("builds", "changes", "code", "neighbours", "numbers", "offloads", "quiet", "residency", "symptoms"),
+    (
+        "messages", "builds", "changes", "code", "neighbours", "numbers", "offloads", "quiet", "residency", "symptoms",
+        "fixes",
+    ),
     ("block_swap", "hardware", "host_buffers", "model_names", "models"),
     ("marks", "releases"),
-)
+)  # fmt: skip
 _RECENT = 2  # vocabularies that a zip still sees, 32 KiB back
 
 
