@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from reference_impl.device import Device
 from reference_impl.fitting.planner import Plan
 from reference_impl.fitting.trial import Loss
-from reference_impl.verification.apply import Given, optimizers_in
+from reference_impl.optimizers.checks import check_param
+from reference_impl.verification.apply import Given, check_planned_for, optimizers_in
 from reference_impl.verification.plan_document import check_predicts, execute_section, read_document
 from reference_impl.verification.trace import check_callable_with, own_loss, tensors_in
 
@@ -31,8 +32,8 @@ class FitError(ValueError):
     """No offload of this package trains the model here, or nobody can say which: the sentence says why."""
 
 
-def planned(plan: Plan | str | Path) -> Plan:
-    """Return `plan` as a document. Raises ValueError for one that predicts nothing."""
+def planned(plan: Plan | str | Path, model: nn.Module) -> Plan:
+    """Return `plan` as a document. Raises ValueError for one that predicts nothing, or is for another model."""
     execute_section(plan)
     document = dict(read_document(plan))
     if "recommendation" not in document:
@@ -40,6 +41,7 @@ def planned(plan: Plan | str | Path) -> Plan:
             "the plan predicts nothing; expected one of `offload plan --format json`; try no plan"
         )
     check_predicts(document)
+    check_planned_for(document, model)
     return document
 
 
@@ -99,6 +101,8 @@ def check_optimizer(given: Given, model: nn.Module) -> None:
         )
     own = set(model.parameters())
     trained = [param for each in listed for group in each.param_groups for param in group["params"]]
+    for param in trained:
+        check_param(param)
     others = [param for param in trained if param not in own]
     if others:
         raise ValueError(

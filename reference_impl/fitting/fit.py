@@ -144,7 +144,7 @@ def fit(
     checks.check_budgets(gpu_budget=gpu_budget, host_budget=host_budget, pinned_budget=pinned_budget)
     checks.check_batch(batch, on, calls_itself=loss is None)
     losses = checks.losses_of(loss)
-    first = None if plan is None else complete(checks.planned(plan))
+    first = None if plan is None else complete(checks.planned(plan, model))
     tasks = [
         Task(
             model=model,

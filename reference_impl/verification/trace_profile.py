@@ -24,6 +24,8 @@ from reference_impl.verification.trace import Attention, Held, Loss, TracedStep,
 from reference_impl.weights.storages import repeated_blocks, streamable_storages
 
 SCHEMA_VERSION = "1.6"
+# Of trained parameters. A frozen table may have another one.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HELD = 20
 
 
@@ -103,8 +105,8 @@ def counted(model: nn.Module) -> dict[str, Any]:
         "largest_parameter": [largest.numel() // largest.shape[-1], largest.shape[-1]],
     }
     if len(trained) < len(params):
-        found["adapter_rank"] = min(min(param.shape) for param in trained)
-        found["trained_width"] = min(max(trained, key=lambda param: param.numel()).shape)
+        found["adapter_rank"] = min((min(param.shape) for param in trained if param.numel() > 1), default=1)
+        found["trained_width"] = min(max(trained, key=lambda param: param.numel()).shape, default=1)
         if frozen := _frozen_layers(model):
             found["frozen_layers"] = frozen
     return found
@@ -155,12 +157,13 @@ def _largest(groups: tuple[Held, ...]) -> tuple[Held, ...]:
 def _document(
     model: nn.Module, one: TracedStep, steps: list[dict[str, Any]], tokens: int, attention: Attention
 ) -> dict[str, Any]:
+    dtypes = [param.dtype for param in model.parameters()]
     document = {
         "schema_version": SCHEMA_VERSION,
         "model": type(model).__name__,
         "versions": _versions(),
         "attention": attention,
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "dtype": str(next((each for each in dtypes if each in _DTYPES), dtypes[0])).removeprefix("torch."),
         "weights_bytes": one.weights_bytes,
         "weights_allocated_bytes": one.weights_allocated_bytes,
         "gradients_bytes": one.gradients_bytes,

@@ -222,6 +222,23 @@ def test_a_model_of_which_some_weights_are_frozen_is_offloaded_too(dtype):
 
 
 @pytest.mark.usefixtures("planner_in_process")
+def test_a_trained_scalar_and_a_table_of_another_dtype_are_no_obstacle():
+    model, _ = make()
+    model.embedding.requires_grad_(requires_grad=False).double()
+    model.embedding.register_forward_hook(lambda _, args, out: out.float())
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def scaled(model, ids):
+        return model.scale * loss_of(model, ids)
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with fit(model, torch.optim.AdamW(trained), IDS, scaled) as fitted:
+        fitted.loss(model, IDS).backward()
+        fitted.optimizer.step()
+    assert model.scale != 1
+
+
+@pytest.mark.usefixtures("planner_in_process")
 def test_buffers_have_room_beside_the_plan(caplog):
     caplog.set_level("INFO", "reference_impl.fitting")
     model, optimizer = make()

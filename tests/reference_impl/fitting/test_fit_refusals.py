@@ -51,6 +51,19 @@ class Shared(Model):
         self.layers[1] = self.layers[0]
 
 
+PREDICTED = {
+    "label": "no offload",
+    "mechanisms": [],
+    "memory": {"allocated_bytes": 1, "host_bytes_per_node": 0, "pinned_bytes_per_node": 0},
+    "time": {"step_s": 1.0, "least_s": 0.5},
+}
+PREDICTED_FOR_4 = {
+    "model": {"shape": {"num_layers": 4}},
+    "recommendation": {"option": PREDICTED},
+    "execute": {"optimizer": {"offload_fraction": 0.5}},
+}
+
+
 @pytest.mark.usefixtures("planner_in_process")
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -73,6 +86,8 @@ class Shared(Model):
             "nothing fits 1,000 bytes: .* at least [0-9.]+ MiB a GPU .*optimizer offload 100%",
         ),
         (lambda kept: kept.update(model=kept["model"].to("meta")), "Model is on meta"),
+        (lambda kept: kept.update(model=kept["model"].double()), "torch.float64 is not supported"),
+        (lambda kept: kept.update(plan=PREDICTED_FOR_4), "with 4 layers, but Model has 3"),
         (lambda kept: kept.update(batch=IDS.to("meta")), "batch is on meta, and the model runs on cpu"),
         (lambda kept: kept.update(batch={"ids": IDS.to("meta")}), "batch is on meta"),
         (lambda kept: kept.update(device="gpu"), "device is 'gpu'; expected a torch device"),
@@ -100,14 +115,6 @@ def test_what_cannot_be_fitted_is_said_in_a_sentence_and_nothing_has_changed(cha
         fit(model, kept.pop("kind")(model.parameters(), lr=0.1), batch, loss, **kept)
     # Tensors on meta have no values to compare.
     assert before[0].is_meta or same(before, model.parameters())
-
-
-PREDICTED = {
-    "label": "no offload",
-    "mechanisms": [],
-    "memory": {"allocated_bytes": 1, "host_bytes_per_node": 0, "pinned_bytes_per_node": 0},
-    "time": {"step_s": 1.0, "least_s": 0.5},
-}
 
 
 @pytest.mark.parametrize(
