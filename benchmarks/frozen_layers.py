@@ -80,12 +80,12 @@ def streamed(**options: Any) -> Attach:
     return lambda model: FrozenLayerStreamer(model, **options)
 
 
-def limited(limit_bytes: int) -> Attach:
+def limited(limit_bytes: int, **options: Any) -> Attach:
     """Return the function that attaches a streamer, in a process limited to `limit_bytes` of pinned memory."""
 
     @contextmanager
     def attached(model: nn.Module) -> Iterator[FrozenLayerStreamer]:
-        with limit_pinned_memory(limit_bytes), FrozenLayerStreamer(model) as streamer:
+        with limit_pinned_memory(limit_bytes), FrozenLayerStreamer(model, **options) as streamer:
             yield streamer
 
     return attached
@@ -100,17 +100,21 @@ def rows(shape: DecoderShape, pinned: Sequence[str] = ()) -> dict[str, Attach]:
     half_pinned_bytes = (shape.layers // 2 + 2) * layer_bytes
     layers = shape.layers
     few_pinned = {
-        f"streamed, {limit} pinned": limited(parse_bytes(limit, option="--pinned")) for limit in pinned
+        f"streamed{words}, {limit} pinned": limited(parse_bytes(limit, option="--pinned"), **options)
+        for limit in pinned
+        for words, options in (("", {}), (", compressed", {"compress": True}))
     }
     return {
         "resident": resident,
         "streamed": streamed(),
+        "streamed, compressed": streamed(compress=True),
         "streamed, prefetch 1": streamed(prefetch=1),
         "half resident": streamed(resident_layers=layers // 2),
         "half pinned": streamed(host_limit_bytes=half_pinned_bytes),
         **few_pinned,
         "recomputed, resident": recomputed(resident),
         "recomputed, streamed": recomputed(streamed()),
+        "recomputed, streamed, compressed": recomputed(streamed(compress=True)),
         **{f"recomputed, {name}": recomputed(attach) for name, attach in few_pinned.items()},
         **(peers() if torch.cuda.is_available() else {}),
     }

@@ -11,8 +11,9 @@ A row is full training in bf16 with `TrainableLayerStreamer`, compact states of 
 clipping and the loss in chunks: forward, backward with each layer recomputed, step, zero_grad. `today` has no more;
 `attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both; `groups` is both and
 `HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
-`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. `old` is `today`
-with the package of another checkout, in a process of its own. Times are means of `--steps` steps behind one that warms
+`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device, `compressed` has
+12 bits for each frozen weight that streams. `old` is `today` with the package of another checkout, in a process of its
+own. Times are means of `--steps` steps behind one that warms
 up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the
 driver, without that of making the model; host memory is the pinned part. Losses are those of all steps: rows may differ
 by the rounding of kernels. With `--kernels` one more step runs under the profiler. It tells the number of kernels, and
@@ -58,8 +59,8 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.hugging_face import model_from, read_config
 
 TODAY, ATTENTION, TILES, BOTH, GROUPS = "today", "attention", "tiles", "both", "groups"
-RESIDENT = "resident"
-ROWS = (RESIDENT, TODAY, ATTENTION, TILES, BOTH, GROUPS)
+RESIDENT, COMPRESSED = "resident", "compressed"
+ROWS = (RESIDENT, TODAY, COMPRESSED, ATTENTION, TILES, BOTH, GROUPS)
 # The modules of Llama and Qwen3 that mix no positions and keep more than their input; the last is the final norm.
 TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm,norm"
 MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b")
@@ -112,12 +113,17 @@ def build(
     return made if on_device else made.cpu()
 
 
-def adapters(row: Row, model: nn.Module, setting: Setting, last: ExitStack, *, resident: bool) -> Training:
+def adapters(
+    row: Row, model: nn.Module, setting: Setting, last: ExitStack, *, resident: bool, compress: bool
+) -> Training:
     """Return the training of adapters, with frozen layers that stream unless they are `resident`; `last` undoes it."""
     if not resident:
         last.enter_context(
             FrozenLayerStreamer(
-                model, resident_layers=row.resident_layers, device=setting.device.torch_device
+                model,
+                resident_layers=row.resident_layers,
+                compress=compress,
+                device=setting.device.torch_device,
             )
         )
     last.enter_context(CheckpointOffloader(model, keep_attention=row.keep_attention))
@@ -159,7 +165,9 @@ def measure(
 
             last.enter_context(HeadGroups(model, **head_groups))
         if lora:
-            training = adapters(row, model, setting, last, resident=name == RESIDENT)
+            training = adapters(
+                row, model, setting, last, resident=name == RESIDENT, compress=name == COMPRESSED
+            )
         else:
             training = attached(row, model, setting, last)
         config: Any = model.config
@@ -256,8 +264,10 @@ def main() -> None:
     head_groups = {"groups": args.head_groups, "longer_than": args.tile_tokens} if args.head_groups else {}
     if not set(names) <= set(ROWS):
         parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")
-    if RESIDENT in names and not args.lora:
-        parser.error(f"--rows has {RESIDENT}; expected it with --lora alone; try --lora")
+    if {RESIDENT, COMPRESSED} & set(names) and not args.lora:
+        parser.error(
+            f"--rows has {args.rows}; expected {RESIDENT} and {COMPRESSED} with --lora alone; try --lora"
+        )
     device = Device.available()
     if args.kernels and not device.is_accelerator:
         parser.error("--kernels counts those of a GPU; expected one; try it without")

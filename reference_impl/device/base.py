@@ -309,6 +309,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def on_decompression_stream(self) -> AbstractContextManager[object]:
+        """Make the stream of kernels current that write arriving weights. Nothing may be allocated inside."""
+
+    @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make another `stream` current, such as one of FSDP. Only on a compute stream may anything be allocated."""
 

@@ -91,6 +91,10 @@ class CpuTwin(Device, torch_type="cpu"):
         """Return a context that changes nothing."""
         return nullcontext()
 
+    def on_decompression_stream(self) -> AbstractContextManager[object]:
+        """Return a context that changes nothing."""
+        return nullcontext()
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Return a context that changes nothing."""
         return nullcontext()

@@ -371,6 +371,10 @@ class CudaDevice(Device, torch_type="cuda"):
         """Switch to the stream of updates."""
         return OnStream(self._updates)
 
+    def on_decompression_stream(self) -> AbstractContextManager[object]:
+        """Switch to the stream of arriving weights."""
+        return OnStream(self._decompressions)
+
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Switch to it."""
         return OnStream(stream)
@@ -409,4 +413,9 @@ class CudaDevice(Device, torch_type="cuda"):
     @cached_property
     def _updates(self) -> torch.cuda.Stream:
         # Updates are short and a forward may wait for them, so they go before its other kernels.
+        return torch.cuda.Stream(self.torch_device, priority=-1)
+
+    @cached_property
+    def _decompressions(self) -> torch.cuda.Stream:
+        # While one waits for a place among longer kernels, the link stands still.
         return torch.cuda.Stream(self.torch_device, priority=-1)

@@ -8,7 +8,8 @@ object: changing an instance's class is how torch's own lazy parameters become r
 Python classes, and are not affected.
 
 A sealed tensor serves everything, and whatever might write it gives it its own class back first. Fused kernels, `.data`
-and storages write past autograd's version counter; none of them passes a seal unseen.
+and storages write past autograd's version counter; none of them passes a seal unseen. An unread tensor is written at
+its first use: a state dict of compressed weights takes memory for those alone that somebody reads.
 
 Explained in docs/layer-streaming.md and docs/activation-offloading.md. A file of its own, because both rooms that take
 weights off the device use it.
@@ -32,6 +33,8 @@ _T = TypeVar("_T")
 _READING_ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 # The attribute of an absent tensor with its detached self: the same memory in another object.
 _ALIASES = "_detached_while_absent"
+# The attribute of an unread tensor with the call that writes its elements.
+_READ = "_read_at_first_use"
 # Methods that answer from the description of a tensor alone, or only change it.
 _DESCRIBING_METHODS = {
     *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset"),
@@ -85,6 +88,24 @@ def seal(tensor: torch.Tensor) -> None:
 def is_sealed(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` was sealed, and has done nothing since but describe itself."""
     return getattr(type(tensor), "_is_sealed", False)
+
+
+def mark_unread(tensor: torch.Tensor, read: Callable[[], None]) -> None:
+    """Have the first use of `tensor` that may need its elements call `read`, which writes them."""
+    vars(tensor)[_READ] = read
+    tensor.__class__ = _unread_class(own_class(tensor))
+
+
+def is_unread(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` was marked unread, and has not been read since."""
+    return getattr(type(tensor), "_is_unread", False)
+
+
+def read_now(tensor: torch.Tensor) -> None:
+    """Have the elements of an unread `tensor` written."""
+    vars(tensor)[_READ]()
+    del vars(tensor)[_READ]
+    tensor.__class__ = own_class(tensor)
 
 
 def describes(function: Any) -> bool:
@@ -160,20 +181,38 @@ def _absent_class(present_class: type[torch.Tensor], name: str, remedy: str) -> 
 def _sealed_class(present_class: type[torch.Tensor]) -> type[torch.Tensor]:
     """Return the class of a tensor of `present_class` that nobody has used since it was sealed."""
 
-    def answer(cls: type, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        function = func.__name__
-        is_attribute = function in ("__get__", "__set__", "__delete__")
-        if not (
-            function in _DESCRIBING_METHODS - {"data_ptr", "untyped_storage"}
-            or (is_attribute and func.__self__.__name__ not in _READING_ATTRIBUTES)
-        ):
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, torch.Tensor) and is_sealed(each):
-                    mark_present(each)
-            return func(*args, **(kwargs or {}))
-        return unanswered(func, *args, **(kwargs or {}))
+    return _class(
+        "Sealed", present_class, functools.partial(_first, is_sealed, mark_present), _is_sealed=True
+    )
 
-    return _class("Sealed", present_class, answer, _is_sealed=True)
+
+@functools.cache
+def _unread_class(present_class: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Return the class of a tensor of `present_class` whose elements are written when they are asked for."""
+    return _class("Unread", present_class, functools.partial(_first, is_unread, read_now), _is_unread=True)
+
+
+def _first(
+    is_waiting: Callable[[torch.Tensor], bool],
+    end: Callable[[torch.Tensor], None],
+    cls: type,
+    func: Any,
+    types: Any,
+    args: Any = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Answer for torch: `end` the waiting of a call's tensors first, unless it only asks for descriptions."""
+    function = func.__name__
+    is_attribute = function in ("__get__", "__set__", "__delete__")
+    if not (
+        function in _DESCRIBING_METHODS - {"data_ptr", "untyped_storage"}
+        or (is_attribute and func.__self__.__name__ not in _READING_ATTRIBUTES)
+    ):
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and is_waiting(each):
+                end(each)
+        return func(*args, **(kwargs or {}))
+    return unanswered(func, *args, **(kwargs or {}))
 
 
 def _class(

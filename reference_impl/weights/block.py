@@ -27,8 +27,10 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.absent import (
     is_absent,
     is_sealed,
+    is_unread,
     mark_absent,
     mark_present,
+    read_now,
     seal,
     storage_of,
     unanswered,
@@ -36,7 +38,8 @@ from reference_impl.memory.absent import (
 from reference_impl.memory.host import host_storages
 from reference_impl.memory.interrupts import deferred_interrupts
 from reference_impl.memory.ledger import note_on_host, resize_storage, unseen
-from reference_impl.weights.host_memory import Host, HostCopy
+from reference_impl.weights.host_copies import HostCopy
+from reference_impl.weights.host_memory import Host
 from reference_impl.weights.storages import BlockStorage, bytes_of, layout, placed, unpacked
 from reference_impl.weights.visiting import VisitingBlock
 
@@ -48,16 +51,21 @@ _BROUGHT_BY_ITS_BLOCK = (
 
 @dataclass(frozen=True)
 class Place:
-    """A storage's offset in its block's flat bytes, its copy on the host, and its original device.
+    """A storage's number in its block, its offset there, its bytes, and its original device.
 
     `is_from_host`: the CPU twin counts its original memory as the host's.
     """
 
+    index: int
     offset: int
-    host: torch.Tensor
+    size_bytes: int
     origin: torch.device
     is_from_host: bool
     storage: BlockStorage
+
+    def has(self, offset: int) -> bool:
+        """Whether the byte at `offset` of the block is one of this storage."""
+        return self.offset <= offset < self.offset + self.size_bytes
 
 
 @dataclass(frozen=True)
@@ -138,6 +146,11 @@ class StreamedBlock(VisitingBlock):
         """Whether the weights come and go; if not, they are ordinary device tensors."""
         return self._host is not None
 
+    @property
+    def copied_bytes(self) -> int:
+        """See `VisitingBlock`."""
+        return 0 if self._host is None else self._host.copied_bytes
+
     def take(self, storages: Sequence[BlockStorage], slot_bytes: int) -> None:
         """Have the host keep `storages`, and give their tensors a device storage, freed at first.
 
@@ -154,9 +167,10 @@ class StreamedBlock(VisitingBlock):
         copy = self._host_memory.keep(self.index, sources, offsets, size_bytes)
         with deferred_interrupts():
             self._host, self._flat, self.size_bytes = copy, flat, size_bytes
-            for storage, offset, part in zip(storages, offsets, copy.parts, strict=True):
+            for index, (storage, offset) in enumerate(zip(storages, offsets, strict=True)):
                 is_from_host = storage.tensors[0].untyped_storage().data_ptr() in host_storages
-                self._places.append(Place(offset, part, storage.device, is_from_host, storage))
+                size_bytes = storage.size_bytes
+                self._places.append(Place(index, offset, size_bytes, storage.device, is_from_host, storage))
                 for name, tensor in zip(storage.names, storage.tensors, strict=True):
                     tensor.data = placed(flat, tensor, offset)
                     self._watched.append(
@@ -286,23 +300,23 @@ class StreamedBlock(VisitingBlock):
         return self.is_streamed and any(storage_of(part)._cdata == flat for _, part in unpacked("", tensor))
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of `tensor`, in host memory.
-
-        The result shares memory with the host copy, unless the tensor was written since. It has a storage of its own,
-        so that saving it saves no more.
-        """
+        """Return the elements of `tensor`, in host memory: those of the host copy, unless it was written since."""
         if is_traceable_wrapper_subclass(tensor):
             parts, context = tensor.__tensor_flatten__()
             inner = {part: self.on_host(getattr(tensor, part)) for part in parts}
+            # The wrapper's own code reads them where no class of tensors answers.
+            for part in filter(is_unread, inner.values()):
+                read_now(part)
             packed: torch.Tensor = tensor.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
             return packed
         if not self.owns(tensor):
             return tensor.cpu()
         start = tensor.storage_offset() * tensor.itemsize
-        place = next(p for p in self._places if p.offset <= start < p.offset + p.host.numel())
+        place = next(place for place in self._places if place.has(int(start)))
         if self._is_written(place):
             return placed(self._on_device(place).to("cpu", copy=True), tensor, -place.offset)
-        return placed(torch.from_numpy(place.host.numpy()), tensor, -place.offset)
+        assert self._host is not None
+        return self._host.lend(place.index, tensor, -place.offset)
 
     def _own_bytes(self, host: HostCopy, place: Place, to_origin: bool) -> torch.Tensor:
         if to_origin and place.origin.type == "cpu":
@@ -317,20 +331,16 @@ class StreamedBlock(VisitingBlock):
     def _own_on_host(self, host: HostCopy, place: Place) -> torch.Tensor:
         if self._is_written(place):
             return self._on_device(place).to("cpu", copy=True)
-        return host.own(place.host)
+        return host.own(place.index)
 
     def _on_device(self, place: Place) -> torch.Tensor:
-        return self._flat[place.offset : place.offset + place.host.numel()]
+        return self._flat[place.offset : place.offset + place.size_bytes]
 
     def _is_written(self, place: Place) -> bool:
         """Whether the storage on the device was written, so that its host copy is old."""
         return self.is_loaded and (
             place in self._found_written()
-            or any(
-                watched.is_written
-                for watched in self._watched
-                if place.offset <= watched.offset < place.offset + place.host.numel()
-            )
+            or any(watched.is_written for watched in self._watched if place.has(watched.offset))
         )
 
     def _free(self) -> None:
@@ -369,11 +379,14 @@ class StreamedBlock(VisitingBlock):
             self.wait_stored()
             for arriving in (self._started(), self._brought):
                 self._device.wait(arriving)
-            differing = [p for p in self._places if not torch.equal(self._on_device(p).cpu(), p.host)]
+            assert self._host is not None
+            differing = [
+                place
+                for place in self._places
+                if not torch.equal(self._on_device(place).cpu(), self._host.part(place.index))
+            ]
             self._written = [
-                p
-                for p in differing
-                if not any(p.offset <= each < p.offset + p.host.numel() for each in tuple(self.newer_at_home))
+                place for place in differing if not any(map(place.has, tuple(self.newer_at_home)))
             ]
             self._is_suspect = False
             if self._rests:

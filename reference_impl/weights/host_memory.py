@@ -5,7 +5,7 @@ Pinned memory is copied to the device directly. Weights beyond a streamer's own 
 a model loaded from safetensors a mapping of its files. They pass through two pinned buffers of a whole block. Weights
 beyond the process's limit pass through the ring that all offloaders share. Either way a thread of the streamer waits
 until buffers are filled, and the training thread goes on. The device side cannot tell the difference, except by the
-speed of the disk.
+speed of the disk. Compressed weights have memory of their own, pinned as far as that is allowed.
 
 Explained in docs/layer-streaming.md.
 """
@@ -14,49 +14,38 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from reference_impl.device import REACHED, Device, Event, together
+from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
 from reference_impl.memory.copiers import Copiers
 from reference_impl.memory.host import HostMemoryError, available_bytes
 from reference_impl.memory.pinned import pinned_book
-from reference_impl.memory.worker import Worker
+from reference_impl.weights.compressed_copy import CompressedCopy, Decompressor
+from reference_impl.weights.host_copies import (
+    HostCopy,
+    Loader,
+    PartlyPinnedCopy,
+    PinnedCopy,
+    PlainParts,
+    Started,
+)
 from reference_impl.weights.residency import pinned_within
-from reference_impl.weights.storages import BlockStorage, layout
+from reference_impl.weights.storages import BlockStorage, layout, longest_bytes
 
-_DEADLINE_S = 600.0
 _STAGING_SLOTS = 2
 _SLAB_BYTES = 2**28
 # A slab is rounded up by less: to huge pages.
 _ROUNDING_BYTES = 2**21
+# Of bf16 weights, with room for the elements that are stored as they are.
+_COMPRESSED_SHARE = 0.77
 _REMEDY = (
     "try more resident_layers, a larger budget_bytes, or host_limit_bytes for weights that come from files"
 )
-
-# Asks for the event of a copy's end, and waits on the host until the copy has been started.
-Started = Callable[[], Event]
-
-
-class HostCopy(Protocol):
-    """The bytes of one block, in parts that lie at given offsets of its device storage."""
-
-    parts: list[torch.Tensor]
-
-    def load(self, target: torch.Tensor, *, after: Event) -> Started:
-        """Start filling `target` behind the live current stream, once `after` is reached."""
-
-    def own(self, part: torch.Tensor) -> torch.Tensor:
-        """Return `part` in memory that stays after `release`."""
-
-    def release(self, *, after: Event) -> None:
-        """Give the memory back once `after` is reached."""
 
 
 class Host(Protocol):
@@ -66,6 +55,10 @@ class Host(Protocol):
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory in use."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the device that blocks pass through on their way."""
+
     def keep(
         self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
     ) -> HostCopy:
@@ -73,124 +66,6 @@ class Host(Protocol):
 
     def close(self) -> None:
         """Give everything back. Calling it again does nothing."""
-
-
-class Loader:
-    """Starts H2D copies of blocks in the order of their need; a thread fills pinned buffers, if there are to be any."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self._thread = Worker("frozen-weights", prepare=device.use_in_thread)
-        # The thread's copies, in turn, each with the pageable memory that it reads; the caller adds and takes away.
-        self._given: deque[tuple[Future[Event], torch.Tensor | None]] = deque()
-
-    def load(self, target: torch.Tensor, host: torch.Tensor, *, after: Event) -> Started:
-        """Start filling `target` from `host` behind the live current stream, once `after` is reached.
-
-        A copy of pinned memory needs no thread. It is given to the thread behind copies that do: on the link beside
-        them it would take half of the rate from blocks that are needed before it.
-        """
-        events = self.device.record(), after
-        if self.device.is_pageable(host):
-            return self.in_turn(functools.partial(self._copy_in, target, host, after=events), reads=host)
-        copy_in = functools.partial(self.device.copy_in, target, host, after=events)
-        if self._is_busy:
-            return self.in_turn(copy_in)
-        event = copy_in()
-        return lambda: event
-
-    def in_turn(self, start: Callable[[], Event], *, reads: torch.Tensor | None = None) -> Started:
-        """Have the thread `start` a copy behind its earlier copies, of pageable memory if it `reads` any."""
-        started = self._thread.submit(start)
-        self._given.append((started, reads))
-        return functools.partial(self._thread.wait, started, deadline_s=_DEADLINE_S)
-
-    def close(self) -> None:
-        """End the thread. Calling it again does nothing."""
-        self._thread.close()
-        if self._given:
-            self._given.clear()
-            self.device.forget_expected()
-
-    @property
-    def _is_busy(self) -> bool:
-        while self._given and self._given[0][0].done():
-            self._given.popleft()
-        return bool(self._given)
-
-    def _copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
-        """Copy pageable memory in, and have the first bytes of the next such copy read ahead."""
-        waiting = (
-            reads
-            for started, reads in tuple(self._given)
-            if reads is not None and not (started.running() or started.done())
-        )
-        if (following := next(waiting, None)) is not None:
-            self.device.expect_copy_in(following)
-        try:
-            return self.device.copy_in(target, host, after=after)
-        except BaseException:
-            self.device.forget_expected()
-            raise
-
-
-class PinnedCopy:
-    """One block of an arena, pinned as far as that is allowed."""
-
-    def __init__(
-        self,
-        loader: Loader,
-        arena: HostArena,
-        sources: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        size_bytes: int,
-    ) -> None:
-        """Copy `sources` in. Raises HostMemoryError."""
-        self._loader = loader
-        self._arena = arena
-        self._block = arena.allocate(size_bytes)
-        self._block.ready.synchronize()
-        self.whole = self._block.view(torch.uint8, (size_bytes,))
-        self.parts = [
-            self.whole[offset : offset + source.numel()].copy_(source)
-            for source, offset in zip(sources, offsets, strict=True)
-        ]
-
-    def load(self, target: torch.Tensor, *, after: Event) -> Started:
-        """Start one H2D copy."""
-        return self._loader.load(target, self.whole, after=after)
-
-    def own(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy in ordinary memory."""
-        return part.clone()
-
-    def release(self, *, after: Event) -> None:
-        """Hand the block back to the arena."""
-        self._arena.free(self._block, after=after)
-
-
-class PartlyPinnedCopy:
-    """One block with its first parts pinned, and the others beyond the limit."""
-
-    def __init__(self, pinned: PinnedCopy, beyond: PinnedCopy) -> None:
-        self._copies = (pinned, beyond)
-        self.parts = [*pinned.parts, *beyond.parts]
-
-    def load(self, target: torch.Tensor, *, after: Event) -> Started:
-        """Start the copy of the pinned part, and queue that of the rest."""
-        first, second = self._copies
-        size_bytes = first.whole.numel()
-        started = first.load(target[:size_bytes], after=after), second.load(target[size_bytes:], after=after)
-        return lambda: together(*(each() for each in started))
-
-    def own(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy in ordinary memory."""
-        return part.clone()
-
-    def release(self, *, after: Event) -> None:
-        """Hand both blocks back to their arenas."""
-        for each in self._copies:
-            each.release(after=after)
 
 
 class Staging:
@@ -230,7 +105,7 @@ class Staging:
         return self._free[slot]
 
 
-class PageableCopy:
+class PageableCopy(PlainParts):
     """The bytes as they lie in ordinary memory, mapped files included; nothing is copied on the host for good."""
 
     def __init__(self, staging: Staging, sources: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
@@ -243,9 +118,9 @@ class PageableCopy:
         """Queue the way through the staging memory; nobody writes such weights, so there is no `after` to wait for."""
         return self._staging.load(target, self.parts, self._offsets, self._staging.device.record())
 
-    def own(self, part: torch.Tensor) -> torch.Tensor:
-        """Return `part`: it has never been anywhere else."""
-        return part
+    def own(self, index: int) -> torch.Tensor:
+        """Return the part itself: it has never been anywhere else."""
+        return self.parts[index]
 
     def release(self, *, after: Event) -> None:
         """Let go of the parts; the staging memory is not theirs."""
@@ -262,12 +137,18 @@ class HostMemory:
         limit_bytes: int | None,
         *,
         seldom: Collection[int] = (),
+        compresses: bool = False,
     ) -> None:
         """Pin the staging buffers if there will be unpinned blocks. Raises HostMemoryError.
 
-        `seldom`: the blocks copied less often than others in a step; they are pinned last.
+        `seldom`: the blocks copied less often than others in a step; they are pinned last. `compresses`: bf16 weights
+        are kept in 12 bits each, and nothing but the process limits pinned memory.
         """
         sizes = [layout(block)[1] for block in blocks]
+        self._decompressor = None
+        if compresses:
+            self._decompressor = Decompressor(device, longest_bytes(blocks))
+            sizes = [int(size * _COMPRESSED_SHARE) for size in sizes]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
         if pinned_book.limit_bytes is not None:
             # A slab for each block: memory that a larger one leaves free would be missing for the next.
@@ -297,9 +178,10 @@ class HostMemory:
             whole = [size for size, fits in zip(sizes, self._is_pinned, strict=True) if fits]
             left_bytes -= sum(whole) + (len(whole) + 1) * _ROUNDING_BYTES
             beyond = [index for index, fits in enumerate(self._is_pinned) if not fits]
-            self._partly = min(beyond, key=lambda index: index in seldom)
-            starts = layout(blocks[self._partly])[0]
-            self._pinned_storages = max(bisect_right(starts, left_bytes) - 1, 0)
+            if not compresses:
+                self._partly = min(beyond, key=lambda index: index in seldom)
+                starts = layout(blocks[self._partly])[0]
+                self._pinned_storages = max(bisect_right(starts, left_bytes) - 1, 0)
         self._require(blocks)
 
     @property
@@ -307,10 +189,18 @@ class HostMemory:
         """Bytes of pinned memory in use."""
         return self._arena.live_bytes
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Those of compressed weights."""
+        return 0 if self._decompressor is None else self._decompressor.buffer_bytes
+
     def keep(
         self, index: int, sources: Sequence[torch.Tensor], offsets: Sequence[int], size_bytes: int
     ) -> HostCopy:
         """Return the host's copy of `sources`, of block `index`. Raises HostMemoryError."""
+        if self._decompressor is not None:
+            arenas = (self._arena, self._beyond) if self._is_pinned[index] else (self._beyond,)
+            return CompressedCopy(self._decompressor, self._loader, arenas, sources, offsets)
         if self._staging is not None and not self._is_pinned[index]:
             return PageableCopy(self._staging, sources, offsets)
         if index == self._partly and self._pinned_storages:

@@ -133,7 +133,7 @@ class LayerStreamer(Shown, ClosedAtExit):
         return StreamReport(
             streamed_bytes=sum(block.size_bytes for block in self._blocks),
             resident_bytes=self._resident_bytes,
-            window_bytes=self._slot_bytes * self._window.capacity,
+            window_bytes=self._slot_bytes * self._window.capacity + self._host.buffer_bytes,
             pinned_bytes=self._host.pinned_bytes,
             loads=self._window.loads,
             loaded_bytes=self._window.loaded_bytes,

@@ -65,16 +65,20 @@ def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks
     return sum(stays) + window_blocks * largest
 
 
-def fraction_within(blocks: Sequence[Sequence[int]], budget_bytes: int, window_blocks: int) -> float:
-    """Return the largest share that may stay within `budget_bytes`, the window included.
+def fraction_within(
+    blocks: Sequence[Sequence[int]], budget_bytes: int, window_blocks: int, *, beside_bytes: int = 0
+) -> float:
+    """Return the largest share that may stay within `budget_bytes`, the window and `beside_bytes` included.
 
     Raises ValueError when no share fits.
     """
     for step in range(_STEPS, -1, -1):
-        if device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
+        if beside_bytes + device_bytes(blocks, step / _STEPS, window_blocks) <= budget_bytes:
             return step / _STEPS
     # Share 0 does not always need least: resident storages make the largest rest smaller, and so the window.
-    least = min(device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1))
+    least = beside_bytes + min(
+        device_bytes(blocks, step / _STEPS, window_blocks) for step in range(_STEPS + 1)
+    )
     raise ValueError(
         f"budget_bytes={budget_bytes} is too small; expected at least {least}, which {window_blocks} blocks take; "
         f"try budget_bytes={least} or a smaller prefetch"

@@ -149,6 +149,11 @@ def layout(storages: Sequence[BlockStorage]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def longest_bytes(blocks: Iterable[Iterable[BlockStorage]]) -> int:
+    """Return the bytes of the longest storage of all `blocks`."""
+    return max(storage.size_bytes for block in blocks for storage in block)
+
+
 def _is_list_of_blocks(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleList):
         return len(module) > 1

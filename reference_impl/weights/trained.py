@@ -21,7 +21,7 @@ from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.weight_home import refuse_update
 from reference_impl.weights.block import StreamedBlock
-from reference_impl.weights.host_memory import Loader, PinnedCopy
+from reference_impl.weights.host_copies import Loader, PinnedCopy
 from reference_impl.weights.layers import LayerStreamer
 from reference_impl.weights.storages import BlockStorage, layout
 from reference_impl.weights.visiting import VisitingBlock
@@ -124,6 +124,9 @@ class HomeCopy(PinnedCopy):
 
 class Homes:
     """The pinned memory of all blocks' weights, as `host_memory.Host`."""
+
+    # Blocks are copied to their place at once.
+    buffer_bytes = 0
 
     def __init__(self, device: Device, blocks: Sequence[Sequence[BlockStorage]], *, remedy: str) -> None:
         total_bytes = sum(layout(block)[1] for block in blocks)

@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 import torch
 
 from reference_impl.device import REACHED, Device, Event
-from reference_impl.weights.host_memory import Started
+from reference_impl.weights.host_copies import Started
 
 
 class VisitingBlock(ABC):
-    """One such block, number `index` of all; a visit copies `size_bytes`.
+    """One such block, number `index` of all and of `size_bytes`.
 
     `is_being_written`: an update has begun to write it, and has not sent all of it home. It must not be evicted.
     """
@@ -33,6 +33,11 @@ class VisitingBlock(ABC):
         self._brought: Event = REACHED
         # Where weights begin that the CPU has updated at home: the device has the old ones until they are brought.
         self.newer_at_home: set[int] = set()
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a visit copies to the device: all, unless they are compressed."""
+        return self.size_bytes
 
     @property
     @abstractmethod

@@ -171,7 +171,7 @@ class Window:
         for block in missing:
             block.load()
             self.loads += 1
-            self.loaded_bytes += block.size_bytes
+            self.loaded_bytes += block.copied_bytes
 
     def _needed_last(
         self, loaded: list[VisitingBlock], count: int, *, beside: list[VisitingBlock]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reference_impl.device import REACHED
-from reference_impl.weights.host_memory import Loader
+from reference_impl.weights.host_copies import Loader
 
 
 class Staged:
