@@ -22,6 +22,12 @@ HEAD_TOKENS = 32768  # positions of which attention's backward takes all heads a
 
 # Of layers, frozen ones and trained ones.
 PREFETCHED_LAYERS = 2  # that come in ahead of the layer in use
+COMPRESSED_SHARE = (
+    0.76  # of frozen bf16 weights in 12 bits each, with the elements that are stored as they are
+)
+LEAST_COMPRESSED = 0.9  # of its bytes that a weight's storage may keep; a longer one stays as it is
+DECOMPRESSED_BYTES = 2**27  # of weights that one launch writes at most
+DECOMPRESSION_BUFFERS = 2  # one is decompressed while the next arrives
 
 # Of FSDP2's shards on the host. A chunk's states, its gradients and a copy of these are on the device three times:
 # small ones keep the peak low, and copies of this size still run at the link's full rate.

@@ -22,6 +22,7 @@ from typing import Literal, Self
 import torch
 from torch import nn
 
+from offload_arithmetic.residency import allowances, fraction_of_layers
 from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from offload_arithmetic.update_time import Split
 from reference_impl.activations.attach import refuse_checkpointing
@@ -38,7 +39,6 @@ from reference_impl.trained_layers.room import HostBytes, check_room, host_bytes
 from reference_impl.trained_layers.segments import recompute_in_slices, sum_in_fp32
 from reference_impl.trained_layers.shares import state_shares
 from reference_impl.weights.layers import StreamReport, beyond, device_of
-from reference_impl.weights.residency import allowances, fraction_of_layers
 from reference_impl.weights.storages import (
     MIN_BYTES,
     BlockStorage,

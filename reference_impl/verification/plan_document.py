@@ -219,7 +219,7 @@ def _activations(entry: str, found: Any) -> None:
 
 
 def _weights(entry: str, found: Any) -> None:
-    _object({"resident_layers": _count, "budget_bytes": _count})(entry, found)
+    _object({"resident_layers": _count, "budget_bytes": _count, "compress": _said})(entry, found)
 
 
 def _trained_layers(entry: str, found: Any) -> None:
@@ -302,6 +302,11 @@ def _positive(entry: str, found: Any) -> None:
 def _several(entry: str, found: Any) -> None:
     if not _is_whole(found) or found < 2:
         raise _wrong(entry, found, "a whole number of at least 2", "4")
+
+
+def _said(entry: str, found: Any) -> None:
+    if not isinstance(found, bool):
+        raise _wrong(entry, found, "true or false", "true")
 
 
 def _all_or_count(entry: str, found: Any) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from reference_impl.verification.trace import Attention, Held, Loss, TracedStep, trace
 from reference_impl.weights.storages import repeated_blocks, streamable_storages
 
-SCHEMA_VERSION = "1.6"
+SCHEMA_VERSION = "1.7"
 # Of trained parameters. A frozen table may have another one.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HELD = 20
@@ -107,19 +107,20 @@ def counted(model: nn.Module) -> dict[str, Any]:
     if len(trained) < len(params):
         found["adapter_rank"] = min((min(param.shape) for param in trained if param.numel() > 1), default=1)
         found["trained_width"] = min(max(trained, key=lambda param: param.numel()).shape, default=1)
-        if frozen := _frozen_layers(model):
-            found["frozen_layers"] = frozen
+        if layers := _frozen_layers(model):
+            found["frozen_layers"] = [sum(layer) for layer in layers]
+            found["frozen_tensors"] = max(layers, key=sum)
     return found
 
 
-def _frozen_layers(model: nn.Module) -> list[int]:
-    """Return the bytes of each block that `FrozenLayerStreamer` may stream; nothing for a model that it refuses."""
+def _frozen_layers(model: nn.Module) -> list[list[int]]:
+    """Return, for each block, the bytes of each storage that may stream; nothing for a model that is refused."""
     try:
         blocks = list(dict.fromkeys(repeated_blocks(model).values()))
         storages = streamable_storages(model, blocks)
     except ValueError:
         return []
-    return [sum(storage.size_bytes for storage in block) for block in storages]
+    return [[storage.size_bytes for storage in block] for block in storages]
 
 
 def _step(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_arithmetic.sizes import DECOMPRESSED_BYTES, DECOMPRESSION_BUFFERS
 from reference_impl.device import Device, Event, together
 from reference_impl.memory.absent import is_unread, mark_unread, read_now
 from reference_impl.memory.arena import HostArena
@@ -35,14 +36,10 @@ from reference_impl.weights.compression import (
 from reference_impl.weights.host_copies import Loader, PinnedCopy, Started
 from reference_impl.weights.storages import ALIGNMENT_BYTES, placed
 
-# Bytes of a span on the device: longer ones take more memory there, shorter ones more launches.
-SPAN_BYTES = 2**27
-_BUFFERS = 2
-
 
 def bytes_of_buffers(storage_bytes: int) -> int:
     """Return the device bytes of all buffers, where the longest storage of a block has `storage_bytes`."""
-    return _BUFFERS * longest_bytes(min(storage_bytes, SPAN_BYTES))
+    return DECOMPRESSION_BUFFERS * longest_bytes(min(storage_bytes, DECOMPRESSED_BYTES))
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,12 @@ class Decompressor:
 
     def __init__(self, device: Device, storage_bytes: int) -> None:
         """Make buffers on the live current stream; the longest storage of a block has `storage_bytes`."""
-        self.span_bytes = min(storage_bytes, SPAN_BYTES)
+        self.span_bytes = min(storage_bytes, DECOMPRESSED_BYTES)
         self._device = device
         memory = torch.empty(bytes_of_buffers(storage_bytes), dtype=torch.uint8, device=device.torch_device)
         self.buffer_bytes = memory.numel()
-        self._buffers = memory.chunk(_BUFFERS)
-        self._free: list[Event] = [device.record()] * _BUFFERS
+        self._buffers = memory.chunk(DECOMPRESSION_BUFFERS)
+        self._free: list[Event] = [device.record()] * DECOMPRESSION_BUFFERS
         self._next = 0
 
     def compress(self, piece: torch.Tensor) -> tuple[Form | None, torch.Tensor]:
@@ -105,7 +102,7 @@ class Decompressor:
     ) -> Event:
         assert span.form is not None
         place = self._next
-        self._next = (place + 1) % _BUFFERS
+        self._next = (place + 1) % DECOMPRESSION_BUFFERS
         buffer = self._buffers[place][: host.numel()]
         arrived = self._device.copy_in(buffer, host, after=(self._free[place],))
         with self._device.on_decompression_stream():

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from offload_arithmetic.sizes import LEAST_COMPRESSED
 from reference_impl.device import Device
 from reference_impl.memory.ledger import unseen
 
 # Exponents with a code; the code 0 is that of the exponent 0.
 _CODED = 15
 _EXPONENTS = 256
-# Where compression saves less, or the kernels would take longer than the bytes, they stay as they are.
-_WORTHWHILE_SHARE = 0.9
+# Fewer elements would take the kernels longer than the bytes take the link.
 _LEAST_NUMEL = 4096
 _ALIGNMENT_BYTES = 16
 # Codes that the host unfolds at once: all operands fit a core's cache.
@@ -78,7 +78,7 @@ class Form:
 
 def longest_bytes(size_bytes: int) -> int:
     """Return the most bytes that weights of `size_bytes` can have once they are compressed."""
-    return int(size_bytes * _WORTHWHILE_SHARE) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    return int(size_bytes * LEAST_COMPRESSED) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
 def compress(bits: torch.Tensor) -> tuple[Form, torch.Tensor] | None:

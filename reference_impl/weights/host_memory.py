@@ -19,6 +19,8 @@ from typing import Protocol
 
 import torch
 
+from offload_arithmetic.residency import pinned_within
+from offload_arithmetic.sizes import COMPRESSED_SHARE
 from reference_impl.device import REACHED, Device, Event
 from reference_impl.memory.arena import HostArena
 from reference_impl.memory.closing import undo_all
@@ -34,15 +36,12 @@ from reference_impl.weights.host_copies import (
     PlainParts,
     Started,
 )
-from reference_impl.weights.residency import pinned_within
 from reference_impl.weights.storages import BlockStorage, layout, longest_bytes
 
 _STAGING_SLOTS = 2
 _SLAB_BYTES = 2**28
 # A slab is rounded up by less: to huge pages.
 _ROUNDING_BYTES = 2**21
-# Of bf16 weights, with room for the elements that are stored as they are.
-_COMPRESSED_SHARE = 0.77
 _REMEDY = (
     "try more resident_layers, a larger budget_bytes, or host_limit_bytes for weights that come from files"
 )
@@ -148,7 +147,7 @@ class HostMemory:
         self._decompressor = None
         if compresses:
             self._decompressor = Decompressor(device, longest_bytes(blocks))
-            sizes = [int(size * _COMPRESSED_SHARE) for size in sizes]
+            sizes = [int(size * COMPRESSED_SHARE) for size in sizes]
         slab_bytes = max(min(sum(sizes), _SLAB_BYTES), 1)
         if pinned_book.limit_bytes is not None:
             # A slab for each block: memory that a larger one leaves free would be missing for the next.

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from offload_arithmetic.residency import kept
 from reference_impl.device import Device
 from reference_impl.memory.closing import ClosedAtExit, past_a_lost_device, undo_all
 from reference_impl.memory.shown import Report, Shown, size
@@ -27,7 +28,6 @@ from reference_impl.memory.transforms import outside_transforms
 from reference_impl.weights import hooks
 from reference_impl.weights.block import StreamedBlock
 from reference_impl.weights.host_memory import Host
-from reference_impl.weights.residency import kept
 from reference_impl.weights.storages import (
     BlockStorage,
     layout,

@@ -16,13 +16,13 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from offload_arithmetic.residency import allowances, copied_once, fraction_of_layers, fraction_within
 from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from reference_impl.memory.absent import storage_of
 from reference_impl.memory.closing import close_behind
 from reference_impl.weights.compressed_copy import bytes_of_buffers
 from reference_impl.weights.host_memory import HostMemory
 from reference_impl.weights.layers import LayerStreamer, beyond, device_of
-from reference_impl.weights.residency import allowances, copied_once, fraction_of_layers, fraction_within
 from reference_impl.weights.storages import (
     MIN_BYTES,
     BlockStorage,

@@ -177,6 +177,12 @@ class TrainingRun(NamedTuple):
         return frozen and not self.is_fully_sharded
 
     @property
+    def freezes_bf16(self) -> bool:
+        """Whether frozen layers are of bf16, and not quantized: they can stream in 12 bits a weight."""
+        is_wide = self.adapter is None or self.adapter.base_weight_bytes >= 2
+        return is_wide and (self.traced is None or self.traced.is_bf16)
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether FSDP2 shards a plain loop's model."""
         return self.spread is not None and self.spread.shards
@@ -235,10 +241,11 @@ class Mode(NamedTuple):
     Under a budget `removed` is the share of saved bytes off the GPU, and its part `recomputed` is computed again
     instead of moved. `recompute` None keeps the run's own.
 
-    `weight_layers` counts the streamed frozen layers. `trained_layers`: all trained layers stream, or under FSDP2 their
-    shards, with gradients and states (as `streamed_states`) on the host. The weights of `resident_layers` and the share
-    `states_resident` of all states stay on the GPU, and with `updates_in_backward` their gradients too. The CPU updates
-    the share `states_on_cpu`, and each layer takes a batch in `slices`.
+    `weight_layers` counts the streamed frozen layers; `compresses_weights`: in 12 bits a weight. `trained_layers`: all
+    trained layers stream, or under FSDP2 their shards, with gradients and states (as `streamed_states`) on the host.
+    The weights of `resident_layers` and the share `states_resident` of all states stay on the GPU, and with
+    `updates_in_backward` their gradients too. The CPU updates the share `states_on_cpu`, and each layer takes a batch
+    in `slices`.
 
     `attention_layers` of the recomputed layers keep attention's results on the host instead. With `tile_tokens` modules
     that mix no positions take so many tokens of a sequence at a time, and with `head_groups` attention's backward takes
@@ -265,6 +272,7 @@ class Mode(NamedTuple):
     recompute: Recompute | None = None
     weight_layers: int = 0
     weight_engine: WeightEngine = WeightEngine.REFERENCE
+    compresses_weights: bool = False
     trained_layers: bool = False
     resident_layers: int = 0
     states_resident: float = 0.0

@@ -53,9 +53,9 @@ class TracedModel(NamedTuple):
     Of `parameters` elements `trained` are not frozen; `without_gradients` of these got no gradient in the step. With
     some frozen, `adapter_rank` is the smallest dimension of the trained matrices, 0 if blocks have no backward, and
     `trained_width` that of the largest trained parameter. `frozen_layers` are the bytes of each layer that may stream,
-    and the first `layers_without_backward` of them are not read again in backward. `is_counted` says that the model was
-    counted, and not its shape. With `images` in each sequence its vision tower was counted too. `matrices` are Muon's,
-    as rows, columns and how many, where somebody has said it.
+    `frozen_tensors` those of each tensor of the largest layer; the first `layers_without_backward` layers are not read
+    again in backward. `is_counted` says that the model was counted, and not its shape. With `images` in each sequence
+    its vision tower was counted too. `matrices` are Muon's, as rows, columns and how many, where somebody has said it.
 
     Two are the same if they are the same object, so that results computed from one are found again quickly.
     """
@@ -72,7 +72,9 @@ class TracedModel(NamedTuple):
     adapter_rank: int
     trained_width: int
     frozen_layers: tuple[int, ...]
+    frozen_tensors: tuple[int, ...]
     layers_without_backward: int
+    is_bf16: bool
     is_counted: bool
     images: int
     plain: TracedStep

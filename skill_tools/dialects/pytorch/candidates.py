@@ -341,8 +341,11 @@ def _optimizer(run: TrainingRun, share: float, states: StreamedStates) -> _Part:
 
 def _weights(run: TrainingRun) -> Iterator[_Part]:
     yield _NOTHING
-    for layers in (*layer_counts(run), run.shape.num_layers):
-        yield {"weight_layers": layers}, f"{layers} frozen layers streamed", (WEIGHTS,)
+    # Where memory is short, each layer that stays counts.
+    most = run.shape.num_layers
+    for layers in sorted({*layer_counts(run), *range(max(most - 8, 1), most + 1)}):
+        arguments: dict[str, object] = {"weight_layers": layers, "compresses_weights": run.freezes_bf16}
+        yield arguments, f"{layers} frozen layers streamed", (WEIGHTS,)
 
 
 def _tiles(mode: Mode) -> dict[str, object]:
@@ -411,7 +414,7 @@ def execute(mode: Mode, run: TrainingRun, peak_bytes: int) -> dict[str, object]:
         # Of all lists of layers, a vision tower's too.
         layers = len(run.frozen_layers) or run.shape.num_layers
         resident = (run.shape.num_layers - mode.weight_layers) * layers // run.shape.num_layers
-        mechanisms["weights"] = {"resident_layers": resident}
+        mechanisms["weights"] = {"resident_layers": resident, "compress": mode.compresses_weights}
     return mechanisms
 
 

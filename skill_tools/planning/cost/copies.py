@@ -12,7 +12,7 @@ from skill_tools.dialects.run import ActivationEngine, Mode, TrainingRun, Weight
 from skill_tools.planning.accounts import Cost, Kind
 from skill_tools.planning.cost.compute import Pace
 from skill_tools.planning.cost.machine import Machine
-from skill_tools.planning.model import states
+from skill_tools.planning.model import frozen_layers
 from skill_tools.planning.model.memory import Memory
 
 DOWN, BACK = "activations to the host", "activations back"
@@ -104,7 +104,7 @@ def weights(
             )
         ]
     # A pass begins with the layers that the window holds at the end of the pass before.
-    window = states.window_bytes(run, mode, moved)
+    window = frozen_layers.window_bytes(run, mode, moved)
     each = max(moved - window, 0) / machine.h2d_copy
     again = max(_read_in_backward(run) * moved - window, 0) / machine.h2d_copy
     forward = without_one_layer_s(run, speed.forward_s)

@@ -143,10 +143,22 @@ def expert_tensors(shape: ModelShape, *, fused: bool) -> Counter[int]:
     layers = sum(1 for layer in range(shape.num_layers) if shape.is_moe(layer))
     if not layers:
         return Counter()
-    down = shape.hidden * shape.moe_ffn
-    up = (2 if shape.gated_mlp else 1) * down
+    up, down = _expert(shape)
     each, count = (1, shape.experts * layers) if fused else (shape.experts, layers)
     return Counter([each * up] * count + [each * down] * count)
+
+
+def _expert(shape: ModelShape) -> tuple[int, int]:
+    down = shape.hidden * shape.moe_ffn
+    return (2 if shape.gated_mlp else 1) * down, down
+
+
+def layer_tensors(shape: ModelShape) -> list[int]:
+    """Return the elements of the matrices of a decoder's last layer, as eager code has them."""
+    has_experts = shape.is_moe(shape.num_layers - 1)
+    experts = [shape.experts * each for each in _expert(shape)] if has_experts else []
+    inner = shape.shared_ffn if has_experts else shape.ffn
+    return [*_attention(shape, fused=False), *experts, *(_mlp(shape, inner, fused=False) if inner else ())]
 
 
 def _attention(shape: ModelShape, *, fused: bool) -> list[int]:

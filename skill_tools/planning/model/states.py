@@ -23,7 +23,13 @@ from skill_tools.dialects.run import (
     WeightEngine,
 )
 from skill_tools.planning.accounts import Kind, Line, each
-from skill_tools.planning.model import fully_sharded, pinned_blocks, streamed_states, trained_layers
+from skill_tools.planning.model import (
+    frozen_layers,
+    fully_sharded,
+    pinned_blocks,
+    streamed_states,
+    trained_layers,
+)
 from skill_tools.units import gib
 
 # Each thread with matrix products has a workspace of its own: the user's in forward, autograd's in backward.
@@ -49,8 +55,8 @@ def _lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[L
         return _adapter(run, run.adapter, mode, local)
     precision, held = run.precision, local.total // run.weight_shards
     whole, formula = round(precision.weight_bytes * held), each(precision.weight_bytes, held, "parameters")
-    if streamed := _streamed_weights(run, mode, local):
-        ring = window_bytes(run, mode, streamed)
+    if streamed := frozen_layers.bytes_that_stream(run, mode, local, _ends(run)):
+        ring = frozen_layers.on_gpu_beside(run, mode, streamed)
         whole -= streamed - ring
         formula += f" less {gib(streamed)} that stream, and a window of {gib(ring)} for them"
     gpu = [Line(Kind.WEIGHTS, "weights", whole, formula)]
@@ -69,7 +75,7 @@ def _lines(run: TrainingRun, mode: Mode, local: LocalParameters) -> tuple[list[L
     if mode.offload_parameters:
         return _gathered(run, mode, local), _sharded_host(run, mode, gpu, local.shard)
     if streamed:
-        host = [*host, _on_host(run, mode, streamed)]
+        host = [*host, frozen_layers.on_host(run, mode, streamed)]
     return [*gpu, *_gathered(run, mode, local)], host
 
 
@@ -221,9 +227,7 @@ def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], li
         )
     if run.widens_gradients and resident and moments_bytes:
         updated = resident - round(_without_gradients(run) // run.gradient_shards * (1 - fraction))
-        widened = min(updated, sizes.WIDENED_ELEMENTS)
-        formula = each(4, widened, "widened at once")
-        gpu.append(Line(Kind.OTHER_GRADIENTS, "fp32 gradients", 4 * widened, formula, "update"))
+        gpu.append(_widened(updated))
     if not fraction:
         return gpu, []
     streamed = round(shard * mode.streamed_fraction)
@@ -234,6 +238,13 @@ def _optimizer(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], li
         ring = streamed_states.ring_bytes(run, mode.streamed_states, streamed)
         gpu.append(Line(Kind.OTHER_STATES, "streaming slots", ring, slots))
     return gpu, _hosted(run, mode, shard - resident - streamed, streamed)
+
+
+def _widened(elements: int) -> Line:
+    """Return the gradients that an update of so many bf16 weights makes fp32 at once."""
+    widened = min(elements, sizes.WIDENED_ELEMENTS)
+    formula = each(4, widened, "widened at once")
+    return Line(Kind.OTHER_GRADIENTS, "fp32 gradients", 4 * widened, formula, "update")
 
 
 def _visiting(run: TrainingRun, mode: Mode, shard: int) -> tuple[list[Line], list[Line]]:
@@ -331,6 +342,8 @@ def _adapter(
             "backward",
         ),
     ]
+    if run.widens_gradients and wide < 4:
+        adapters.append(_widened(made))
     tower = _tower(run, 2)
     gpu = [*adapters, *tower, *_around_weights(run)]
     if mode.offload_parameters:
@@ -341,14 +354,14 @@ def _adapter(
             *host,
             *rounding,
         ]
-    streamed = _streamed_weights(run, mode, local)
+    streamed = frozen_layers.bytes_that_stream(run, mode, local, _ends(run))
     if not streamed:
         return [
             *gpu,
             Line(Kind.FROZEN_WEIGHTS, "base weights", base, formula),
             *_gathered(run, mode, local),
         ], []
-    ring = window_bytes(run, mode, streamed)
+    ring = frozen_layers.on_gpu_beside(run, mode, streamed)
     resident = f"{run.shape.num_layers - mode.weight_layers} layers' worth"
     kept = f"{resident}, embedding and head, and a window of {gib(ring)} for the streamed rest"
     if _frees_nothing(run, mode):
@@ -362,16 +375,7 @@ def _adapter(
             ),
         ], [Line(Kind.FROZEN_WEIGHTS, "base weights", streamed, f"{mode.weight_layers} layers, pinned")]
     gpu.append(Line(Kind.FROZEN_WEIGHTS, "base weights", base - streamed + ring, kept))
-    return gpu, [_on_host(run, mode, streamed)]
-
-
-def _on_host(run: TrainingRun, mode: Mode, streamed: int) -> Line:
-    return Line(
-        Kind.FROZEN_WEIGHTS,
-        "base weights",
-        streamed,
-        f"{mode.weight_layers} of {run.shape.num_layers} layers, pinned",
-    )
+    return gpu, [frozen_layers.on_host(run, mode, streamed)]
 
 
 def _frozen(run: TrainingRun, adapter: Adapter, local: LocalParameters) -> tuple[int, str]:
@@ -386,33 +390,6 @@ def _frozen(run: TrainingRun, adapter: Adapter, local: LocalParameters) -> tuple
 
 def _ends(run: TrainingRun) -> int:
     return run.shape.vocab * run.shape.hidden * (1 if run.shape.tied_embeddings else 2)
-
-
-def _streamed_weights(run: TrainingRun, mode: Mode, local: LocalParameters) -> int:
-    """Return the bytes of frozen layers that stream: as a trace has counted them, else all of an adapter's base."""
-    if not mode.weight_layers:
-        return 0
-    share = mode.weight_layers / run.shape.num_layers
-    if run.frozen_layers:
-        return round(share * sum(run.frozen_layers))
-    if run.adapter is None:
-        return 0
-    layers = max(local.total - _ends(run), 0) // run.weight_shards
-    return round(run.adapter.base_weight_bytes * layers * share)
-
-
-def window_bytes(run: TrainingRun, mode: Mode, streamed: int) -> int:
-    """Return the GPU bytes that `streamed` bytes of frozen layers pass through.
-
-    The reference implementation streams the same share of every layer, with two layers ahead of the one in use, and
-    gives each as much as the largest; Axolotl streams whole layers, with one ahead.
-    """
-    if mode.weight_engine is not WeightEngine.REFERENCE:
-        return min(2 * streamed // mode.weight_layers, streamed)
-    largest = 1 / run.shape.num_layers
-    if run.frozen_layers:
-        largest = max(run.frozen_layers) / sum(run.frozen_layers)
-    return min(round((1 + sizes.PREFETCHED_LAYERS) * largest * streamed), streamed)
 
 
 def _frees_nothing(run: TrainingRun, mode: Mode) -> bool:

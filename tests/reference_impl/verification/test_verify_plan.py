@@ -134,7 +134,7 @@ def test_states_in_fewer_bits_take_what_they_promise_and_may_round_losses(writte
 def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 2048}
     # The stated sizes belong to verify's own decoder, with torch's norms.
-    lora = made("895MiB", "seq_length=256", "lora_rank=8", "hidden_size=256", **sizes)
+    lora = made("900MiB", "seq_length=256", "lora_rank=8", "hidden_size=256", **sizes)
     assert lora["execute"]["weights"]["resident_layers"] < 8
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(lora))
@@ -148,7 +148,8 @@ def test_adapters_are_trained_over_layers_that_stream(made, tmp_path):
         if line["name"] == "base weights"
     )
     assert streamed > 0
-    assert found.trained.peak_host_bytes >= 0.99 * streamed
+    # A plan has room for the exceptions of trained weights; random ones have hardly any.
+    assert 0.75 / 0.76 * streamed <= found.trained.peak_host_bytes <= streamed
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def trainee(device):
 @pytest.fixture(params=[2**27, 2**15], ids=["long spans", "short spans"])
 def spans(request, monkeypatch):
     """A storage is one span, or has several."""
-    monkeypatch.setattr(compressed_copy, "SPAN_BYTES", request.param)
+    monkeypatch.setattr(compressed_copy, "DECOMPRESSED_BYTES", request.param)
 
 
 def frozen(model):

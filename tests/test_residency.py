@@ -4,7 +4,7 @@ import re
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from reference_impl.weights.residency import (
+from offload_arithmetic.residency import (
     allowances,
     copied_once,
     device_bytes,

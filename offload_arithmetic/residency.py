@@ -55,14 +55,19 @@ def kept_bytes(sizes: Sequence[int], allowance_bytes: int) -> int:
     return sum(size for size, is_kept in zip(sizes, keep, strict=True) if is_kept)
 
 
-def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks: int) -> int:
-    """Return the device bytes of frozen weights: all that stays, and `window_blocks` buffers of the largest rest."""
-    stays = [
-        kept_bytes(sizes, allowance)
+def streamed_bytes(blocks: Sequence[Sequence[int]], fraction: float) -> tuple[int, int]:
+    """Return the bytes of all `blocks` that do not stay where `fraction` of them may, and the most of one block."""
+    rests = [
+        sum(sizes) - kept_bytes(sizes, allowance)
         for sizes, allowance in zip(blocks, allowances(blocks, fraction), strict=True)
     ]
-    largest = max(sum(sizes) - stay for sizes, stay in zip(blocks, stays, strict=True))
-    return sum(stays) + window_blocks * largest
+    return sum(rests), max(rests)
+
+
+def device_bytes(blocks: Sequence[Sequence[int]], fraction: float, window_blocks: int) -> int:
+    """Return the device bytes of frozen weights: all that stays, and `window_blocks` buffers of the largest rest."""
+    streamed, largest = streamed_bytes(blocks, fraction)
+    return sum(map(sum, blocks)) - streamed + window_blocks * largest
 
 
 def fraction_within(
