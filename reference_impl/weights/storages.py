@@ -79,13 +79,14 @@ def streamable_storages(
     Raises ValueError for a sharded (DTensor) parameter, which it names.
     """
     owner_of_module = _owners(blocks)
-    tensors: defaultdict[int, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    # By identity: a module may hold another one's, and each is placed anew once.
+    tensors: defaultdict[int, dict[int, tuple[str, torch.Tensor]]] = defaultdict(dict)
     owners: defaultdict[int, set[int]] = defaultdict(set)
     trained: set[int] = set()
     small: set[int] = set()
     for module, name, tensor, is_trained in plain_tensors(model):
         storage = storage_of(tensor)
-        tensors[storage._cdata].append((name, tensor))
+        tensors[storage._cdata].setdefault(id(tensor), (name, tensor))
         owners[storage._cdata].add(owner_of_module.get(id(module), -1))
         if is_trained:
             trained.add(storage._cdata)
@@ -96,7 +97,7 @@ def streamable_storages(
     for key, named in tensors.items():
         (owner, *others) = owners[key]
         if owner >= 0 and not others and key not in unfit:
-            names, views = zip(*named, strict=True)
+            names, views = zip(*named.values(), strict=True)
             streamable[owner].append(BlockStorage(names, views))
     # Matrices side by side: one copy, or one kernel, may then serve several.
     return [sorted(block, key=lambda storage: storage.size_bytes < MIN_BYTES) for block in streamable]

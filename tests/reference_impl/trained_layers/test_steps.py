@@ -65,6 +65,19 @@ def test_with_tied_embeddings(device, dtype):
 
 
 @BOTH
+def test_with_a_weight_that_two_modules_of_a_block_hold(device, dtype):
+    one, other = (decoder(device, dtype=dtype) for _ in range(2))
+    for layer in (*one.layers, *other.layers):
+        layer.up.weight = layer.gate.weight
+    data, reference = batches(device, 3), resident(one)
+    expected = train(one, reference, data)
+    with streamed(other, prefetch=0) as streamer:
+        assert train(other, streamer.optimizer, data) == expected
+        assert_same(other, streamer.optimizer, one, reference)
+    assert other.layers[0].up.weight is other.layers[0].gate.weight
+
+
+@BOTH
 @pytest.mark.parametrize("backwards", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_of_several_backwards_add_up(device, dtype, backwards):
     compare(device, dtype=dtype, backwards=backwards)

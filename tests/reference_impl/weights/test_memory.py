@@ -184,6 +184,14 @@ def test_tied_weights_are_handled_once(device):
     assert model.head.weight is model.layers[3].weight
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_weight_that_two_modules_of_a_block_hold_is_placed_once(trainee, prefetch):
+    trainee.layers[1].up.base.weight = trainee.layers[1].gate.base.weight
+    expected = trainee.step()
+    with FrozenLayerStreamer(trainee.model, prefetch=prefetch):
+        assert trainee.step() == expected
+
+
 def test_packed_weights_stream_as_they_are(device):
     class Quantised(nn.Module):
         def __init__(self):
