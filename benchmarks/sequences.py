@@ -11,14 +11,13 @@ A row is full training in bf16 with `TrainableLayerStreamer`, compact states of 
 clipping and the loss in chunks: forward, backward with each layer recomputed, step, zero_grad. `today` has no more;
 `attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both; `groups` is both and
 `HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
-`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device, `compressed` has
-12 bits for each frozen weight that streams. `old` is `today` with the package of another checkout, in a process of its
-own. Times are means of `--steps` steps behind one that warms
-up, since an update runs in the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the
-driver, without that of making the model; host memory is the pinned part. Losses are those of all steps: rows may differ
-by the rounding of kernels. With `--kernels` one more step runs under the profiler. It tells the number of kernels, and
-the time with at least one running: a faster host or link could reach it. The models are those of Transformers, with
-random weights.
+`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. With `--compress`
+weights that stream have 12 bits each. `old` is `today` with the package of another checkout, in a process of its own.
+Times are means of `--steps` steps behind one that warms up, since an update runs in the next forward. GPU memory is the
+allocator's peak; `reserved` is its memory from the driver, without that of making the model; host memory is the pinned
+part. Losses are those of all steps: rows may differ by the rounding of kernels. With `--kernels` one more step runs
+under the profiler. It tells the number of kernels, and the time with at least one running: a faster host or link could
+reach it. The models are those of Transformers, with random weights.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ from reference_impl.memory.ledger import Ledger
 from reference_impl.verification.hugging_face import model_from, read_config
 
 TODAY, ATTENTION, TILES, BOTH, GROUPS = "today", "attention", "tiles", "both", "groups"
-RESIDENT, COMPRESSED = "resident", "compressed"
-ROWS = (RESIDENT, TODAY, COMPRESSED, ATTENTION, TILES, BOTH, GROUPS)
+RESIDENT = "resident"
+ROWS = (RESIDENT, TODAY, ATTENTION, TILES, BOTH, GROUPS)
 # The modules of Llama and Qwen3 that mix no positions and keep more than their input; the last is the final norm.
 TILED = "mlp,input_layernorm,post_attention_layernorm,q_norm,k_norm,norm"
 MODELS = ("qwen3-4b", "qwen3-8b", "llama-3-8b", "qwen3-30b-a3b")
@@ -141,6 +140,7 @@ def measure(
     *,
     lora: bool,
     resident_layers: int = 0,
+    compress: bool = False,
     counts_kernels: bool = False,
 ) -> dict[str, Any]:
     """Train a few steps of a row; return times in seconds and sizes in decimal GB."""
@@ -165,9 +165,7 @@ def measure(
 
             last.enter_context(HeadGroups(model, **head_groups))
         if lora:
-            training = adapters(
-                row, model, setting, last, resident=name == RESIDENT, compress=name == COMPRESSED
-            )
+            training = adapters(row, model, setting, last, resident=name == RESIDENT, compress=compress)
         else:
             training = attached(row, model, setting, last)
         config: Any = model.config
@@ -253,6 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--resident-layers", type=int, default=0, help="layers' worth of weights that stay on the device"
     )
+    parser.add_argument("--compress", action="store_true", help="of weights that stream 12 bits each")
     parser.add_argument("--kernels", action="store_true", help="count kernels, and the time that they take")
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at once")
     parser.add_argument("--steps", type=int, default=2, help="steps that are timed")
@@ -264,10 +263,8 @@ def main() -> None:
     head_groups = {"groups": args.head_groups, "longer_than": args.tile_tokens} if args.head_groups else {}
     if not set(names) <= set(ROWS):
         parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")
-    if {RESIDENT, COMPRESSED} & set(names) and not args.lora:
-        parser.error(
-            f"--rows has {args.rows}; expected {RESIDENT} and {COMPRESSED} with --lora alone; try --lora"
-        )
+    if (RESIDENT in names or args.compress) and not args.lora:
+        parser.error(f"expected {RESIDENT} in --rows and --compress with --lora alone; try --lora")
     device = Device.available()
     if args.kernels and not device.is_accelerator:
         parser.error("--kernels counts those of a GPU; expected one; try it without")
@@ -311,6 +308,7 @@ def main() -> None:
                 head_groups,
                 lora=args.lora,
                 resident_layers=args.resident_layers,
+                compress=args.compress,
                 counts_kernels=args.kernels,
             )
             add({"row": name, **found})

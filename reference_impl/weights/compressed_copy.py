@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -78,17 +78,31 @@ class Decompressor:
         return found or (None, piece)
 
     def bring(
-        self, target: torch.Tensor, whole: torch.Tensor, spans: Sequence[Span], *, after: Sequence[Event]
+        self,
+        target: torch.Tensor,
+        whole: torch.Tensor,
+        spans: Sequence[Span],
+        *,
+        after: Sequence[Event],
+        expect_next: Callable[[], None],
     ) -> Event:
-        """Start filling `target` with `spans` of the host's `whole` block once all of `after` are reached."""
+        """Start filling `target` with `spans` of the host's `whole` block once all of `after` are reached.
+
+        `expect_next` is called in front of the last one, for the block behind.
+        """
         ends: dict[bool, Event] = {}
         try:
-            for span in spans:
+            for span, following in itertools.zip_longest(spans, spans[1:]):
+                if following is None:
+                    expect_next()
+                else:
+                    self._device.expect_copy_in(following.on_host(whole))
                 start = self._copy if span.form is None else self._decompress
                 ends[span.form is None] = start(
                     target[span.start : span.end], span.on_host(whole), span, after
                 )
         except BaseException:
+            self._device.forget_expected()
             # Kernels may be writing memory that goes back now.
             self._device.synchronize()
             raise
@@ -141,13 +155,19 @@ class CompressedCopy:
 
     def load(self, target: torch.Tensor, *, after: Event) -> Started:
         """Start copies and kernels in turn; the thread does where copies pass through the ring."""
-        device = self._loader.device
+        loader, whole = self._loader, self._copy.whole
         spans = [span for storage in self._spans for span in storage]
-        events = device.record(), after
-        bring = functools.partial(self._decompressor.bring, target, self._copy.whole, spans, after=events)
-        if device.is_pageable(self._copy.whole):
-            return self._loader.in_turn(bring)
-        return self._loader.at_once(bring)
+        bring = functools.partial(
+            self._decompressor.bring,
+            target,
+            whole,
+            spans,
+            after=(loader.device.record(), after),
+            expect_next=loader.expect_next,
+        )
+        if loader.device.is_pageable(whole):
+            return loader.in_turn(bring, reads=spans[0].on_host(whole))
+        return loader.at_once(bring)
 
     def part(self, index: int) -> torch.Tensor:
         """Return the bytes in new memory, as `own`."""

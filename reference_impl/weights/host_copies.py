@@ -120,8 +120,8 @@ class Loader:
             self._given.popleft()
         return bool(self._given)
 
-    def _copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
-        """Copy pageable memory in, and have the first bytes of the next such copy read ahead."""
+    def expect_next(self) -> None:
+        """Have the first bytes of the next copy of pageable memory read ahead during the one that follows."""
         waiting = (
             reads
             for started, reads in tuple(self._given)
@@ -129,6 +129,10 @@ class Loader:
         )
         if (following := next(waiting, None)) is not None:
             self.device.expect_copy_in(following)
+
+    def _copy_in(self, target: torch.Tensor, host: torch.Tensor, *, after: Iterable[Event]) -> Event:
+        """Copy pageable memory in."""
+        self.expect_next()
         try:
             return self.device.copy_in(target, host, after=after)
         except BaseException:
