@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -103,7 +102,9 @@ class OnStream:
 
 def compiled_code_is_replayed() -> bool:
     """Whether compiled code may run as a CUDA graph, which calls no operation."""
-    return "torch._inductor.cudagraph_trees" in sys.modules
+    # In torch/_inductor/cudagraph_trees.py, which `torch._dynamo.reset` loads too (2.11): then it has no graphs.
+    graphs = "tree_manager_containers"
+    return torch._C._is_key_in_tls(graphs) and bool(torch._C._get_obj_in_tls(graphs))
 
 
 def _recorded(stream: torch.cuda.Stream, *, for_threads: bool = False) -> Event:
