@@ -33,7 +33,7 @@ class Before:
         self._device = device
         self._attributes = KeptAttributes(list(model.modules()))
         self._tensors = list(_changing(model, batch))
-        self._params = list(model.parameters())
+        self._with_gradients = [*model.parameters(), *tensors_in(batch)]
         states = [
             (state, name, value)
             for each in optimizers_in(optimizer)
@@ -54,8 +54,8 @@ class Before:
         self._attributes.restore()
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             _once(tensor).copy_(copy)
-        for param in self._params:
-            param.grad = None
+        for tensor in self._with_gradients:
+            tensor.grad = None
         self._random.restore()
         self._device.synchronize()
 

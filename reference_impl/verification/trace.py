@@ -272,7 +272,7 @@ def _batch_on_meta(batch: Any) -> Any:
 
 def _leaf_on_meta(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return leaf.to("meta")
+        return leaf.detach().to("meta").requires_grad_(leaf.requires_grad)
     if isinstance(
         leaf, MutableMapping
     ):  # such as transformers' BatchEncoding, which pytrees do not look into

@@ -106,10 +106,11 @@ def test_training_goes_on_as_without_trials(kind):
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_a_loss_may_change_its_batch(kind):
     def loss(model, batch):
-        return loss_of(model, batch["ids"]) + batch.pop("labels").add_(1).sum() * 0
+        return loss_of(model, batch["ids"]) + (batch.pop("labels").add_(1) * batch["learnt"]).sum()
 
     torch.manual_seed(0)
     model = Model()
-    batch = kind(ids=IDS, labels=torch.zeros(4))
+    batch = kind(ids=IDS, labels=torch.zeros(4), learnt=torch.zeros(4, requires_grad=True))
     with fit(model, torch.optim.AdamW(model.parameters()), batch, loss):
         assert not batch["labels"].any()
+        assert batch["learnt"].grad is None
