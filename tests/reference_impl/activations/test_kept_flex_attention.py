@@ -182,6 +182,7 @@ KERNELS = {
     "forward": (FORWARD, {"OUTPUT_MAX": False}, LAYERS, OUT_BYTES + ROW_BYTES),
     "with the scores' maxima": (FORWARD, {"OUTPUT_MAX": True}, LAYERS, OUT_BYTES + 2 * ROW_BYTES),
     "backward": (("arg_Q", "arg_DO", "arg_LSE", "arg_DQ", "out_ptr0"), {}, 2 * LAYERS, 0),
+    "with another output": (("arg_Q", "arg_K", "arg_LSE", "out_ptr0", "out_ptr1"), {}, 2 * LAYERS, 0),
     "few queries": (("arg_Q", "arg_K", "arg_M", "arg_L", "out_ptr0"), {}, 2 * LAYERS, 0),
 }
 
