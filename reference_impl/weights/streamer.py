@@ -74,10 +74,13 @@ class FrozenLayerStreamer(LayerStreamer):
         Raises:
             ValueError: no blocks, nothing frozen, sharded parameters, an option out of range, compression of weights
                 that stay in their files, or on a GPU without triton.
+            TypeError: `compress` is no bool.
             HostMemoryError: the host cannot hold the weights. The model is left as it was.
         """
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch}; expected at least 0; try 2")
+        if not isinstance(compress, bool):
+            raise TypeError(f"compress={compress!r}; expected True or False; try compress=True")
         if compress and host_limit_bytes is not None:
             raise ValueError(
                 f"compress=True and host_limit_bytes={host_limit_bytes}: weights that stay in their files are read as "

@@ -294,6 +294,12 @@ def test_a_kernel_that_fails_leaves_nothing_half_done(trainee, monkeypatch):
         assert trainee.step() == expected
 
 
+@pytest.mark.parametrize("compress", ["no", 1, None])
+def test_compression_is_said(trainee, compress):
+    with pytest.raises(TypeError, match=r"expected True or False; try compress=True"):
+        FrozenLayerStreamer(trainee.model, compress=compress)
+
+
 def test_weights_of_files_are_not_compressed(trainee):
     with pytest.raises(ValueError, match=r"host_limit_bytes=1000000.*expected one of them; try limit_pinned"):
         FrozenLayerStreamer(trainee.model, host_limit_bytes=10**6, compress=True)
