@@ -271,7 +271,7 @@ def _best(
     profile = profile_batch(task.model, task.batch, task.loss, tokens=tokens, on_cuda=on_cuda)
     planner = Planner(profile, sequences=sequences, tokens=tokens, host_bytes=round(0.9 * available_bytes()))
     # As `fit` does: a plan without room may leave weights on the host, and streamed layers take no cache.
-    before = Before(task.model, task.optimizer, task.device)
+    before = Before(task.model, task.optimizer, task.device, task.batch)
     without_caches(task.model)
     asked_bytes = round((1 - HEADROOM) * row["budget_bytes"]) - task.other_bytes()
     limit_bytes = round((1 - TRIAL_MARGIN) * row["budget_bytes"])

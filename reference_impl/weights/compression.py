@@ -100,7 +100,7 @@ def compress(bits: torch.Tensor) -> tuple[Form, torch.Tensor] | None:
     codes.masked_fill_(~is_coded, 0)
     compressed = torch.zeros(form.size_bytes, dtype=torch.uint8, device=bits.device)
     rest, pairs, at, values = form.parts(compressed)
-    rest.copy_(((bits >> 8) & 0x80) | (bits & 0x7F))
+    rest.copy_((bits >> 8).bitwise_and_(0x80).bitwise_or_(bits & 0x7F))
     pairs.copy_(codes[: form.half])
     pairs[: form.numel - form.half] |= codes[form.half :] << 4
     at.copy_(positions)

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from reference_impl.device import REACHED, CpuTwin, EventGroup
 
-COPY_STREAMS = ("h2d", "d2h", "gradients", "weights")
+COPY_STREAMS = ("h2d", "d2h", "gradients", "weights", "decompression")
 
 
 def _places(*tensors):
@@ -78,6 +78,9 @@ class LateTwin(CpuTwin):
 
     def on_h2d_of_weights(self):
         return self.on("weights")
+
+    def on_decompression_stream(self):
+        return self.on("decompression")
 
     def on_update_stream(self):
         return self.on("kernels")

@@ -6,10 +6,12 @@ import io
 
 import pytest
 import torch
+from late_device import LateTwin
 from lora_trainee import Trainee
 from torch import nn
 
 from reference_impl import limit_pinned_memory
+from reference_impl.device import Device
 from reference_impl.memory.absent import is_unread
 from reference_impl.memory.ledger import Ledger
 from reference_impl.memory.staged import Ring
@@ -298,6 +300,41 @@ def test_a_kernel_that_fails_leaves_nothing_half_done(trainee, monkeypatch):
 def test_compression_is_said(trainee, compress):
     with pytest.raises(TypeError, match=r"expected True or False; try compress=True"):
         FrozenLayerStreamer(trainee.model, compress=compress)
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+)
+def test_late_copies_and_late_kernels(monkeypatch, seed):
+    """A span is written to its buffer behind the kernel that reads the one before, and read behind its copy."""
+    late = type("SeededTwin", (LateTwin,), {"seed": seed})
+    monkeypatch.setitem(Device.classes, "cpu", late)
+
+    def decompressed_late(device, target, form, compressed):
+        storage = target.untyped_storage()
+        place = storage.data_ptr(), storage.nbytes()
+
+        def write():
+            assert (storage.data_ptr(), storage.nbytes()) == place, (
+                "memory was freed that a kernel still writes"
+            )
+            decompress_on_host(target, form, compressed)
+
+        device.do(write)
+
+    monkeypatch.setattr(compressed_copy, "decompress", decompressed_late)
+    monkeypatch.setattr(compressed_copy, "DECOMPRESSED_BYTES", 2**14)
+    device = Device.of("cpu")
+    assert isinstance(device, late)
+    trainee = trainee_of(device)
+    expected = trainee.step()
+    with FrozenLayerStreamer(trainee.model, prefetch=seed % 3, compress=True) as streamer:
+        for _ in range(3):
+            assert trainee.step() == expected
+        with streamer.gathered(trainee.layers[1]):
+            pass
+        assert trainee.step() == expected
+    assert trainee.step() == expected
 
 
 def test_weights_of_files_are_not_compressed(trainee):
