@@ -87,9 +87,18 @@ def hidden_s(costs: Sequence[Cost], *names: str) -> float:
 
 
 def weights(
-    run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, speed: Pace, copies: Sequence[Cost]
+    run: TrainingRun,
+    mode: Mode,
+    memory: Memory,
+    machine: Machine,
+    speed: Pace,
+    copies: Sequence[Cost],
+    again_s: float,
 ) -> list[Cost]:
-    """Return the costs of streaming frozen layers through one micro-batch, beside the activations' `copies`."""
+    """Return the costs of streaming frozen layers through one micro-batch, beside the activations' `copies`.
+
+    A layer that is computed again in backward, `again_s` for all, needs its weights there once.
+    """
     moved = sum(line.bytes for line in memory.host if line.kind is Kind.FROZEN_WEIGHTS)
     if not moved or not mode.weight_layers:
         return []
@@ -108,14 +117,14 @@ def weights(
     each = max(moved - window, 0) / machine.h2d_copy
     again = max(_read_in_backward(run) * moved - window, 0) / machine.h2d_copy
     forward = without_one_layer_s(run, speed.forward_s)
-    backward = without_one_layer_s(run, speed.backward_s) - hidden_s(copies, BACK)
+    backward = without_one_layer_s(run, speed.backward_s + again_s) - hidden_s(copies, BACK)
     return [
         Cost("frozen layers for forward", each, max(0.0, each - forward), "bytes / H2D - forward"),
         Cost(
             "frozen layers for backward",
             again,
             max(0.0, again - backward),
-            "bytes / H2D - backward without activation copies",
+            "bytes / H2D - backward, recomputation included, without activation copies",
         ),
     ]
 

@@ -45,7 +45,7 @@ def estimate(run: TrainingRun, mode: Mode, memory: Memory, machine: Machine, spe
         *again,
         *collectives.costs(run, between, speed, again_s),
         *moved,
-        *copies.weights(run, mode, memory, machine, link_free, moved),
+        *copies.weights(run, mode, memory, machine, link_free, moved, again_s),
         *copies.sharded_parameters(mode, memory, machine, speed),
     ]
     times = run.micro_batches

@@ -102,6 +102,28 @@ def test_steps_of_a_mixtures_adapters_are_those_that_were_measured(
     assert step.total_s == pytest.approx(step_s, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("resident_layers", "compresses", "step_s", "peak_gb", "pinned_gb"),
+    [(0, False, 2.180, 7.30, 61.54), (0, True, 1.678, 7.54, 46.54), (5, True, 1.593, 13.65, 41.93)],
+)
+def test_streamed_mixtures_are_as_they_were_measured(
+    resident_layers: int, compresses: bool, step_s: float, peak_gb: float, pinned_gb: float
+) -> None:
+    """The same with 8,192 tokens and layers that stream: the rows of docs/30b-mixture-on-12-gb.md."""
+    shape = known_models.shape("qwen3-30b-a3b")
+    run = pytorch_run.build(config(seq_length=8192, fused_loss=True, lora_rank=16), shape, gpus=1)
+    chosen = Mode(
+        weight_layers=48 - resident_layers,
+        compresses_weights=compresses,
+        recompute=Recompute(granularity="full"),
+        activation_engine=ActivationEngine.OWN_INPUTS,
+    )
+    found, step = predicted(traces.with_what_ships(run), chosen)
+    assert step.total_s == pytest.approx(step_s, rel=0.1)
+    assert 1 <= found.allocated_bytes / 1e9 / peak_gb <= 1.03
+    assert found.host_bytes_per_node / 1e9 == pytest.approx(pinned_gb, rel=0.02)
+
+
 @pytest.mark.parametrize(("groups", "peak_gb"), [(0, 17.56), (4, 15.73)])
 def test_peaks_of_adapters_are_those_that_were_measured(groups: int, peak_gb: float) -> None:
     """Three layers of Llama-3-8B that stream, 131,072 tokens: the rows of docs/long-sequences.md."""
