@@ -231,6 +231,8 @@ class HostMemory:
     def _require(self, blocks: Sequence[Sequence[BlockStorage]]) -> None:
         """Raise HostMemoryError unless the host can hold the weights that are not on it yet."""
         needed_bytes = sum(s.size_bytes for block in blocks for s in block if s.device.type != "cpu")
+        if self._decompressor is not None:
+            needed_bytes = int(needed_bytes * COMPRESSED_SHARE)
         there_bytes = available_bytes(needed_bytes)
         if needed_bytes > there_bytes:
             self.close()
