@@ -25,7 +25,7 @@ PREFETCHED_LAYERS = 2  # that come in ahead of the layer in use
 COMPRESSED_SHARE = (
     0.76  # of frozen bf16 weights in 12 bits each, with the elements that are stored as they are
 )
-LEAST_COMPRESSED = 0.9  # of its bytes that a weight's storage may keep; a longer one stays as it is
+MOST_COMPRESSED_SHARE = 0.9  # of a weight's bytes; one that would keep more stays as it is
 DECOMPRESSED_BYTES = 2**27  # of weights that one launch writes at most
 DECOMPRESSION_BUFFERS = 2  # one is decompressed while the next arrives
 

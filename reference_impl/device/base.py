@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -247,6 +248,11 @@ class Device(ABC):
     def with_index(cls, torch_device: torch.device) -> torch.device:
         """Return `torch_device` with the index of the current device where it has none."""
         return torch_device
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels of this package run here, or their source on the twin: a GPU needs triton for them."""
+        return not self.compiles or find_spec("triton") is not None
 
     @property
     @abstractmethod

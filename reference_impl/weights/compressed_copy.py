@@ -31,7 +31,7 @@ from reference_impl.weights.compression import (
     compress,
     decompress,
     decompress_on_host,
-    longest_bytes,
+    most_compressed_bytes,
 )
 from reference_impl.weights.host_copies import Loader, PinnedCopy, Started
 from reference_impl.weights.storages import ALIGNMENT_BYTES, placed
@@ -39,7 +39,7 @@ from reference_impl.weights.storages import ALIGNMENT_BYTES, placed
 
 def bytes_of_buffers(storage_bytes: int) -> int:
     """Return the device bytes of all buffers, where the longest storage of a block has `storage_bytes`."""
-    return DECOMPRESSION_BUFFERS * longest_bytes(min(storage_bytes, DECOMPRESSED_BYTES))
+    return DECOMPRESSION_BUFFERS * most_compressed_bytes(min(storage_bytes, DECOMPRESSED_BYTES))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class CompressedCopy:
         self._lent: list[weakref.ref[torch.Tensor]] = []
         with unseen():
             parts, size_bytes = self._compress(sources, offsets)
-            starts = [span.source for storage in self._spans for span in storage]
+            self._in_order = [span for storage in self._spans for span in storage]
+            starts = [span.source for span in self._in_order]
             self._copy = _kept(loader, arenas, parts, starts, size_bytes)
 
     @property
@@ -155,8 +156,7 @@ class CompressedCopy:
 
     def load(self, target: torch.Tensor, *, after: Event) -> Started:
         """Start copies and kernels in turn; the thread does where copies pass through the ring."""
-        loader, whole = self._loader, self._copy.whole
-        spans = [span for storage in self._spans for span in storage]
+        loader, whole, spans = self._loader, self._copy.whole, self._in_order
         bring = functools.partial(
             self._decompressor.bring,
             target,
@@ -186,7 +186,7 @@ class CompressedCopy:
         memory = torch.empty(spans[-1].end - spans[0].start, dtype=torch.uint8)
         lent = placed(memory, tensor, shift_bytes)
         mark_unread(lent, functools.partial(self._read, index, memory))
-        self._lent.append(weakref.ref(lent))
+        self._lent = [each for each in self._lent if each() is not None] + [weakref.ref(lent)]
         return lent
 
     def release(self, *, after: Event) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_arithmetic.sizes import LEAST_COMPRESSED
+from offload_arithmetic.sizes import MOST_COMPRESSED_SHARE
 from reference_impl.device import Device
 from reference_impl.memory.ledger import unseen
 
@@ -76,9 +76,9 @@ class Form:
         return self._positions_at + 4 * self.exceptions
 
 
-def longest_bytes(size_bytes: int) -> int:
-    """Return the most bytes that weights of `size_bytes` can have once they are compressed."""
-    return int(size_bytes * LEAST_COMPRESSED) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+def most_compressed_bytes(size_bytes: int) -> int:
+    """Return the most bytes that weights of `size_bytes` have where they are compressed."""
+    return int(size_bytes * MOST_COMPRESSED_SHARE) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 
 def compress(bits: torch.Tensor) -> tuple[Form, torch.Tensor] | None:
@@ -95,7 +95,7 @@ def compress(bits: torch.Tensor) -> tuple[Form, torch.Tensor] | None:
     is_coded = (codes > 0) & (codes <= _CODED)
     positions = (~is_coded & (exponents != 0)).nonzero().flatten()
     form = Form(bits.numel(), below, positions.numel())
-    if form.size_bytes > longest_bytes(bits.nbytes):
+    if form.size_bytes > most_compressed_bytes(bits.nbytes):
         return None
     codes.masked_fill_(~is_coded, 0)
     compressed = torch.zeros(form.size_bytes, dtype=torch.uint8, device=bits.device)

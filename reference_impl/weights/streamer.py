@@ -11,7 +11,6 @@ Explained in docs/layer-streaming.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -88,7 +87,7 @@ class FrozenLayerStreamer(LayerStreamer):
             )
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else layers))
         on = device_of(model, device)
-        if compress and on.compiles and find_spec("triton") is None:
+        if compress and not on.has_kernels:
             raise ValueError(
                 "compress=True needs triton to decompress on a GPU; expected it to be installed; try pip install "
                 "triton, or compress=False"

@@ -31,7 +31,7 @@ from reference_impl.optimizers.gradients.mover import GradientMover
 from reference_impl.optimizers.layout import MASTER, Member, NewWeights, Piece
 from reference_impl.optimizers.options import CpuUpdate
 from reference_impl.optimizers.writes.awaited import new_weights_are_made
-from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights, can_add_up
+from reference_impl.optimizers.writes.sums import WeightSums, WrittenWeights
 
 
 class CpuShare:
@@ -66,7 +66,7 @@ class CpuShare:
         self._moments = algorithm.moments
         self._numbers = HostArena(device, slab_bytes=2**21)
         self._gradients = gradients
-        adds_up = follows_writes and can_add_up(device)
+        adds_up = follows_writes and device.has_kernels
         self._sums: WeightSums[Member] | None = WeightSums(device, self._numbers) if adds_up else None
         self._publisher = Publisher(device, note=partial(_note, self._sums))
         self._threads = options.threads

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import prod
 from typing import NamedTuple
 
@@ -41,11 +40,6 @@ from reference_impl.optimizers.streamed.chunks import (
 )
 from reference_impl.optimizers.streamed.matrices import matrix_work_bytes
 from reference_impl.optimizers.streamed.update import scratch_bytes_an_element
-
-
-def has_kernels(device: Device) -> bool:
-    """Return whether states can be packed: on a GPU that takes triton."""
-    return not device.compiles or find_spec("triton") is not None
 
 
 def has_kernel_of(formula: Formula, device: Device) -> bool:
@@ -83,7 +77,7 @@ class StateFormat:
         for a form that is not possible.
         """
         is_adam = algorithm.formula is adam_formula
-        if states != "exact" and not has_kernels(device):
+        if states != "exact" and not device.has_kernels:
             raise ValueError(
                 f"states is {states!r}, whose kernels are made of triton; expected it to be installed; try pip install "
                 "triton, or states='exact'"
@@ -96,7 +90,7 @@ class StateFormat:
         if not states.startswith("compact"):
             return cls(
                 offload_masters=offload_masters,
-                hi_lo_masters=offload_masters and is_adam and has_kernels(device),
+                hi_lo_masters=offload_masters and is_adam and device.has_kernels,
                 moments_dtype=torch.float32 if states == "exact" else torch.bfloat16,
             )
         if not is_adam:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Generic, TypeVar
 
 import torch
@@ -31,11 +30,6 @@ from reference_impl.memory.readback import Readback
 BLOCK_BYTES = 2**17
 
 _Name = TypeVar("_Name", bound=Hashable)
-
-
-def can_add_up(device: Device) -> bool:
-    """Return whether weights can be added up without memory for their products: on a GPU that takes triton."""
-    return not device.compiles or find_spec("triton") is not None
 
 
 @dataclass(eq=False, slots=True)

@@ -21,7 +21,7 @@ def on_gpu_beside(run: TrainingRun, mode: Mode, streamed: int) -> int:
     if not mode.compresses_weights:
         return window
     longest = min(max(_tensors(run), default=sizes.DECOMPRESSED_BYTES), sizes.DECOMPRESSED_BYTES)
-    return window + round(sizes.DECOMPRESSION_BUFFERS * sizes.LEAST_COMPRESSED * longest)
+    return window + round(sizes.DECOMPRESSION_BUFFERS * sizes.MOST_COMPRESSED_SHARE * longest)
 
 
 def on_host(run: TrainingRun, mode: Mode, streamed: int) -> Line:

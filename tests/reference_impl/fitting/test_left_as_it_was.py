@@ -5,7 +5,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from fit_trainee import IDS, Model, loss_of, same
+from fit_trainee import IDS, Model, loss_of, same, train
 from torch import nn
 
 from reference_impl import fit
@@ -76,16 +76,9 @@ class Teacher(Model):
         return out + self.teacher(out) + self.student(out)
 
 
-def trained(model, optimizer, steps=2):
-    torch.manual_seed(7)
-    losses = []
-    for _ in range(steps):
-        losses.append(loss_of(model, IDS))
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    getattr(optimizer, "synchronize", lambda: None)()
-    return [*losses, *model.parameters(), *model.buffers()]
+def trained(model, optimizer):
+    losses, params = train(model, optimizer, steps=2)
+    return [losses, *params, *model.buffers()]
 
 
 @pytest.mark.usefixtures("planner_in_process")

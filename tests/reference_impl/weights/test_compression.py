@@ -344,7 +344,7 @@ def test_weights_of_files_are_not_compressed(trainee):
 
 def test_a_gpu_without_triton(trainee, device, monkeypatch):
     monkeypatch.setattr(type(device), "compiles", True)
-    monkeypatch.setattr("reference_impl.weights.streamer.find_spec", lambda name: None)
+    monkeypatch.setattr("reference_impl.device.base.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs triton.*try pip install triton, or compress=False"):
         FrozenLayerStreamer(trainee.model, compress=True)
 
