@@ -67,7 +67,7 @@ class Row:
     stay: float = 0.0
     on_cpu: float = 0.0
     inputs: Any = "device"
-    keep_attention: bool = False
+    keep_attention: bool | int = False
     chunk_mib: int = STATE_CHUNK_BYTES // 2**20
 
 
@@ -236,7 +236,7 @@ def attached(row: Row, model: nn.Module, setting: Setting, last: ExitStack) -> T
         split=(row.stay, 1 - row.stay - row.on_cpu, row.on_cpu),
         inputs=row.inputs,
         # Not passed where it is not asked for: the package may be older.
-        **({"keep_attention": True} if row.keep_attention else {}),
+        **({"keep_attention": row.keep_attention} if row.keep_attention else {}),
         layers=layers_of(model),
         device=setting.device.torch_device,
     )

@@ -9,15 +9,16 @@
 
 A row is full training in bf16 with `TrainableLayerStreamer`, compact states of 8 low bits, inputs on the host, exact
 clipping and the loss in chunks: forward, backward with each layer recomputed, step, zero_grad. `today` has no more;
-`attention` is `keep_attention=True`; `tiles` is `SequenceTiles` of `--tiles`; `both` is both; `groups` is both and
-`HeadGroups`. With `--lora` the rows train adapters of rank 16 beside attention's linear layers with
-`FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights on the device. With `--compress`
-weights that stream have 12 bits each. `old` is `today` with the package of another checkout, in a process of its own.
-Times are means of `--steps` steps behind one that warms up, since an update runs in the next forward. GPU memory is the
-allocator's peak; `reserved` is its memory from the driver, without that of making the model; host memory is the pinned
-part. Losses are those of all steps: rows may differ by the rounding of kernels. With `--kernels` one more step runs
-under the profiler. It tells the number of kernels, and the time with at least one running: a faster host or link could
-reach it. The models are those of Transformers, with random weights.
+`attention` is `keep_attention=True`, or in as many layers as `--kept-layers` says; `tiles` is `SequenceTiles` of
+`--tiles`; `both` is both; `groups` is both and `HeadGroups`. With `--lora` the rows train adapters of rank 16 beside
+attention's linear layers with `FrozenLayerStreamer` and `CheckpointOffloader`; `resident` is `today` with all weights
+on the device. With `--compress` weights that stream have 12 bits each. `old` is `today` with the package of another
+checkout, in a process of its own. Times are means of `--steps` steps behind one that warms up, since an update runs in
+the next forward. GPU memory is the allocator's peak; `reserved` is its memory from the driver, without that of making
+the model; host memory is the pinned part. Losses are those of all steps: rows may differ by the rounding of kernels.
+With `--kernels` one more step runs under the profiler, which is the one that is timed with `--steps 0`. It tells the
+number of kernels, and the time with at least one running: a faster host or link could reach it. The models are those
+of Transformers, with random weights.
 """
 
 from __future__ import annotations
@@ -139,6 +140,7 @@ def measure(
     head_groups: dict[str, int],
     *,
     lora: bool,
+    kept_layers: int | None = None,
     resident_layers: int = 0,
     compress: bool = False,
     counts_kernels: bool = False,
@@ -149,7 +151,7 @@ def measure(
     row = Row(
         form="lo8",
         inputs="host",
-        keep_attention=name in (ATTENTION, BOTH, GROUPS),
+        keep_attention=name in (ATTENTION, BOTH, GROUPS) and (kept_layers or True),
         resident_layers=resident_layers,
     )
     with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
@@ -189,28 +191,35 @@ def measure(
         for _ in range(setting.steps):
             step()
         device.synchronize()
-        step_s = (time.perf_counter() - start) / setting.steps
+        times = {"step_s": (time.perf_counter() - start) / setting.steps} if setting.steps else {}
+        if counts_kernels:
+            times = kernels_of(step, device) | times
         return {
-            "step_s": step_s,
+            **times,
             "gpu_gb": ledger.peak_device_bytes / 1e9,
             "reserved_gb": torch.cuda.max_memory_reserved() / 1e9 if device.is_accelerator else 0.0,
             "pinned_gb": host_book.reserved_bytes / 1e9,
             "losses": [round(loss.item(), 4) for loss in losses],
-            **(kernels_of(step, device) if counts_kernels else {}),
         }
 
 
 def kernels_of(step: Callable[[], None], device: Device) -> dict[str, float]:
-    """Run a step under the profiler; return how many kernels it has, and in how many seconds one of them ran."""
+    """Run a step under the profiler; return its time, how many kernels it has, and for how long one of them ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        start = time.perf_counter()
         step()
         device.synchronize()
+        step_s = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = [each for each in json.loads(path.read_text())["traceEvents"] if each.get("cat") == "kernel"]
     busy = merge((each["ts"], each["ts"] + each["dur"]) for each in events)
-    return {"kernels": len(events), "kernels_s": sum(stop - start for start, stop in busy) / 1e6}
+    return {
+        "step_s": step_s,
+        "kernels": len(events),
+        "kernels_s": sum(stop - start for start, stop in busy) / 1e6,
+    }
 
 
 def of_older_code(checkout: Path, arguments: list[str]) -> dict[str, Any]:
@@ -247,6 +256,9 @@ def main() -> None:
         type=int,
         help="of attention in the row `groups`, by default so many as its length asks for",
     )
+    parser.add_argument(
+        "--kept-layers", type=int, help="layers of which attention is kept, by default all of them"
+    )
     parser.add_argument("--lora", action="store_true", help="train adapters of attention's linear layers")
     parser.add_argument(
         "--resident-layers", type=int, default=0, help="layers' worth of weights that stay on the device"
@@ -265,6 +277,8 @@ def main() -> None:
         parser.error(f"--rows has {args.rows}; expected some of {', '.join(ROWS)}")
     if (RESIDENT in names or args.compress) and not args.lora:
         parser.error(f"expected {RESIDENT} in --rows and --compress with --lora alone; try --lora")
+    if not args.steps and not args.kernels:
+        parser.error("--steps 0 times the step of --kernels; try --kernels, or --steps 1")
     device = Device.available()
     if args.kernels and not device.is_accelerator:
         parser.error("--kernels counts those of a GPU; expected one; try it without")
@@ -307,6 +321,7 @@ def main() -> None:
                 args.tile_tokens,
                 head_groups,
                 lora=args.lora,
+                kept_layers=args.kept_layers,
                 resident_layers=args.resident_layers,
                 compress=args.compress,
                 counts_kernels=args.kernels,

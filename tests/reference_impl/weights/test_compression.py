@@ -155,8 +155,8 @@ def test_the_device_holds_two_buffers_more(trainee, device):
     buffers = longer_window - window
     longest = max(param.nbytes for param in frozen(trainee.model.layers).values())
     assert buffers == pytest.approx(2 * 0.9 * longest, abs=64)
-    # The ledger does not see them: they were there before it.
-    assert compressed - plain in (0, buffers)
+    # CUDA's allocator rounds each up to 512 bytes; the CPU twin's ledger does not see them, which are older.
+    assert compressed == plain or compressed - plain == pytest.approx(buffers, abs=2 * 512)
 
 
 def test_a_budget_holds_the_buffers_too(trainee):
