@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kept during its layer's recomputation: any kernel's, of whole and of packed sequences."""
 
+import importlib
 from itertools import pairwise, starmap
 
 import pytest
@@ -257,12 +258,10 @@ def test_compiled_code_may_write_over_kept_attention(device, compilers):
 @pytest.fixture
 def graphs():
     """CUDA graphs by device, as inductor registers them for a thread and its backward."""
-    name = "tree_manager_containers"
-    before = torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else {}
-    found = {}
-    torch._C._stash_obj_in_tls(name, found)
+    # Inductor's own: one that only the thread's storage held would be freed after Python has ended.
+    found = importlib.import_module("torch._inductor.cudagraph_trees").local.tree_manager_containers
     yield found
-    torch._C._stash_obj_in_tls(name, before)
+    found.clear()
 
 
 def test_no_compiled_code_runs_where_it_may_be_replayed(device, compilers, graphs):
