@@ -95,6 +95,11 @@ def test_a_text_about_devices_is_told_by_the_offload_that_the_run_has() -> None:
     meta = raised("NotImplementedError: Cannot copy out of meta tensor; no data!", ("peft/loftq.py", "init"))
     assert "device_map offloaded the weight" in cause_of(meta, {"train.py": 'load(m, device_map="auto")\n'})
     assert "was moved" in cause_of(meta, {"train.py": "fully_shard(m, offload_policy=CPUOffloadPolicy())\n"})
+    trainer = raised(
+        "NotImplementedError: Cannot copy out of meta tensor; no data!",
+        ("transformers/trainer.py", "_move_model_to_device"),
+    )
+    assert "device_map left modules on the CPU or disk" in cause_of(trainer, {})
 
 
 def test_a_setting_that_is_no_switch_is_not_switched_off() -> None:
