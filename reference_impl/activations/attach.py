@@ -289,6 +289,28 @@ def _computes_again(module: nn.Module) -> bool:
     return (getattr(module, "is_gradient_checkpointing", False) if newer is None else newer) is True
 
 
+def refuse_cuda_graphs(model: nn.Module, layers: Iterable[nn.Module]) -> None:
+    """Raise ValueError where one of `layers`, which are computed again in backward, is compiled with CUDA graphs.
+
+    A graph writes its results where its last call has left them, and backward still reads these: torch's own
+    checkpoint raises in its third step (2.11, one H200).
+    """
+    computed_again = {module for layer in layers for module in layer.modules()}
+    for name, module in model.named_modules():
+        calls = (module.__dict__.get(slot) for slot in ("forward", _COMPILED))
+        if module in computed_again and any(map(_has_cuda_graphs, calls)):
+            raise ValueError(
+                f"{name} is compiled with CUDA graphs; expected none in a layer that is computed again in backward; "
+                "try mode='max-autotune-no-cudagraphs', or ActivationOffloader, which computes nothing again"
+            )
+
+
+def _has_cuda_graphs(call: object) -> bool:
+    # Of torch.compile's functions; inductor alone has a configuration.
+    config = getattr(call, "get_compiler_config", dict)()
+    return bool(config and config.get("triton.cudagraphs"))
+
+
 def named_layers(model: nn.Module, layers: Iterable[str | nn.Module]) -> list[nn.Module]:
     """Return the modules that `layers` names or holds.
 

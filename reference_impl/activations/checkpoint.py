@@ -26,6 +26,7 @@ from reference_impl.activations.attach import (
     modules_called,
     named_layers,
     refuse_checkpointing,
+    refuse_cuda_graphs,
 )
 from reference_impl.activations.kept_results import EXPENSIVE, KEPT_ATTENTION, KeptResults
 from reference_impl.activations.offloader import EngineOptions, Offloader
@@ -76,6 +77,7 @@ class CheckpointOffloader(Offloader):
         check_one_choice(num_layers=num_layers, layers=layers)
         refuse_checkpointing(model, "CheckpointOffloader")
         chosen = first_blocks(model, num_layers) if layers is None else named_layers(model, layers)
+        refuse_cuda_graphs(model, chosen)
         kept = modules_called(model, keep)
         attention_kept_in = keeping_attention(chosen, keep_attention)
         # A copy hides behind its own layer's forward: nothing has to be left waiting beyond that.

@@ -25,7 +25,7 @@ from torch import nn
 from offload_arithmetic.residency import allowances, fraction_of_layers
 from offload_arithmetic.sizes import PREFETCHED_LAYERS
 from offload_arithmetic.update_time import Split
-from reference_impl.activations.attach import refuse_checkpointing
+from reference_impl.activations.attach import refuse_checkpointing, refuse_cuda_graphs
 from reference_impl.activations.checkpoint import CheckpointOffloader, keeping_attention
 from reference_impl.memory.closing import ClosedAtExit, close_behind, do_undoably, undo_all
 from reference_impl.memory.shown import Report, Shown, size
@@ -138,6 +138,7 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
         checks.check_clipping(max_grad_norm=max_grad_norm, updates_in_backward=updates)
         refuse_checkpointing(model, "TrainableLayerStreamer")
         modules = list(dict.fromkeys(repeated_blocks(model).values() if layers is None else _checked(layers)))
+        refuse_cuda_graphs(model, _recomputed(modules))
         _check_kept(keep_attention, inputs, _recomputed(modules))
         storages = streamable_storages(model, modules, with_trained=True)
         on = device_of(model, device)

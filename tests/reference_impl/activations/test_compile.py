@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from reference_impl.activations import ActivationOffloader, CheckpointOffloader
+from reference_impl.trained_layers import TrainableLayerStreamer
 from reference_impl.verification.model import Decoder, DecoderShape
 
 
@@ -71,6 +72,32 @@ def test_a_whole_graph_around_offloaded_layers_is_refused_before_anything_runs(t
         ):
             compiled(ids)
     assert not ran
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])
+@pytest.mark.parametrize(
+    "attached",
+    [
+        lambda model: CheckpointOffloader(model, keep_attention=True),
+        lambda model: CheckpointOffloader(model, layers=["layers.1"]),
+        lambda model: TrainableLayerStreamer(model, torch.optim.AdamW(model.parameters(), fused=True)),
+        ActivationOffloader,
+    ],
+    ids=["CheckpointOffloader", "layers", "TrainableLayerStreamer", "ActivationOffloader"],
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_cuda_graphs_are_refused_in_layers_that_are_computed_again(trainee, attached, mode, in_place):
+    """Torch's own checkpoint raises there, in its third step."""
+    block = trainee.model.layers[1]
+    if in_place:
+        block.up.compile(mode=mode)
+    else:
+        block.up = torch.compile(block.up, mode=mode)
+    if attached is ActivationOffloader or mode not in ("reduce-overhead", "max-autotune"):
+        attached(trainee.model).close()
+    else:
+        with pytest.raises(ValueError, match=r"layers\.1\.up is compiled with CUDA graphs.*try mode='max"):
+            attached(trainee.model)
 
 
 @pytest.mark.slow
