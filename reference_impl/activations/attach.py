@@ -307,7 +307,7 @@ def refuse_cuda_graphs(model: nn.Module, layers: Iterable[nn.Module]) -> None:
 
 def _has_cuda_graphs(call: object) -> bool:
     # Of torch.compile's functions; inductor alone has a configuration.
-    config = getattr(call, "get_compiler_config", dict)()
+    config: dict[str, Any] | None = getattr(call, "get_compiler_config", dict)()
     return bool(config and config.get("triton.cudagraphs"))
 
 
