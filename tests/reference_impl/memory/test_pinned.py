@@ -312,10 +312,10 @@ def test_a_dropped_arena_leaves_no_pageable_memory(device, limit):
 
 
 def test_a_failed_pin_is_not_counted(device, limit, monkeypatch):
-    def refuse(memory):
+    def refuse(self, memory):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(device, "pin", refuse)
+    monkeypatch.setattr(type(device), "pin", refuse)
     with pytest.raises(RuntimeError, match="no"):
         Slab(device, MIB // 2, remedy="try less", most_bytes=MIB // 2)
     assert pinned_book.pinned_bytes == 0
