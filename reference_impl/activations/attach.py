@@ -292,8 +292,8 @@ def _computes_again(module: nn.Module) -> bool:
 def refuse_cuda_graphs(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Raise ValueError where one of `layers`, which are computed again in backward, is compiled with CUDA graphs.
 
-    A graph writes its results where its last call has left them, and backward still reads these: torch's own
-    checkpoint raises in its third step (2.11, one H200).
+    A graph writes its results where its last call has left them, and backward still reads these. Torch's own
+    checkpoint raises there too, after at most three steps (2.11, one H200).
     """
     computed_again = {module for layer in layers for module in layer.modules()}
     for name, module in model.named_modules():

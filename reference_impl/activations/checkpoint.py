@@ -71,8 +71,8 @@ class CheckpointOffloader(Offloader):
             options: see `EngineOptions`.
 
         Raises:
-            ValueError: an option out of range, a name without a match, or a model with its own gradient checkpointing
-                on.
+            ValueError: an option out of range, a name without a match, a model with its own gradient checkpointing on,
+                or a recomputed layer that is compiled with CUDA graphs.
         """
         check_one_choice(num_layers=num_layers, layers=layers)
         refuse_checkpointing(model, "CheckpointOffloader")

@@ -106,8 +106,9 @@ class TrainableLayerStreamer(Shown, ClosedAtExit):
     rounded.
 
     Raises, before anything is moved: ValueError for a model without blocks, a block with trained weights also used
-    outside, a trained parameter without a group, sharded parameters, gradient checkpointing already on or an option out
-    of range; TypeError for any other optimizer; HostMemoryError, item by item, for a host without the room.
+    outside, a trained parameter without a group, sharded parameters, gradient checkpointing already on, a block
+    compiled with CUDA graphs or an option out of range; TypeError for any other optimizer; HostMemoryError, item by
+    item, for a host without the room.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def test_a_whole_graph_around_offloaded_layers_is_refused_before_anything_runs(t
 )
 @pytest.mark.parametrize("in_place", [True, False])
 def test_cuda_graphs_are_refused_in_layers_that_are_computed_again(trainee, attached, mode, in_place):
-    """Torch's own checkpoint raises there, in its third step."""
+    """Torch's own checkpoint raises there, while it trains."""
     block = trainee.model.layers[1]
     if in_place:
         block.up.compile(mode=mode)
