@@ -151,7 +151,7 @@ def measure(
     row = Row(
         form="lo8",
         inputs="host",
-        keep_attention=name in (ATTENTION, BOTH, GROUPS) and (kept_layers or True),
+        keep_attention=name in (ATTENTION, BOTH, GROUPS) and (True if kept_layers is None else kept_layers),
         resident_layers=resident_layers,
     )
     with ExitStack() as last, Ledger(device, track=model.parameters()) as ledger:
